@@ -197,7 +197,12 @@ run()
 def test_an_early_interrupt_ends_quietly(module: str, status: int) -> None:
     command = f"{SMALL} --mesh data=8 --spec data --global-batch-size 16"
     ended = subprocess.run(
-        [sys.executable, "-c", _INTERRUPTED_AT, module, *command.split()], capture_output=True, text=True
+        [sys.executable, "-c", _INTERRUPTED_AT, module, *command.split()],
+        capture_output=True,
+        text=True,
+        preexec_fn=lambda: signal.signal(
+            signal.SIGINT, signal.SIG_DFL
+        ),  # a shell may start these tests with it ignored
     )
     assert (ended.returncode, ended.stdout, ended.stderr) == (status, "", "")
 
