@@ -378,20 +378,18 @@ class WindowAgreement:
         if self._reducer is not None:
             self._reducer.start()
 
-    def close(self, leave_notice: str | None = None) -> None:
+    def close(self, notice: str | None = None) -> None:
         """Stops the reducer's thread. The keys stay for hosts that continue; the feed deletes them once all have left.
 
         Args:
-          leave_notice: why this host leaves and at which step, for hosts that continue; None to leave silently.
+          notice: why this host leaves and at which step, for hosts that continue; None to leave silently.
         """
-        notice = None if leave_notice is None else Failure.left(leave_notice, self._keys.host)
         self._closed = True
-        if self._stop is not None:
-            notice = None
+        failure = None if notice is None or self._stop is not None else Failure.left(notice, self._keys.host)
         if self._reducer is not None:  # the others wait for a reducer even after its last report
-            self._reducer.close(notice)
-        elif notice is not None and not self._last_published:
-            self._publish_notice(notice)
+            self._reducer.close(failure)
+        elif failure is not None and not self._last_published:
+            self._publish_notice(failure)
 
     def _publish_notice(self, notice: Failure) -> None:
         def publish() -> None:
