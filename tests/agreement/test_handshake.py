@@ -301,6 +301,16 @@ def test_a_host_that_left_before_a_round_is_named_in_it(gone: int, job: Job) -> 
     assert not job.store.keys
 
 
+@pytest.mark.parametrize("gone", [0, 1])
+def test_a_host_that_leaves_after_it_refused_a_state_is_named_with_that(gone: int, job: Job) -> None:
+    hosts = make(2)
+    job.on(gone, lambda: hosts[gone].fail(ValueError("another seed"), refused=True))
+    job.on(gone, hosts[gone].leave, "closed its feed at step 0")
+    with pytest.raises(PeerError) as caught:
+        job.on(1 - gone, hosts[1 - gone].agree, SEED, 30)
+    assert caught.value.peer_message == "ValueError: another seed"
+
+
 def test_a_host_that_leaves_after_its_round_says_nothing_there(job: Job) -> None:
     hosts = make(2)
     assert job.run(range(2), lambda host: hosts[host].agree(SEED, 30)) == [None, None]

@@ -117,7 +117,7 @@ class Handshake:
         store, self._left = self._store(), True
         if store is None:
             return
-        if notice is not None and not self.in_force:
+        if notice is not None and not self.in_force and not self._refused:  # which says more
             reduction = self._reduction(store)
             value = {"failure": Failure.left(notice, coordination.process_index()).to_json()}
             call_briefly(lambda: reduction.publish(value), name="meshfeed-leave-notice", at_exit=True)
