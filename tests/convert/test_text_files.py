@@ -75,7 +75,12 @@ def test_a_bad_line_of_json_is_named(line: str, message: str, name: str, tmp_pat
 @pytest.mark.parametrize(
     ("value", "line", "message"),
     [
-        ("document", "1,2,3", "Expected 2 columns, got 3, in the line '{line}'. Expected a value for each column"),
+        (
+            "document",
+            "1,2,3",
+            "Expected 2 columns, got 3, in the line '{line}'. Expected a value for each column of the first line, the "
+            "header.",
+        ),
         ("document", '1"never closed', "Expected 2 columns, got 1, in the line '{line}'."),
         ('"two\nlines"', "1,2,3", "Expected 2 columns, got 3, in the line '{line}'."),
         ("document", '"never closed,2', "Expected 2 columns, got 1, in the line '{line}'."),

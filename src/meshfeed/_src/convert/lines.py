@@ -300,7 +300,7 @@ class Csv(LineInput):
     """Comma- or tab-separated values with a header. Blank lines are skipped."""
 
     name = "csv"
-    expected = "a value for each column of the header"
+    expected = "a value for each column of the first line, the header"
 
     def read_header(self, file: BinaryIO, path: str) -> Sequence[str]:
         """See :class:`LineInput`."""
