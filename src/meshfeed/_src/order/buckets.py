@@ -63,7 +63,7 @@ class BucketOrder:
             bucket: EpochOrder(
                 int(self._counts[bucket]), shuffle=shuffle, seed=derive_key(seed, _RECORDS, bucket), num_epochs=None
             )
-            for bucket in self._used.tolist()
+            for bucket in self._used.tolist()  # an EpochOrder rejects an empty bucket
         }
         self.total = None if num_epochs is None else self._per_epoch * num_epochs
         self._num_full = None if num_epochs is None else self._num_before(num_epochs)
@@ -111,6 +111,7 @@ class BucketOrder:
     def batch_at(self, step: int) -> tuple[int, int]:
         """Returns the bucket of the batch at ``step``, and the number of the batch in that bucket's stream."""
         low = step * self._size // self._per_epoch  # an epoch has at most as many batches as its records fill
+        # Rounding down hides less than one batch per bucket.
         high = (step + len(self._counts)) * self._size // self._per_epoch + 1
         epoch = low + bisect.bisect_right(range(low, high + 1), step, key=self._num_before) - 1
         chunk, within = divmod(step - self._num_before(epoch), _CHUNK)
@@ -159,6 +160,7 @@ class BucketOrder:
         longest_first = np.arange(len(left))[::-1]
         ends = np.cumsum(left[longest_first])
         places = batch * self._size + rows
+        # The first row has the longest bucket, so it determines the shape even if it is not among the rows.
         bucket_at = np.searchsorted(ends, np.append(places, batch * self._size), side="right")
         record_ids, epochs = np.empty_like(places), np.empty_like(places)
         shape = int(longest_first[bucket_at[-1]])

@@ -239,6 +239,7 @@ def _check_settings(saved: JsonValue, current: JsonValue) -> None:
 
 
 def _begun(stages: Sequence[Stage], position: int) -> list[Stage]:
+    # Not <=: nothing has been drawn yet from a stage that starts at the position.
     return [stage for stage in stages if stage.first_position < position]
 
 

@@ -141,6 +141,7 @@ class Packing:
         epochs, places = np.divmod(positions, self.num_sequences)
         found: list[tuple[np.ndarray, Pieces]] = []
         for epoch in np.unique(epochs).tolist():
+            # Without shuffle all epochs are equal and share the cached blocks.
             blocks, ends = self._order_of(epoch if self._shuffle else 0)
             in_epoch = np.flatnonzero(epochs == epoch)
             slots = np.searchsorted(ends, places[in_epoch], side="right")
