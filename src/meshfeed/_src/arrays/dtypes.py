@@ -43,8 +43,10 @@ def narrowed_dtype(dtype: npt.DTypeLike, x64: bool) -> np.dtype:
 
 
 def _is_numeric(dtype: np.dtype) -> bool:
+    # Most types of ml_dtypes have the kind V, like structured dtypes and raw bytes.
     if dtype.names is None and dtype.type.__module__.split(".")[0] == "ml_dtypes":
         return True
+    # The item sizes exclude long double, which JAX does not have.
     return dtype.kind in "biu" or (dtype.kind in "fc" and dtype.itemsize <= (8 if dtype.kind == "f" else 16))
 
 
