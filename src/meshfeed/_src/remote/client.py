@@ -210,6 +210,7 @@ def _header(endpoint: Endpoint, request: jax.Array, flag: int) -> jax.Array:
 def zeros(spec: jax.ShapeDtypeStruct, size: int = 0) -> jax.Array:
     """Returns a new global array of zeros, with ``size`` rows if given."""
     shape = (size or spec.shape[0], *spec.shape[1:])
+    # A view of a single element, so that no host allocates the global batch.
     whole = np.broadcast_to(np.zeros((), spec.dtype), shape)
     assert spec.sharding is not None
     return jax.make_array_from_callback(shape, spec.sharding, lambda index: np.ascontiguousarray(whole[index]))
