@@ -154,6 +154,7 @@ def state_paths(directory: Directory) -> list[epath.Path]:
     names = [path for path in epath.Path(directory).iterdir() if path.name.endswith(".json")]
     whole = [path for path in names if path.name == STATE_FILE]
     parts = [path for path in names if path.name.startswith(_PART_PREFIX)]
+    # By number: as text, part-10 comes before part-2.
     return whole + sorted(parts, key=lambda path: int(path.name.removeprefix(_PART_PREFIX).removesuffix(".json")))
 
 

@@ -175,6 +175,7 @@ def _check_fields(fields: Mapping[str, JsonValue]) -> None:
         kind = _REQUIRED.get(name) or _OPTIONAL.get(name)
         if kind is None:
             raise StateMismatchError(name, _shorten(value), "no such field", _DAMAGED)
+        # bool is a subclass of int.
         if not isinstance(value, kind) or isinstance(value, bool) or (kind is int and value < 0):
             raise StateMismatchError(name, _shorten(value), kind.__name__, _DAMAGED)
         if kind is int and value >= _MAX_NUMBER:
@@ -182,7 +183,7 @@ def _check_fields(fields: Mapping[str, JsonValue]) -> None:
 
 
 def _is_ledger(entries: JsonValue) -> bool:
-    kinds = [int, int, str, int]
+    kinds = [int, int, str, int]  # compared exactly: isinstance would accept True as an int
     return isinstance(entries, list) and all(
         isinstance(entry, list) and [type(item) for item in cast("list[JsonValue]", entry)] == kinds
         for entry in cast("list[JsonValue]", entries)
@@ -297,7 +298,7 @@ def _join_entries(part: str, left: JsonValue, right: JsonValue) -> JsonValue:
         alike = all(entries[0].get(name) == entries[1].get(name) for name in ("records", "epoch", "taken", "ended"))
         return min(entries, key=lambda entry: entry.get("skip", 0)) if alike else None
     if part == "num_unlisted":
-        return max(left, right)
+        return max(left, right)  # counts only grow, so the larger one is the later
     if part == "skipped":
         # Each host appends only to its own ledger, and keeps the other ledgers as restored.
         shorter, longer = sorted((left, right), key=len)
@@ -315,6 +316,7 @@ def _join(part: str, states: Sequence[FeedState]) -> dict[str, JsonValue] | None
             if merged is None:
                 raise StateMismatchError(f"{part}.{key}", _shorten(joined[key]), _shorten(entry), _MERGE)
             joined[key] = merged
+    # Keys are text in JSON, where "10" comes before "2".
     return dict(sorted(joined.items(), key=lambda item: int(item[0]))) if found else None
 
 
