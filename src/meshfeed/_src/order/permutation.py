@@ -109,7 +109,7 @@ def _permute_slice(x: _Uint64Array, num_records: int, network: _Network) -> _Uin
         np.add(work, constants[index + 1], work)
         np.multiply(work, work, work)
         np.right_shift(work, _S32, work)
-        np.multiply(work, modulus, work)
+        np.multiply(work, modulus, work)  # cannot overflow: below 2**32 times at most 2**24
         np.right_shift(work, _S32, work)
         np.add(row, work, row)
         np.subtract(row, modulus, work)
@@ -168,6 +168,7 @@ def permute_blocks(offsets: RecordIds, num_records: int, block_records: int, see
 
     key = derive_key(seed, _BLOCKS, num_records, epoch)
     if missing:
+        # The minimum keeps the short slot within the domain if it is the last; its block is set below.
         blocks = permute(np.minimum(touched - (touched > short_slot), num_blocks - 2), num_blocks - 1, key)
         blocks = np.where(touched == short_slot, num_blocks - 1, blocks)
     else:
