@@ -314,7 +314,7 @@ def prometheus(
             "machine need one each, such as port=9400 + jax.process_index().",
             setting="port",
         ) from error
-    served.register(collector)
+    served.register(collector)  # only now: a port in use must leave nothing in the user's registry
 
     def close() -> None:
         if _unregister(served, collector):
