@@ -151,6 +151,7 @@ class PlanTable:
     def num_rows(self) -> _Ints:
         """Number of rows of each host, int64[hosts]."""
         sizes = np.diff(self.ranges, axis=1)[:, 0]
+        # Weighted counts are float64, which is exact up to 2**53 rows.
         return np.bincount(self.range_host, weights=sizes, minlength=self.num_hosts).astype(np.int64)
 
 
