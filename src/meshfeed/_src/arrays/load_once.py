@@ -119,6 +119,7 @@ def make_mover(
             bits = _spread(bits, load_sharding, ranks, chunk_rows)
         bits = lax.with_sharding_constraint(bits, load_sharding)
         rows = lax.with_sharding_constraint(bits[: spec.shape[0]], constraint_sharding(spec.sharding))
+        # The barrier keeps XLA from folding the bitcast into the collective; see reshard.py.
         return _from_carrier(lax.optimization_barrier(rows), spec.dtype)
 
     return jax.jit(move, out_shardings=tuple(spec.sharding for spec in specs))
