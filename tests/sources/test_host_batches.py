@@ -49,6 +49,43 @@ def values(iterator):
     return [int(batch["y"][0]) for batch in iterator]
 
 
+class Refusing:
+    """A new iterator for each pass, which refuses every state; ``open`` counts those not closed."""
+
+    def __init__(self):
+        self.open = 0
+
+    def __iter__(self):
+        self.open += 1
+        return RefusingPass(self)
+
+
+class RefusingPass(Stateful):
+    def __init__(self, owner):
+        super().__init__()
+        self.owner = owner
+
+    def set_state(self, state):
+        raise ValueError("another run's")
+
+    def close(self):
+        self.owner.open -= 1
+
+
+def test_an_iterator_that_refuses_a_state_is_closed():
+    refusing = Refusing()
+    source = HostBatches(refusing)
+    known = refusing.open
+    reader = source.iterator()
+    next(reader)
+    state = reader.get_state()
+    for resume in (reader.set_state, source.iterator):
+        with pytest.raises(errors.StateMismatchError, match="another run's"):
+            resume(state)
+        assert refusing.open == known + 1, "only that of the reader"
+    assert values(reader) == [1, 2, 3, 4, 5, 6], "a refused state changes nothing"
+
+
 @pytest.mark.parametrize("make", [Restartable, Stateful, batches])
 def test_resumes_at_every_point(make):
     for stop in range(8):

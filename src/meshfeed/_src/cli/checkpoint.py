@@ -67,7 +67,8 @@ def verify(directory: str, step: int | None, as_json: bool) -> None:
     else:
         for row in found["steps"]:
             unchecked = f", {row['without_digest']} without a digest" if row["without_digest"] else ""
-            read = f"{row['leaves']:,} leaves, {size_text(row['bytes_read'])} in {row['seconds']:.1f} s{unchecked}"
+            leaves = f"{row['leaves']:,} {'leaf' if row['leaves'] == 1 else 'leaves'}"
+            read = f"{leaves}, {size_text(row['bytes_read'])} in {row['seconds']:.1f} s{unchecked}"
             click.echo(f"{row['path']}: {'intact' if row['intact'] else 'DAMAGED'}, {read}")
             for problem in row["problems"]:
                 click.echo(f"  {problem}")

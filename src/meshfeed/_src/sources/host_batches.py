@@ -26,6 +26,17 @@ _FIELD = "hosts"
 _TURN_SECONDS = 300.0  # a next() that takes longer counts as stalled
 
 
+@contextlib.contextmanager
+def _closing_on_error(iterator: object) -> Iterator[None]:
+    """Closes an iterator that nobody else has yet if the block fails."""
+    try:
+        yield
+    except BaseException:
+        with contextlib.suppress(Exception):  # the error of the block says why
+            close_within(iterator)
+        raise
+
+
 @public("meshfeed.sources")
 class HostBatches:
     """An iterable of host-local batches; the global batch concatenates the batches of all hosts.
@@ -104,7 +115,8 @@ class HostBatches:
         if not self._one_shot:
             fresh = HostBatchIterator(self)
             if state is not None:
-                fresh.set_state(state)
+                with _closing_on_error(fresh):
+                    fresh.set_state(state)
             return fresh
         with self._turn_of(None):
             owner, resumes = self._owner, self._first_state is not None
@@ -322,18 +334,19 @@ class HostBatchIterator:
         # On a new iterator if possible: the current one stays usable if the state is rejected.
         iterator: Any = start(self._batches.iterable) if self._restartable and self._delivered else self._iterator
         saved = state["state"]
-        try:
-            saved = trees.decode_value(saved)
-            iterator.set_state(saved)
-        except StateMismatchError:
-            raise
-        except (ValueError, KeyError, IndexError, TypeError, AttributeError) as error:
-            raise StateMismatchError(
-                f"{_FIELD}.state",
-                saved,
-                f"a {type(self._iterator).__name__} that refuses it: {error}",
-                "Host batches are not elastic: continue with the same number of hosts and workers, and the same data.",
-            ) from error
+        with contextlib.nullcontext() if iterator is self._iterator else _closing_on_error(iterator):
+            try:
+                saved = trees.decode_value(saved)
+                iterator.set_state(saved)
+            except StateMismatchError:
+                raise
+            except (ValueError, KeyError, IndexError, TypeError, AttributeError) as error:
+                raise StateMismatchError(
+                    f"{_FIELD}.state",
+                    saved,
+                    f"a {type(self._iterator).__name__} that refuses it: {error}",
+                    "Host batches are not elastic: continue with the same number of hosts and workers, and the same data.",
+                ) from error
         if iterator is not self._iterator:
             self.close()
         self._iterator, self._delivered = iterator, state["batches"]
