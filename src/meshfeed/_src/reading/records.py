@@ -119,12 +119,11 @@ def _get_item(source: RandomAccessSource, record_id: int) -> Record:
 def _decode_each(
     source: hooks.RawReader, decode: Decode, raw: Sequence[bytes], record_ids: RecordIds, rngs: Rngs | None
 ) -> PyTree:
-    with_rng = rngs is not None and accepts_keyword(decode, "rng")
     stack = RecordStack(len(raw))
     for row, record in enumerate(raw):
         record_id = int(record_ids[row])
         try:
-            decoded = decode(record, rng=rngs[row]) if with_rng and rngs is not None else decode(record)
+            decoded = decode(record) if rngs is None else decode(record, rng=rngs[row])
         except SourceError:
             raise
         except StopIteration as error:
@@ -160,6 +159,8 @@ class SourceReader:
         # Without a decoder, stacking bytes raises an error that names the keyword to pass.
         self._decode_one: Decode = _unchanged if one is None else one.decode
         self._decode_batch = None if several is None else several.decode_batch
+        self._one_takes_rng = accepts_keyword(self._decode_one, "rng")
+        self._batch_takes_rng = accepts_keyword(self._decode_batch, "rng")
         self._takes_rows = _takes_rows(source, self._decode_batch)
         self._fresh_batches = returns_fresh(source, "read_batch")
         self._fresh_rows = returns_fresh(source, "read_rows")
@@ -229,7 +230,7 @@ class SourceReader:
         start = time.perf_counter()
         with _trace("meshfeed.decode"):
             if self._decode_batch is None:
-                batch = _decode_each(source, self._decode_one, raw, record_ids, rngs)
+                batch = _decode_each(source, self._decode_one, raw, record_ids, rngs if self._one_takes_rng else None)
             else:
                 batch = self._decode(self._decode_batch, raw, rows, record_ids, rngs)
         _add_seconds(times, "decode_seconds", start)
@@ -247,7 +248,7 @@ class SourceReader:
         try:
             if rows is not None:
                 batch = cast("hooks.DecodesRows", decode_batch).from_rows(rows)
-            elif rngs is not None and accepts_keyword(decode_batch, "rng"):
+            elif rngs is not None and self._batch_takes_rng:
                 batch = decode_batch(list(raw), rng=list(rngs))
             else:
                 batch = decode_batch(list(raw))
