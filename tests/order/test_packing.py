@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import gc
 import itertools
 import pickle
-import weakref
 
 import numpy as np
 import pytest
@@ -131,18 +129,6 @@ def test_statistics_are_those_of_all_blocks() -> None:
     source = packed(lengths, "split", "drop", block=4)
     assert source.stats() == source.copy().stats(4) == PackingStats(3, 7, 24, 0.5, 1, 157)
     assert packed(lengths, "fit", block=3).stats() == PackingStats(13, 7, 181, 1 - 181 / 208, 3, 0)
-
-
-def test_a_packing_is_freed_with_its_last_reference() -> None:
-    source = packed(np.ones(200), "fit").shuffled(1)
-    source.pieces_at(np.arange(5))
-    freed = weakref.ref(source)
-    gc.disable()
-    try:
-        del source
-        assert freed() is None, "the lengths of many documents take much memory"
-    finally:
-        gc.enable()
 
 
 def test_the_order_of_sequences_is_that_of_their_places() -> None:

@@ -15,12 +15,12 @@ batches, which have the shape of the longest bucket in them. Every record theref
 from __future__ import annotations
 
 import bisect
-import functools
 from collections.abc import Sequence
 
 import numpy as np
 
 from meshfeed._src.base.types import JsonValue, RecordIds
+from meshfeed._src.order.caching import cached
 from meshfeed._src.order.epochs import EpochOrder, checked_positions
 from meshfeed._src.order.permutation import derive_key, permute
 
@@ -67,7 +67,7 @@ class BucketOrder:
         }
         self.total = None if num_epochs is None else self._per_epoch * num_epochs
         self._num_full = None if num_epochs is None else self._num_before(num_epochs)
-        self._places = functools.lru_cache(maxsize=64)(self._compute_places)
+        self._places = cached(self._compute_places, 64)
 
     def config(self) -> dict[str, JsonValue]:
         """The part of the fingerprint that describes the order."""

@@ -26,6 +26,7 @@ import numpy as np
 
 from meshfeed._src.base.errors import SettingsError, StateMismatchError
 from meshfeed._src.base.types import JsonValue, RecordIds
+from meshfeed._src.order.caching import cached
 from meshfeed._src.order.epochs import MAX_POSITION, EpochOrder, checked_positions
 from meshfeed._src.order.permutation import ALGORITHM, derive_key, sorted_permutation
 
@@ -504,7 +505,7 @@ class MixtureOrder:
                 )
         check_end(on_end, num_epochs)
         self._blocks = StagedBlocks(self._names, self._stages, block, derive_key(seed, _LAYOUT))
-        self._chunk = functools.lru_cache(maxsize=2)(self._compute_chunk)
+        self._chunk = cached(self._compute_chunk, 2)
         self._on_end, self._seed = on_end, seed
         self._identities = identities
         self.num_records = sum(num_records.values())

@@ -14,14 +14,13 @@ from __future__ import annotations
 
 import bisect
 import dataclasses
-import functools
 import logging
-import weakref
 from typing import Any
 
 import numpy as np
 
 from meshfeed._src.base.types import JsonValue, RecordIds
+from meshfeed._src.order.caching import cached
 from meshfeed._src.order.epochs import checked_positions
 from meshfeed._src.order.permutation import derive_key, permute, sorted_permutation
 
@@ -107,10 +106,8 @@ class Packing:
         self._forget()
 
     def _forget(self) -> None:
-        this = weakref.proxy(self)  # a reference cycle would keep the lengths in memory until a garbage collection
-        plan, order = functools.partial(Packing._compute_plan, this), functools.partial(Packing._compute_order, this)
-        self._plan = functools.lru_cache(_CACHED_BLOCKS)(plan)  # a batch is usually within one block
-        self._order_of = functools.lru_cache(_CACHED_EPOCHS)(order)
+        self._plan = cached(self._compute_plan, _CACHED_BLOCKS)
+        self._order_of = cached(self._compute_order, _CACHED_EPOCHS)
 
     def __getstate__(self) -> dict[str, Any]:
         return {name: value for name, value in self.__dict__.items() if name not in ("_plan", "_order_of")}

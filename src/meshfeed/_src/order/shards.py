@@ -20,12 +20,12 @@ therefore continues exactly with any batch size, and its state is one position. 
 from __future__ import annotations
 
 import dataclasses
-import functools
 import hashlib
 
 import numpy as np
 
 from meshfeed._src.base.types import JsonValue, RecordIds
+from meshfeed._src.order.caching import cached
 from meshfeed._src.order.epochs import checked_positions
 from meshfeed._src.order.permutation import derive_key, permute, sorted_permutation
 from meshfeed._src.order.steps import StepSchedule
@@ -80,8 +80,8 @@ class ShardOrder:
         self._shards = hashlib.sha256(self._lengths.astype("<i8").tobytes()).hexdigest()[:16]
         segments = [(s.first_position, s.size) for s in step_schedule.segments]
         self._segment_starts, self._segment_sizes = np.array(segments, np.int64).T
-        self._layout = functools.lru_cache(maxsize=2)(self._lay_out)  # a batch may touch two epochs
-        self._chunk = functools.lru_cache(maxsize=512)(self._compute_chunk)  # at most 16 MiB
+        self._layout = cached(self._lay_out, 2)  # a batch may touch two epochs
+        self._chunk = cached(self._compute_chunk, 512)  # at most 16 MiB
 
     def config(self) -> JsonValue:
         """The part of the fingerprint that describes the order, as JSON."""

@@ -1,0 +1,58 @@
+"""Orders cache parts of themselves, and are freed with their last reference."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+
+from meshfeed._src.base.settings import BatchSchedule
+from meshfeed._src.order.buckets import BucketOrder
+from meshfeed._src.order.mixture import MixtureOrder, Stage
+from meshfeed._src.order.packing import Packing
+from meshfeed._src.order.shards import ShardOrder
+from meshfeed._src.order.steps import StepSchedule
+
+POSITIONS = np.arange(8)
+EPOCHS = {"seed": 0, "num_epochs": 2}
+
+
+def used_packing() -> object:
+    packing = Packing(np.ones(200), 16, method="fit", block=64, long="split").shuffled(1)
+    packing.pieces_at(POSITIONS)
+    return packing
+
+
+def used_buckets() -> object:
+    order = BucketOrder([np.arange(40)], num_records=40, global_batch_size=4, shuffle=True, **EPOCHS)
+    order.ids_at(POSITIONS)
+    return order
+
+
+def used_mixture() -> object:
+    stages, identities = [Stage(0, {"a": 1})], {"a": None}
+    options = {"shuffle": True, "on_end": "repeat", "repeat": {}, **EPOCHS}
+    order = MixtureOrder({"a": 40}, stages=stages, block=8, identities=identities, **options)
+    order.ids_between(0, 8)
+    return order
+
+
+def used_shards() -> object:
+    order = ShardOrder(np.array([20, 20]), num_lanes=1, step_schedule=StepSchedule(BatchSchedule([(0, 4)])), **EPOCHS)
+    order.ids_at(POSITIONS)
+    return order
+
+
+@pytest.mark.parametrize("used", [used_packing, used_buckets, used_mixture, used_shards])
+def test_an_order_is_freed_with_its_last_reference(used: Callable[[], object]) -> None:
+    order = used()
+    freed = weakref.ref(order)
+    gc.disable()
+    try:
+        del order
+        assert freed() is None, "it may hold the lengths of many documents, or a memory map"
+    finally:
+        gc.enable()
