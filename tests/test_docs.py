@@ -68,7 +68,7 @@ class Page:
         self.num_shown = 0
         tools = pathlib.Path(".tools")  # the page's `python` and `meshfeed` are those that run this test
         tools.mkdir()
-        for tool, command in (("python", ""), ("meshfeed", " -m meshfeed._src.cli.main")):
+        for tool, command in (("python", ""), ("meshfeed", " -m meshfeed")):
             (tools / tool).write_text(f'#!/bin/sh\nexec "{sys.executable}"{command} "$@"\n')
             (tools / tool).chmod(0o755)
 

@@ -57,9 +57,9 @@ PROCESS_MODULES = {"meshfeed._src.base.coordination", "meshfeed._src.testing.hos
 # Modules that import own modules when they are called: façades over heavy libraries, and the command line.
 LAZY = {
     "meshfeed": "public names",
+    "meshfeed.__main__": "the command line, once Ctrl-C is handled",
     "meshfeed.checkpoint": "public names",
     "meshfeed.sources": "public names",
-    "meshfeed._src.cli.entry": "the command line, once Ctrl-C is handled",
     "meshfeed._src.cli.main": "commands",
     "meshfeed._src.cli.doctor": "what a process is, which imports JAX",
     "meshfeed._src.cli.bench": "sources of the user's choice",
@@ -82,6 +82,8 @@ TREES = {name: ast.parse(path.read_text()) for name, path in MODULES.items()}
 
 
 def room_of(module: str) -> str:
+    if module == "meshfeed.__main__":
+        return "cli"
     parts = module.split(".")
     return parts[2] if parts[1:2] == ["_src"] and len(parts) > 2 else "public"
 

@@ -116,7 +116,6 @@ def test_it_imports_away_from_the_source_tree(installed: pathlib.Path, tmp_path:
 def test_its_command_runs(wheel: pathlib.Path, installed: pathlib.Path, tmp_path: pathlib.Path) -> None:
     archive = zipfile.ZipFile(wheel)
     (entry_points,) = [name for name in archive.namelist() if name.endswith("entry_points.txt")]
-    assert "meshfeed = meshfeed._src.cli.entry:run" in archive.read(entry_points).decode()
-    script = "import sys; sys.argv[0] = 'meshfeed'; from meshfeed._src.cli.entry import run; run()"
-    ended = _run([str(installed / "bin" / "python"), "-c", script, "--help"], tmp_path, JAX_PLATFORMS="cpu")
+    assert "meshfeed = meshfeed.__main__:run" in archive.read(entry_points).decode()
+    ended = _run([str(installed / "bin" / "python"), "-m", "meshfeed", "--help"], tmp_path, JAX_PLATFORMS="cpu")
     assert "plan" in ended.stdout

@@ -178,7 +178,7 @@ def interrupt(event, arguments):
 
 module = sys.argv.pop(1)
 sys.addaudithook(interrupt)
-from meshfeed._src.cli.entry import run
+from meshfeed.__main__ import run
 run()
 """
 

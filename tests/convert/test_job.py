@@ -98,7 +98,7 @@ def test_a_folder_belongs_to_one_conversion(tmp_path: pathlib.Path) -> None:
 def test_a_full_disk(tmp_path: pathlib.Path) -> None:
     pq.write_table(pa.table({"x": [os.urandom(5000)] * 100}), tmp_path / "a.parquet")
     ended = subprocess.run(
-        [sys.executable, "-m", "meshfeed._src.cli.main", "convert", "a.parquet", "--to", "out"],
+        [sys.executable, "-m", "meshfeed", "convert", "a.parquet", "--to", "out"],
         cwd=tmp_path,
         capture_output=True,
         text=True,
@@ -114,7 +114,7 @@ def test_a_full_disk(tmp_path: pathlib.Path) -> None:
 def test_killed_with_workers_and_interrupted(tmp_path: pathlib.Path) -> None:
     rows = [{"text": f"document {i} " * 20, "tokens": list(range(i % 50))} for i in range(3000)] * 20
     pq.write_table(pa.Table.from_pylist(rows), tmp_path / "a.parquet", row_group_size=2000)
-    command = [sys.executable, "-m", "meshfeed._src.cli.main", "convert", "a.parquet", "--shards", "12", "--to"]
+    command = [sys.executable, "-m", "meshfeed", "convert", "a.parquet", "--shards", "12", "--to"]
     subprocess.run([*command, "whole", "--workers", "1"], cwd=tmp_path, check=True, capture_output=True)
     killed = tmp_path / "killed"
     for number in (signal.SIGKILL, signal.SIGINT):

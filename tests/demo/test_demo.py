@@ -334,7 +334,7 @@ def test_another_seed_is_refused(tmp_path: pathlib.Path) -> None:
 
 @pytest.mark.multihost
 def test_an_interrupted_demo_leaves_no_process(tmp_path: pathlib.Path) -> None:
-    command = [sys.executable, "-m", "meshfeed._src.cli.main", "demo", "--directory", str(tmp_path / "demo")]
+    command = [sys.executable, "-m", "meshfeed", "demo", "--directory", str(tmp_path / "demo")]
     with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as process:
         log = tmp_path / "demo" / "job-1-1x8" / "host-0.log"
         deadline = time.monotonic() + 60

@@ -174,6 +174,20 @@ class CheckpointError(MeshfeedError):
         self.step = step
 
 
+def install_hint(extra: str) -> str:
+    """Returns the sentence with the command that installs an extra. meshfeed is not on PyPI."""
+    return f"Run pip install '.[{extra}]' in a checkout."
+
+
+def missing_package(user: str, error: ImportError, extra: str, *, setting: str | None = None) -> MeshfeedError:
+    """Returns the error for a package that ``user`` needs and ``extra`` installs.
+
+    It is a SettingsError if only the value of ``setting`` needs the package, otherwise a SourceError.
+    """
+    text = f"{user} needs {error.name or 'a package'}, which cannot be imported: {error}. {install_hint(extra)}"
+    return SourceError(text) if setting is None else SettingsError(text, setting=setting)
+
+
 @dataclasses.dataclass(frozen=True)
 class Failure:
     """A failure of one host, or of all hosts alike.

@@ -13,7 +13,7 @@ import pathlib
 import click
 
 from meshfeed import __version__
-from meshfeed._src.base.errors import MeshfeedError, PlanError, SettingsError
+from meshfeed._src.base.errors import MeshfeedError, PlanError, SettingsError, missing_package
 from meshfeed._src.cli import checkpoint as cli_checkpoint
 from meshfeed._src.cli import data as cli_data
 from meshfeed._src.cli import doctor as cli_doctor
@@ -34,7 +34,8 @@ class _Commands(click.Group):
             ctx.exit(2 if isinstance(error, SettingsError | PlanError) else 1)
         except ModuleNotFoundError as error:
             extra = "convert" if ctx.invoked_subcommand == "convert" else "all"
-            raise click.ClickException(f"{error}. Run pip install '.[{extra}]' in a checkout.") from error
+            missing = missing_package(f"meshfeed {ctx.invoked_subcommand}", error, extra)
+            raise click.ClickException(str(missing)) from error
 
 
 def _example(arguments: str) -> str:
@@ -180,7 +181,3 @@ for _command in (
     *cli_checkpoint.COMMANDS,
 ):
     main.add_command(_command)
-
-
-if __name__ == "__main__":
-    main()

@@ -27,9 +27,8 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
 
-from meshfeed._src.base.errors import CorruptDataError, SourceError
+from meshfeed._src.base.errors import CorruptDataError, SourceError, missing_package
 from meshfeed._src.convert.inputs import Input, Scan, binary, flags, integers, null_mask, numbers, to_bytes
-from meshfeed._src.sources.checks import missing_package
 from meshfeed._src.sources.decode import BYTES, FLOAT, INT64
 
 if TYPE_CHECKING:

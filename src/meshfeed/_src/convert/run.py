@@ -16,7 +16,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from meshfeed._src.base.errors import MeshfeedError, SettingsError, SourceError, StalledError
+from meshfeed._src.base.errors import MeshfeedError, SettingsError, SourceError, StalledError, missing_package
 from meshfeed._src.convert.example import KIND_NAMES, feature_kinds
 from meshfeed._src.convert.formats import open_format, recognize, remote_files
 from meshfeed._src.convert.inputs import Input, TypesChanged
@@ -410,10 +410,7 @@ class RunInBeam:
             from apache_beam.options.pipeline_options import PipelineOptions
             from apache_beam.runners.runner import create_runner
         except ImportError as error:
-            raise SettingsError(
-                f"--runner needs Apache Beam, which cannot be imported: {error}. Run pip install '.[beam]' in a checkout.",
-                setting="runner",
-            ) from error
+            raise missing_package("--runner", error, "beam", setting="runner") from error
         try:
             create_runner(runner)
         except (ValueError, ImportError) as error:

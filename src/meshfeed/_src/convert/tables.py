@@ -6,9 +6,8 @@ import os
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from meshfeed._src.base.errors import CorruptDataError
+from meshfeed._src.base.errors import CorruptDataError, missing_package
 from meshfeed._src.convert.inputs import Input, Scan
-from meshfeed._src.sources.checks import missing_package
 from meshfeed._src.sources.files.parquet import ParquetFile
 
 if TYPE_CHECKING:

@@ -15,10 +15,9 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from meshfeed._src.base.errors import SettingsError, SourceError
+from meshfeed._src.base.errors import SettingsError, SourceError, missing_package
 from meshfeed._src.convert.example import encode_examples, flatten, is_text_or_bytes
 from meshfeed._src.convert.inputs import flags, to_bytes
-from meshfeed._src.sources.checks import missing_package
 from meshfeed._src.sources.decode import parse_example
 from meshfeed._src.sources.tokens.files import LLM_C_BYTES, LLM_C_DTYPES
 

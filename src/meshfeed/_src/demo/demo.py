@@ -29,6 +29,7 @@ import numpy as np
 
 from meshfeed import MeshfeedError, SettingsError, SourceError
 from meshfeed._src.base.child import ChildProcess, Parent
+from meshfeed._src.base.errors import install_hint
 from meshfeed._src.testing.hosts import cpu_environment, free_port
 
 if TYPE_CHECKING:
@@ -458,7 +459,7 @@ def run_demo(num_steps: int | None, directory: str | None, how: str | None, *, q
     """
     missing = [name for name in ("rich", "optax") if importlib.util.find_spec(name) is None]
     if missing:
-        raise MeshfeedError(f"the demo needs {' and '.join(missing)}. Run pip install '.[demo]' in a checkout.")
+        raise MeshfeedError(f"the demo needs {' and '.join(missing)}. {install_hint('demo')}")
     from rich.console import Console
 
     folder = pathlib.Path(directory or tempfile.mkdtemp(prefix="meshfeed-demo-")).resolve()

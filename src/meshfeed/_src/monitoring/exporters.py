@@ -20,7 +20,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING
 
 from meshfeed._src.base import coordination
-from meshfeed._src.base.errors import SettingsError, SourceError
+from meshfeed._src.base.errors import SettingsError, SourceError, missing_package
 from meshfeed._src.base.fork import finalize
 from meshfeed._src.base.stats import CACHES, FeedStats, Sample, rates
 from meshfeed._src.base.threads import Background
@@ -296,9 +296,8 @@ def prometheus(
     """
     try:
         import prometheus_client
-    except ImportError:
-        text = "prometheus needs prometheus_client: run pip install '.[prometheus]' in a checkout."
-        raise SettingsError(text, setting="feeds") from None
+    except ImportError as error:
+        raise missing_package("prometheus", error, "prometheus", setting="feeds") from None
     if not feeds or (registry is None and port is None):
         raise SettingsError("prometheus takes at least one feed, and a port or a registry.", setting="feeds")
     served = prometheus_client.CollectorRegistry() if registry is None else registry
@@ -381,9 +380,8 @@ def tensorboard(feed: object, directory: str | os.PathLike[str], *, seconds: flo
     """
     try:
         from tensorboardX import SummaryWriter
-    except ImportError:
-        text = "tensorboard needs tensorboardX: run pip install '.[tensorboard]' in a checkout."
-        raise SettingsError(text, setting="feed") from None
+    except ImportError as error:
+        raise missing_package("tensorboard", error, "tensorboard", setting="feed") from None
     feed, seconds = check_feed(feed), check_seconds(seconds)
     name = feed.name
     writer = SummaryWriter(str(pathlib.Path(directory) / f"host-{coordination.process_index():05d}"))

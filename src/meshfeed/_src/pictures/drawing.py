@@ -15,7 +15,7 @@ import pathlib
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
-from meshfeed._src.base.errors import SettingsError
+from meshfeed._src.base.errors import missing_package
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -127,9 +127,8 @@ class Drawing:
         """Writes a PNG in light colors at twice the size; needs matplotlib."""
         try:
             from matplotlib.figure import Figure
-        except ImportError:
-            text = "a PNG needs matplotlib: run pip install '.[pictures]' in a checkout, or write an SVG."
-            raise SettingsError(text, setting="png") from None
+        except ImportError as error:
+            raise missing_package("a PNG, unlike an SVG,", error, "pictures", setting="png") from None
         width, height = self.size()
         figure = Figure(figsize=(width / 100, height / 100), facecolor=COLORS["paper"][0])
         axes = figure.add_axes((0, 0, 1, 1), xlim=(-_MARGIN, width - _MARGIN), ylim=(height - _MARGIN, -_MARGIN))

@@ -1,4 +1,4 @@
-"""Checks that several sources share: of record ids, numbers that users pass, and packages that may be missing."""
+"""Checks that several sources share: of record ids, and numbers that users pass."""
 
 from __future__ import annotations
 
@@ -69,11 +69,3 @@ def check_lengths(lengths: Mapping[str, int], whose: str, remedy: str = "") -> N
             f"{whose} differ in length: {listed}. Expected the same number of records in every leaf, since record i is row "
             f"i of all of them.{remedy}"
         )
-
-
-def missing_package(user: str, error: ImportError, extra: str) -> SourceError:
-    """Returns the error for a package that ``user`` needs; ``extra`` installs it."""
-    return SourceError(
-        f"{user} needs {error.name or 'a package'}, which cannot be imported: {error}. Run pip install '.[{extra}]' in a "
-        "checkout."
-    )

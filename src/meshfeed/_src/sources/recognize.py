@@ -14,9 +14,9 @@ from typing import TYPE_CHECKING, Any
 import jax
 import numpy as np
 
-from meshfeed._src.base.errors import SettingsError, SourceError, hides_own_frames
+from meshfeed._src.base.errors import SettingsError, SourceError, hides_own_frames, missing_package
 from meshfeed._src.base.types import public
-from meshfeed._src.sources.checks import is_count, missing_package
+from meshfeed._src.sources.checks import is_count
 from meshfeed._src.sources.files.formats import reader_hint
 from meshfeed._src.sources.host_batches import HostBatches
 from meshfeed._src.sources.memory import Memory

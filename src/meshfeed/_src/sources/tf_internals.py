@@ -12,8 +12,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from meshfeed._src.base.errors import SourceError
-from meshfeed._src.sources.checks import missing_package
+from meshfeed._src.base.errors import SourceError, missing_package
 
 _SEEDS = ("_seed", "_seed2")  # both 0: none was given
 

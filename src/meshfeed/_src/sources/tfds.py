@@ -10,12 +10,19 @@ from typing import TYPE_CHECKING, Any, SupportsIndex, TypeAlias
 
 import numpy as np
 
-from meshfeed._src.base.errors import CorruptDataError, SettingsError, SourceError, StateMismatchError, hides_own_frames
+from meshfeed._src.base.errors import (
+    CorruptDataError,
+    SettingsError,
+    SourceError,
+    StateMismatchError,
+    hides_own_frames,
+    missing_package,
+)
 from meshfeed._src.base.hooks import accepts_keyword
 from meshfeed._src.base.rng import philox
 from meshfeed._src.base.types import JsonValue, Record, public
 from meshfeed._src.sources.array_record.source import ArrayRecord
-from meshfeed._src.sources.checks import check_ids, missing_package
+from meshfeed._src.sources.checks import check_ids
 from meshfeed._src.sources.files import paths as file_paths
 from meshfeed._src.sources.files.formats import reader_hint
 from meshfeed._src.sources.files.stream import FileCut, Piece, cut_files

@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any, BinaryIO
 
-from meshfeed._src.base.errors import CorruptDataError
-from meshfeed._src.sources.checks import missing_package
+from meshfeed._src.base.errors import CorruptDataError, missing_package
 from meshfeed._src.sources.files.formats import reader_hint
 
 if TYPE_CHECKING:

@@ -1,4 +1,4 @@
-"""What the command ``meshfeed`` runs: Ctrl-C ends it without a traceback, while it imports modules too."""
+"""The command line: ``meshfeed``, or ``python -m meshfeed``. Ctrl-C ends it without a traceback, even during imports."""
 
 import signal
 import sys
@@ -16,3 +16,7 @@ def run() -> None:
         main()
     except KeyboardInterrupt:
         sys.exit(128 + signal.SIGINT)  # as shells report it
+
+
+if __name__ == "__main__":
+    run()
