@@ -415,10 +415,10 @@ class TestRowsInFlight:
         ("limit", "read", "sent"),
         [
             (1 << 30, 256, 256),
-            (1 << 17, 256, 28),  # 256 rows of 256 bytes each, and (1 + 2 × 4) copies of what is sent
-            ((1 << 17) - 1, 128, 28),
-            (1 << 16, 128, 14),
-            (1 << 15, 64, 7),
+            (1 << 17, 256, 56),  # 256 rows of 256 bytes each, and (1 + 2 × 4) copies of what is sent
+            ((1 << 17) - 1, 128, 56),
+            (1 << 16, 128, 28),
+            (1 << 15, 64, 14),
             (1, 32, 1),  # a unit at least
         ],
     )
@@ -435,7 +435,7 @@ class TestRowsInFlight:
         sharding = sharding_of({"data": 2}, 2, ())
         plan = LoadPlan(sharding, (24, 8), 0, ("data",), (), None, 12)
         # Six units of two rows; five fit, but only divisors of six are used: three.
-        assert rows_in_flight(plan, Grid((24, 8), (2, 8)), 4, 2 * 10 * 32) == (6, 2)
+        assert rows_in_flight(plan, Grid((24, 8), (2, 8)), 4, 2 * 10 * 32) == (6, 4)
 
     def test_along_another_dimension(self):
         sharding = sharding_of({"data": 2}, 2, ())

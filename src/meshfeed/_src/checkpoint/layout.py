@@ -481,7 +481,8 @@ def rows_in_flight(plan: LoadPlan, units: Grid, itemsize: int, limit: int) -> tu
       plan: must not be direct.
       units: units of the stored leaf.
       itemsize: bytes per value of the requested dtype.
-      limit: bytes in flight per process: the blocks read and their copies in transit.
+      limit: bytes per process. Half of it bounds the rows read, beside the chunks in flight from storage. All of it
+        bounds the copies of a block in transit, when no chunk is in flight.
     """
     devices = devices_of_a_process(plan.sharding)
     row = max(1, math.prod(plan.piece_shape) // max(1, plan.piece) * itemsize * devices)
@@ -490,7 +491,7 @@ def rows_in_flight(plan: LoadPlan, units: Grid, itemsize: int, limit: int) -> tu
         count = plan.piece // unit
         fitting = [n for n in range(1, count + 1) if count % n == 0 and n * unit * row <= limit // 2]
         read = max(fitting, default=1) * unit
-    return read, min(read, max(1, limit // 2 // (row * (1 + 2 * plan.num_pieces))))
+    return read, min(read, max(1, limit // (row * (1 + 2 * plan.num_pieces))))
 
 
 def assign_units(
