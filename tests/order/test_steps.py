@@ -11,8 +11,7 @@ from hypothesis import strategies as st
 
 from meshfeed._src.base.errors import StateMismatchError
 from meshfeed._src.base.settings import BatchSchedule
-from meshfeed._src.order.segments import Segment, derive_step, parse_segments, position_at
-from meshfeed._src.order.steps import StepSchedule
+from meshfeed._src.order.steps import Segment, StepSchedule, derive_step, parse_segments, position_at
 
 REMEDY = "The state was changed or damaged; use an earlier checkpoint."
 FORM = "a list of [first_step, first_position, global_batch_size]"

@@ -16,14 +16,13 @@ from hypothesis.extra import numpy as hnp
 from meshfeed._src.base.errors import SourceError
 from meshfeed._src.reading.host_batch import (
     add_mask,
-    check_spec,
     is_plain_batch,
     join_batches,
     num_rows,
     pad_rows,
     spec_of_batch,
 )
-from meshfeed._src.reading.stacking import LeafSpec, RecordStack, flatten_record, is_ragged, num_bytes, raise_difference
+from meshfeed._src.reading.stacking import LeafSpec, RecordStack, flatten_record, is_ragged, num_bytes
 
 ALIKE = "All records of a source must have the same structure, shapes and dtypes; pad or cast them in the source."
 DECODE = (
@@ -184,42 +183,6 @@ def test_a_record_that_differs_from_the_first_is_refused_and_not_added(other: An
     assert stack.take()[0]["x"].tolist() == [[0] * 3, [1] * 3]
     given = RecordStack(1, flatten_record({"x": np.zeros(3, np.float32)})[1], lane_index=2)
     assert refusal(given.add, other)[1:] == (None, 2)
-
-
-def test_how_structures_differ_is_said() -> None:
-    _, spec = flatten_record({"x": (1, 2)})
-    raise_difference(spec, {"x": (3, 4)}, 7, None)
-    assert refusal(raise_difference, spec, {"x": [1, 2]}, 7, None)[0] == (
-        "record 7 has the leaves ['x'][0] int64[], ['x'][1] int64[], but the first record had ['x'][0] int64[], "
-        f"['x'][1] int64[], in {jax.tree.structure({'x': [1, 2]})} and {jax.tree.structure({'x': (1, 2)})}. {ALIKE}"
-    )
-    _, lists = flatten_record({"x": [1, 2], "y": 0})
-    assert refusal(raise_difference, lists, {"x": [1], "y": 0}, None, 4)[0].startswith(
-        "ragged rows: lists of unequal lengths: a record of lane 4 has the leaves ['x'][0] int64[], ['y'] int64[], but the "
-    )
-    assert not refusal(raise_difference, lists, {"x": [(1,)], "y": 0}, None, 4)[0].startswith("ragged")
-    assert not refusal(raise_difference, lists, {"x": [1], "z": 0}, None, 4)[0].startswith("ragged")
-
-
-def batch_spec(**leaves: Any) -> Any:
-    return spec_of_batch(leaves, 2, what="a test")
-
-
-def test_batches_of_unlike_records_are_refused() -> None:
-    spec = batch_spec(x=np.zeros((2, 3), np.int32))
-    check_spec(spec, batch_spec(x=np.ones((2, 3), np.int32)), what="step 5")
-    leaves = "step 5: records have the leaves ['x'] {}, but the first record had ['x'] int32[3]. " + ALIKE
-    for found, prefix, name in (
-        (np.zeros((2, 3), np.int64), "", "int64[3]"),
-        (np.zeros((2, 4), np.int32), "ragged rows: ", "int32[4]"),
-        (np.zeros((2, 4), np.int64), "", "int64[4]"),
-    ):
-        message = refusal(check_spec, spec, batch_spec(x=found), what="step 5", lane_index=6)
-        assert message == (prefix + leaves.format(name), None, 6)
-    lists, shorter = batch_spec(x=[np.zeros(2)] * 2), batch_spec(x=[np.zeros(2)])
-    assert refusal(check_spec, lists, shorter, what="step 5")[0].startswith(
-        "ragged rows: lists of unequal lengths: step 5: records have the leaves ['x'][0] float64[], but the first record had"
-    )
 
 
 ROWS = "leaf {} of the source is {} of shape {}; its first dimension must be the 2 rows of the batch."

@@ -41,6 +41,8 @@ from meshfeed._src.base.types import JsonValue, public
 
 F = TypeVar("F", bound=Callable[..., Any])
 
+DAMAGED_STATE = "The state was changed or damaged; use an earlier checkpoint."
+"""The remedy of a StateMismatchError for a state that no version has saved."""
 LEFT = "left"
 """The kind of a leave notice, published by a host that leaves early. The message states what it did and at which step."""
 _MAX_MESSAGE = 2000

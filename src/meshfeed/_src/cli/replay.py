@@ -14,8 +14,7 @@ from meshfeed._src.base.settings import BatchSchedule
 from meshfeed._src.base.types import RecordIds
 from meshfeed._src.order import epochs as epoch_order
 from meshfeed._src.order import permutation
-from meshfeed._src.order.segments import derive_step, parse_segments
-from meshfeed._src.order.steps import StepSchedule
+from meshfeed._src.order.steps import StepSchedule, derive_step, parse_segments
 from meshfeed._src.reading.identity import source_identity
 from meshfeed._src.reading.records import file_of
 from meshfeed._src.state import files as state_files

@@ -24,7 +24,7 @@ from typing import TypeVar, cast
 
 import numpy as np
 
-from meshfeed._src.base.errors import SettingsError, StateMismatchError
+from meshfeed._src.base.errors import DAMAGED_STATE, SettingsError, StateMismatchError
 from meshfeed._src.base.types import JsonValue, RecordIds
 from meshfeed._src.order.caching import cached
 from meshfeed._src.order.epochs import MAX_POSITION, EpochOrder, checked_positions
@@ -223,10 +223,7 @@ def _parse_mixture(saved: JsonValue) -> tuple[dict[str, tuple[int, JsonValue]], 
         return components, [Stage(int(s[1]), _check_weights(s[2], names), int(s[0])) for s in saved["stages"]]
     except (TypeError, KeyError, IndexError, ValueError, AttributeError):
         raise StateMismatchError(
-            "mixture",
-            saved,
-            "version, block, on_end, components and stages",
-            "The state was changed or damaged; use an earlier checkpoint.",
+            "mixture", saved, "version, block, on_end, components and stages", DAMAGED_STATE
         ) from None
 
 

@@ -10,16 +10,8 @@ import numpy as np
 from meshfeed._src.base import memory
 from meshfeed._src.base.errors import SourceError
 from meshfeed._src.base.types import PyTree
-from meshfeed._src.reading.stacking import (
-    ALIKE,
-    RAGGED,
-    LeafSpec,
-    RecordSpec,
-    as_leaf,
-    differ_in_shape,
-    ragged_lists,
-    structures,
-)
+from meshfeed._src.reading.stacking import RecordSpec, as_leaf
+from meshfeed._src.reading.structure import LeafSpec, check_spec
 
 
 def spec_of_batch(batch: PyTree, num_rows: int, *, what: str) -> RecordSpec:
@@ -57,22 +49,6 @@ def is_plain_batch(batch: PyTree, num_rows: int) -> bool:
         if type(leaf) is not np.ndarray or leaf.dtype.kind not in "biufc" or leaf.shape[:1] != (num_rows,):
             return False
     return bool(leaves)
-
-
-def check_spec(spec: RecordSpec, found: RecordSpec, *, what: str, lane_index: int | None = None) -> None:
-    """Checks that a batch has the structure of the first record.
-
-    Raises:
-      SourceError: the structures differ.
-    """
-    if found == spec:
-        return
-    ragged = RAGGED if differ_in_shape(spec, found) else ragged_lists(spec.treedef, found.treedef)
-    raise SourceError(
-        f"{ragged}{what}: records have the leaves {', '.join(leaf.describe() for leaf in found.leaves)}, but the first "
-        f"record had {', '.join(leaf.describe() for leaf in spec.leaves)}{structures(spec, found)}. {ALIKE}",
-        lane_index=lane_index,
-    )
 
 
 def num_rows(batch: PyTree) -> int:

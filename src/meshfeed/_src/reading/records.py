@@ -27,9 +27,10 @@ from meshfeed._src.base.types import (
     Rngs,
 )
 from meshfeed._src.order import permutation
-from meshfeed._src.reading.host_batch import check_spec, is_plain_batch, spec_of_batch
+from meshfeed._src.reading.host_batch import is_plain_batch, spec_of_batch
 from meshfeed._src.reading.recovery import Recovery
 from meshfeed._src.reading.stacking import RecordSpec, RecordStack
+from meshfeed._src.reading.structure import check_spec
 
 _trace = jax.profiler.TraceAnnotation
 

@@ -1,4 +1,4 @@
-"""Stacks records into host batches of numpy arrays, and checks that all have the same structure.
+"""Stacks records into host batches of numpy arrays.
 
 ``host_batch.py`` has the operations on batches that are stacked already.
 """
@@ -14,27 +14,12 @@ import numpy as np
 from meshfeed._src.base import memory
 from meshfeed._src.base.errors import SourceError
 from meshfeed._src.base.types import PyTree
+from meshfeed._src.reading.structure import RAGGED, LeafSpec, Structure, check_record
 
 
 @dataclasses.dataclass(frozen=True)
-class LeafSpec:
-    """Path, shape and dtype of one leaf of one record; the shape excludes the row dimension."""
-
-    path: str
-    shape: tuple[int, ...]
-    dtype: np.dtype[Any]
-
-    def describe(self) -> str:
-        """Formats the leaf for messages: ``['tokens'] int32[2048]``."""
-        return f"{self.path or '(the record)'} {self.dtype}{list(self.shape)}"
-
-
-@dataclasses.dataclass(frozen=True)
-class RecordSpec:
-    """The common structure of a source's records: treedef and leaves."""
-
-    treedef: Any
-    leaves: tuple[LeafSpec, ...]
+class RecordSpec(Structure):
+    """The common structure of a source's records, of which batches are made."""
 
     def fits(self, batch: PyTree, num_rows: int) -> bool:
         """Whether a batch has this structure with arrays ``[num_rows, ...]``; fast, and False if unsure."""
@@ -59,9 +44,6 @@ class RecordSpec:
         return self.treedef.unflatten([memory.empty((num_rows, *leaf.shape), leaf.dtype) for leaf in self.leaves])
 
 
-RAGGED = "ragged rows: "
-_PACK = " For documents of unequal length use meshfeed.sources.Packed."
-ALIKE = "All records of a source must have the same structure, shapes and dtypes; pad or cast them in the source."
 _NO_DTYPES = (np.void, np.longdouble, np.clongdouble)  # types, not kinds: ml_dtypes have the same kind as np.void
 
 
@@ -162,14 +144,18 @@ class RecordStack:
             _, self._spec = flatten_record(record, record_id=record_id, lane_index=self._lane_index)
         leaves, treedef = jax.tree.flatten(record)
         if treedef != self._spec.treedef:
-            raise_difference(self._spec, record, record_id, self._lane_index)
+            self._check(self._spec, record, record_id)
         for output, leaf, wanted in zip(self._arrays(self._spec), leaves, self._spec.leaves, strict=True):
             if not isinstance(leaf, np.ndarray):
                 leaf = np.asarray(leaf)
             if leaf.dtype != wanted.dtype or leaf.shape != wanted.shape:
-                raise_difference(self._spec, record, record_id, self._lane_index)
+                self._check(self._spec, record, record_id)
             output[self.count] = leaf
         self.count += 1
+
+    def _check(self, spec: RecordSpec, record: PyTree, record_id: int | None) -> None:
+        location = {"record_id": record_id, "lane_index": self._lane_index}
+        check_record(spec, flatten_record(record, **location)[1], _where(**location), **location)
 
     def _arrays(self, spec: RecordSpec) -> list[np.ndarray]:
         if self._outputs is None:  # allocated late: the first record may define the shapes
@@ -187,66 +173,6 @@ class RecordStack:
             arrays = [array[: self.count] for array in arrays]
         self.count, self._outputs = 0, None
         return self._spec.treedef.unflatten(arrays), self._spec
-
-
-def raise_difference(spec: RecordSpec, record: PyTree, record_id: int | None, lane_index: int | None) -> None:
-    """Raises a SourceError that describes how ``record`` differs from ``spec``, if it does."""
-    _, other = flatten_record(record, record_id=record_id, lane_index=lane_index)
-    where = _where(record_id, lane_index)
-    location: dict[str, Any] = {"record_id": record_id, "lane_index": lane_index}
-    remedy = ALIKE
-    if other.treedef != spec.treedef:
-        ragged = ragged_lists(spec.treedef, other.treedef)
-        raise SourceError(
-            f"{ragged}{where} has the leaves {', '.join(leaf.describe() for leaf in other.leaves)}, but the first record "
-            f"had {', '.join(leaf.describe() for leaf in spec.leaves)}{structures(spec, other)}. {remedy}",
-            **location,
-        )
-    for wanted, found in zip(spec.leaves, other.leaves, strict=True):
-        if wanted != found:
-            what = RAGGED if wanted.dtype == found.dtype else ""
-            unequal = what and len(wanted.shape) == len(found.shape) == 1
-            raise SourceError(
-                f"{what}leaf {found.path or '(the record)'} of {where} is {found.dtype} of shape {found.shape}, "
-                f"but in the first record it was {wanted.dtype} of shape {wanted.shape}. {remedy}"
-                f"{_PACK if unequal else ''}",
-                **location,
-            )
-
-
-def structures(spec: RecordSpec, other: RecordSpec) -> str:
-    """Names both tree structures if records differ only in them, such as in a list instead of a tuple."""
-    return f", in {other.treedef} and {spec.treedef}" if other.leaves == spec.leaves else ""
-
-
-def differ_in_shape(spec: RecordSpec, other: RecordSpec) -> bool:
-    """Whether records differ at most in the shapes of leaves."""
-    return spec.treedef == other.treedef and all(
-        (a.path, a.dtype) == (b.path, b.dtype) for a, b in zip(spec.leaves, other.leaves, strict=True)
-    )
-
-
-def ragged_lists(first: Any, other: Any) -> str:
-    """Returns a prefix for the error if two structures differ only in the lengths of lists, else ``""``.
-
-    A list is a pytree node with one child per item, so lists of unequal lengths appear as different structures.
-    """
-
-    def same_but_for_lengths(a: Any, b: Any) -> bool:
-        if a == b:
-            return True
-        if a.node_data() is None or b.node_data() is None or a.node_data()[0] is not b.node_data()[0]:
-            return False
-        mine, theirs = a.children(), b.children()
-        if a.node_data()[0] is list and all(jax.tree_util.treedef_is_leaf(child) for child in (*mine, *theirs)):
-            return True
-        return (
-            a.node_data() == b.node_data() and len(mine) == len(theirs) and all(map(same_but_for_lengths, mine, theirs))
-        )
-
-    if first == other or not same_but_for_lengths(first, other):
-        return ""
-    return f"{RAGGED}lists of unequal lengths: "
 
 
 def num_bytes(tree: PyTree) -> int:

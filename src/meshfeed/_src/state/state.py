@@ -27,7 +27,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Self, cast
 
 from meshfeed._src.base import coordination
-from meshfeed._src.base.errors import StateMismatchError
+from meshfeed._src.base.errors import DAMAGED_STATE, StateMismatchError
 from meshfeed._src.base.trees import OTHER
 from meshfeed._src.base.types import JsonValue, public
 
@@ -71,12 +71,11 @@ def seal(entry: dict[str, JsonValue]) -> dict[str, JsonValue]:
 
 def unseal(entry: JsonValue, field: str) -> dict[str, JsonValue]:
     """Returns the entry without its digest; raises StateMismatchError if it has none, or one that does not match."""
-    remedy = "The state was changed or damaged; use an earlier checkpoint."
     if not isinstance(entry, dict) or "digest" not in entry:
-        raise StateMismatchError(field, entry, "an object with a digest", remedy)
+        raise StateMismatchError(field, entry, "an object with a digest", DAMAGED_STATE)
     bare = {key: value for key, value in cast("dict[str, JsonValue]", entry).items() if key != "digest"}
     if digest_of(bare) != entry["digest"]:
-        raise StateMismatchError(f"{field}.digest", entry["digest"], digest_of(bare), remedy)
+        raise StateMismatchError(f"{field}.digest", entry["digest"], digest_of(bare), DAMAGED_STATE)
     return bare
 
 

@@ -18,18 +18,18 @@ import jax
 import numpy as np
 
 from meshfeed._src.base import hooks
-from meshfeed._src.base.errors import SettingsError, SourceError, StateMismatchError
+from meshfeed._src.base.errors import DAMAGED_STATE, SettingsError, SourceError, StateMismatchError
 from meshfeed._src.base.hooks import find
 from meshfeed._src.base.settings import FeedSettings, Workers
 from meshfeed._src.base.threads import Threads
 from meshfeed._src.base.types import JsonValue, PyTree, RecordIds, StreamSource
-from meshfeed._src.order.segments import Segment, parse_segments, position_at
-from meshfeed._src.order.steps import StepSchedule
+from meshfeed._src.order.steps import Segment, StepSchedule, parse_segments, position_at
 from meshfeed._src.plan.plan import HostRows
 from meshfeed._src.reading.ahead import FetchAhead
-from meshfeed._src.reading.host_batch import add_mask, check_spec, spec_of_batch
+from meshfeed._src.reading.host_batch import add_mask, spec_of_batch
 from meshfeed._src.reading.identity import identify_within
 from meshfeed._src.reading.stacking import RecordSpec, num_bytes
+from meshfeed._src.reading.structure import check_spec
 from meshfeed._src.reading.workers import WorkerPool, pickle_task
 from meshfeed._src.state.state import FeedState, Ledgers, count_skipped
 from meshfeed._src.streams.lane import Lane, LaneEntry, LaneSettings, Taken
@@ -220,7 +220,6 @@ class WorkerLanes:
 
 
 _MAX_LANES = 64
-_DAMAGED = "The state was changed or damaged; use an earlier checkpoint."
 
 
 def default_num_lanes(sizes: tuple[int, ...]) -> int:
@@ -340,7 +339,7 @@ class LaneStream:
         """Returns the state's cursor, with the lanes that the state contains."""
         num_lanes = self._settings.num_lanes or state.num_lanes
         if state.num_lanes is None or state.step is None or state.lanes is None or not num_lanes:
-            raise StateMismatchError("lanes", None, "num_lanes, step and lanes of a stream", _DAMAGED)
+            raise StateMismatchError("lanes", None, "num_lanes, step and lanes of a stream", DAMAGED_STATE)
         here = dataclasses.replace(self.start(), lanes=num_lanes)
         mixture = check_fingerprint(state, self.fingerprint(here), self.source)
         self._check_num_lanes(num_lanes, state.num_lanes)
@@ -368,12 +367,12 @@ class LaneStream:
         nominal = position_at(segments, step)
         consistent = step > segments[-1].first_step if segments else step == 0
         if not consistent or position > nominal or (not self._pad and position != nominal):
-            raise StateMismatchError("position", position, f"{nominal} at step {step}", _DAMAGED)
+            raise StateMismatchError("position", position, f"{nominal} at step {step}", DAMAGED_STATE)
         return nominal
 
     def _check_num_lanes(self, num_lanes: int, saved: int) -> None:
         if num_lanes != saved:
-            raise StateMismatchError("num_lanes", saved, num_lanes, _DAMAGED)
+            raise StateMismatchError("num_lanes", saved, num_lanes, DAMAGED_STATE)
         if any(size % num_lanes for size in self.schedule.sizes):
             raise StateMismatchError(
                 "num_lanes",
@@ -486,13 +485,13 @@ def _parse_entries(
     entries: dict[str, LaneEntry] = {}
     for key, value in lanes.items():
         if not key.isdecimal() or int(key) >= num_lanes:
-            raise StateMismatchError(f"lanes.{key}", key, f"a lane below {num_lanes}", _DAMAGED)
+            raise StateMismatchError(f"lanes.{key}", key, f"a lane below {num_lanes}", DAMAGED_STATE)
         entry = entries[key] = LaneEntry.from_json(value, int(key))
         if entry.records > expected or (entry.records < expected and not entry.ended):
-            raise StateMismatchError(f"lanes.{key}.records", entry.records, expected, _DAMAGED)
+            raise StateMismatchError(f"lanes.{key}.records", entry.records, expected, DAMAGED_STATE)
     delivered = sum(entry.records for entry in entries.values())
     if len(entries) == num_lanes and delivered != position:
-        raise StateMismatchError("position", position, f"{delivered} records in all lanes", _DAMAGED)
+        raise StateMismatchError("position", position, f"{delivered} records in all lanes", DAMAGED_STATE)
     return entries
 
 

@@ -19,11 +19,11 @@ from meshfeed._src.base.settings import BatchSchedule, FeedSettings
 from meshfeed._src.base.threads import SingleCall
 from meshfeed._src.base.trees import flatten, flatten_with_paths
 from meshfeed._src.base.types import HostBatchPass, HostBatchSource, JsonValue, PyTree, RecordIds
-from meshfeed._src.order.segments import Segment, parse_segments, position_at
-from meshfeed._src.order.steps import StepSchedule
+from meshfeed._src.order.steps import Segment, StepSchedule, parse_segments, position_at
 from meshfeed._src.plan.plan import HostRows
-from meshfeed._src.reading.host_batch import add_mask, check_spec, pad_rows, spec_of_batch
+from meshfeed._src.reading.host_batch import add_mask, pad_rows, spec_of_batch
 from meshfeed._src.reading.stacking import RecordSpec, num_bytes
+from meshfeed._src.reading.structure import check_spec
 from meshfeed._src.state.state import FeedState, seal, unseal
 from meshfeed._src.streams.protocol import EMPTY_BATCHES, Cursor, HostBatch, check_fingerprint
 

@@ -14,14 +14,13 @@ from typing import cast
 import numpy as np
 
 from meshfeed._src.base import hooks
-from meshfeed._src.base.errors import SettingsError, SourceError, StateMismatchError
+from meshfeed._src.base.errors import DAMAGED_STATE, SettingsError, SourceError, StateMismatchError
 from meshfeed._src.base.hooks import find
 from meshfeed._src.base.settings import FeedSettings
 from meshfeed._src.base.types import JsonValue, PyTree, RandomAccessSource, RecordIds, RecordOrder
 from meshfeed._src.order.epochs import EpochOrder
-from meshfeed._src.order.segments import derive_step, parse_segments
 from meshfeed._src.order.shards import ShardOrder, default_num_lanes
-from meshfeed._src.order.steps import StepSchedule
+from meshfeed._src.order.steps import StepSchedule, derive_step, parse_segments
 from meshfeed._src.plan.plan import HostRows
 from meshfeed._src.reading.identity import identify_within, kind_of
 from meshfeed._src.reading.records import RecordReader, file_of, reads_columns
@@ -165,12 +164,7 @@ class RandomAccessStream:
         # With fewer epochs than at the save, a position past the end is valid: the stream has ended.
         beyond = order.total is not None and position > order.total
         if beyond and self._settings.num_epochs == state.fingerprint.get("num_epochs"):
-            raise StateMismatchError(
-                "position",
-                position,
-                f"at most {order.total}",
-                "The state was changed or damaged; use an earlier checkpoint.",
-            )
+            raise StateMismatchError("position", position, f"at most {order.total}", DAMAGED_STATE)
         step = derive_step(segments, position, order.total, pad=self._pad)
         return RandomAccessCursor(
             StepSchedule(self.schedule, past=segments, step=step, position=position),

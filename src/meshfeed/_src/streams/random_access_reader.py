@@ -19,9 +19,10 @@ from meshfeed._src.base.threads import Threads
 from meshfeed._src.base.types import ColumnSlices, PyTree, RecordIds, RecordOrder
 from meshfeed._src.plan.plan import HostRows
 from meshfeed._src.reading.ahead import FetchAhead
-from meshfeed._src.reading.host_batch import add_mask, check_spec, num_rows, pad_rows, spec_of_batch
+from meshfeed._src.reading.host_batch import add_mask, num_rows, pad_rows, spec_of_batch
 from meshfeed._src.reading.records import ReadRows, RecordReader, file_of
 from meshfeed._src.reading.stacking import RecordSpec, num_bytes
+from meshfeed._src.reading.structure import check_spec
 from meshfeed._src.reading.workers import WorkerReader
 from meshfeed._src.streams.balance import RowBalance
 from meshfeed._src.streams.protocol import Cursor, HostBatch

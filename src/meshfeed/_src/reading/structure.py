@@ -1,0 +1,104 @@
+"""The structure of records: all records of a source must have that of the first one."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import jax
+import numpy as np
+
+from meshfeed._src.base.errors import SourceError
+
+RAGGED = "ragged rows: "
+_PACK = " For documents of unequal length use meshfeed.sources.Packed."
+_ALIKE = "All records of a source must have the same structure, shapes and dtypes; pad or cast them in the source."
+
+
+@dataclasses.dataclass(frozen=True)
+class LeafSpec:
+    """Path, shape and dtype of one leaf of one record; the shape excludes the row dimension."""
+
+    path: str
+    shape: tuple[int, ...]
+    dtype: np.dtype[Any]
+
+    def describe(self) -> str:
+        """Formats the leaf for messages: ``['tokens'] int32[2048]``."""
+        return f"{self.path or '(the record)'} {self.dtype}{list(self.shape)}"
+
+
+@dataclasses.dataclass(frozen=True)
+class Structure:
+    """The treedef and the leaves of a record."""
+
+    treedef: Any
+    leaves: tuple[LeafSpec, ...]
+
+
+def check_spec(spec: Structure, found: Structure, *, what: str, lane_index: int | None = None) -> None:
+    """Checks that a batch has the structure of the first record.
+
+    Raises:
+      SourceError: the structures differ.
+    """
+    if found != spec:
+        raise _unlike(spec, found, f"{what}: records have", lane_index=lane_index)
+
+
+def check_record(spec: Structure, found: Structure, where: str, **location: int | None) -> None:
+    """Checks that a record has the structure of the first one.
+
+    Args:
+      spec: structure of the first record.
+      found: structure of this one.
+      where: names it, for the error.
+      location: ``record_id`` or ``lane_index``, for the error.
+
+    Raises:
+      SourceError: the structures differ.
+    """
+    if found.treedef != spec.treedef:
+        raise _unlike(spec, found, f"{where} has", **location)
+    for first, leaf in zip(spec.leaves, found.leaves, strict=True):
+        if first != leaf:
+            ragged = RAGGED if first.dtype == leaf.dtype else ""
+            document = ragged and len(first.shape) == len(leaf.shape) == 1
+            raise SourceError(
+                f"{ragged}leaf {leaf.path or '(the record)'} of {where} is {leaf.dtype} of shape {leaf.shape}, but in "
+                f"the first record it was {first.dtype} of shape {first.shape}. {_ALIKE}{_PACK if document else ''}",
+                **location,
+            )
+
+
+def _unlike(spec: Structure, found: Structure, subject: str, **location: int | None) -> SourceError:
+    # Structures are named only if nothing else differs, such as a list instead of a tuple.
+    structures = f", in {found.treedef} and {spec.treedef}" if found.leaves == spec.leaves else ""
+    return SourceError(
+        f"{_ragged(spec, found)}{subject} the leaves {', '.join(leaf.describe() for leaf in found.leaves)}, but the first "
+        f"record had {', '.join(leaf.describe() for leaf in spec.leaves)}{structures}. {_ALIKE}",
+        **location,
+    )
+
+
+def _ragged(spec: Structure, found: Structure) -> str:
+    """Returns a prefix for the error if records differ only in the shapes of leaves or the lengths of lists, else ``""``.
+
+    A list is a pytree node with one child per item, so lists of unequal lengths appear as different structures.
+    """
+    if found.treedef != spec.treedef:
+        same = _same_but_for_lengths(spec.treedef, found.treedef)
+        return f"{RAGGED}lists of unequal lengths: " if same else ""
+    same = all((a.path, a.dtype) == (b.path, b.dtype) for a, b in zip(spec.leaves, found.leaves, strict=True))
+    return RAGGED if same else ""
+
+
+def _same_but_for_lengths(a: Any, b: Any) -> bool:
+    if a == b:
+        return True
+    if a.node_data() is None or b.node_data() is None or a.node_data()[0] is not b.node_data()[0]:
+        return False
+    mine, theirs = a.children(), b.children()
+    if a.node_data()[0] is list and all(jax.tree_util.treedef_is_leaf(child) for child in (*mine, *theirs)):
+        return True
+    return a.node_data() == b.node_data() and len(mine) == len(theirs) and all(map(_same_but_for_lengths, mine, theirs))
