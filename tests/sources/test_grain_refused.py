@@ -65,6 +65,16 @@ class NotSliced(Values):
         """Forgets to."""
 
 
+class Twice(experimental.FlatMapTransform):
+    max_fan_out = 2
+
+    def __init__(self, function):
+        self.function = function
+
+    def flat_map(self, element):
+        return [self.function(element), element]
+
+
 def records(dataset, num_lanes):
     source = Grain(dataset)
     return sorted(record for lane in range(num_lanes) for record in source.open(lane, num_lanes))
@@ -187,8 +197,19 @@ def test_records_before_a_failing_one_are_given_and_it_fails_by_itself():
         lambda dataset, stop: dataset.map_with_index(lambda i, x: stop(x)),
         lambda dataset, stop: grain.experimental.InterleaveIterDataset([dataset.map(stop)] * 3, cycle_length=2),
         lambda dataset, stop: dataset.map(stop).batch(2, drop_remainder=True),
+        lambda dataset, stop: dataset.batch(2, drop_remainder=True, batch_fn=lambda xs: [stop(x) for x in xs]),
+        lambda dataset, stop: experimental.FlatMapIterDataset(dataset, Twice(stop)),
+        lambda dataset, stop: experimental.InterleaveIterDataset(
+            grain.MapDataset.source(list(dataset)).map(
+                lambda x: grain.MapDataset.range(2 if stop(x) else 0).to_iter_dataset()
+            ),
+            cycle_length=2,
+        ),
     ],
-    ids=["map", "filter", "random_map", "map_with_index", "interleave", "batch"],
+    ids=[
+        *("map", "filter", "random_map", "map_with_index", "interleave", "batch", "batch_fn", "flat_map"),
+        "interleave of made datasets",
+    ],
 )
 def test_a_function_that_raises_stop_iteration_does_not_end_the_data(change):
     def stop(number):
@@ -196,8 +217,9 @@ def test_a_function_that_raises_stop_iteration_does_not_end_the_data(change):
 
     dataset = change(grain.MapDataset.range(20).to_iter_dataset(), stop)
     for num_lanes in (1, 2):
-        with pytest.raises(errors.SourceError, match="raised StopIteration, which does not end the data"):
+        with pytest.raises(errors.SourceError, match="raised StopIteration, which does not end the data") as error:
             list(Grain(dataset).open(0, num_lanes))
+        assert (error.value.lane_index, error.value.__notes__[-1]) == (0, "in lane 0")
     dataset = change(grain.MapDataset.range(8).to_iter_dataset(), stop)
     assert len(list(Grain(dataset).open(0, 1))) == len(list(dataset))
 

@@ -197,6 +197,29 @@ def test_what_can_be_resumed_goes_on_after_an_error(stateful, save_each):
     assert errors_seen == 2
 
 
+def test_a_loader_that_ends_before_its_length_is_logged(caplog):
+    class Loader(list):
+        """As torch's: a StopIteration of the dataset reaches the caller."""
+
+        fails = True
+
+        def __iter__(self):
+            return map(self.read, range(len(self)))
+
+        def read(self, index):
+            if self.fails and index == 3:
+                raise StopIteration
+            return self[index]
+
+    loader = Loader(batches())
+    assert values(HostBatches(loader).iterator()) == [0, 1, 2]
+    assert "the Loader of host batches ended after 3 batches, and its len() is 7; a StopIteration" in caplog.text
+    caplog.clear()
+    loader.fails = False
+    resumed = HostBatches(loader).iterator({"batches": 4})
+    assert (values(resumed), caplog.text) == ([4, 5, 6], "")
+
+
 def test_an_interrupted_generator_does_not_look_like_the_end():
     def generate():
         yield {"x": np.zeros(2)}

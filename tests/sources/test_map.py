@@ -13,6 +13,7 @@ from jax.sharding import AxisType
 
 import meshfeed
 from meshfeed import SourceError
+from meshfeed._src.reading.records import SourceReader
 from meshfeed.sources import Map, Memory, Mixture, ShuffleBuffer, Stream
 from meshfeed.testing import check_resumable
 
@@ -231,7 +232,7 @@ def test_records_of_unequal_shape_come_one_by_one() -> None:
 @pytest.mark.parametrize(
     ("function", "error", "message"),
     [
-        (lambda record: next(iter(())), meshfeed.SourceError, "raised StopIteration at record 0"),
+        (lambda record: next(iter(())), meshfeed.SourceError, "for record 0, raised StopIteration"),
         (lambda record: None, meshfeed.SourceError, "returned None for record 0"),
         (lambda record: record["y"], KeyError, "y"),
     ],
@@ -285,8 +286,25 @@ def test_a_stop_iteration_of_the_function_or_decoder_does_not_end_a_stream() -> 
         Map(Stream(open_lane), stop_in_all, batched=True),
         Map(Decoding(open_lane), double),
     ):
-        with pytest.raises(SourceError, match=r"raised StopIteration.* does not end the data"):
+        with pytest.raises(SourceError, match=r"of lane 1, raised|for a batch of .* raised") as error:
             values(feed_of(source, num_lanes=2))
+        assert "StopIteration, which does not end the data" in str(error.value)
+
+
+def test_the_reader_of_the_source_is_made_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[object] = []
+
+    class Counted(SourceReader):
+        def __init__(self, source: Any) -> None:
+            made.append(source)
+            super().__init__(source)
+
+    monkeypatch.setattr("meshfeed._src.sources.map.SourceReader", Counted)
+    drawn: Any = Map(Map(memory(), lambda record, rng: {"x": record["x"] + rng.integers(2)}), double)
+    ids = np.arange(4)
+    for _ in range(3):
+        drawn.read_batch(ids, [np.random.Generator(np.random.Philox(key)) for key in range(4)])
+    assert len(made) == 2  # one for each Map
 
 
 def test_wrong_settings() -> None:

@@ -197,8 +197,9 @@ def test_after_one_error_the_iterator_is_never_called_again():
     lane = TFData(open_lane).open(0, 1)
     assert [int(next(lane)["id"]) for _ in range(3)] == [0, 1, 2]
     for _ in range(3):  # tf.data itself would go on with record 4
-        with pytest.raises(tf.errors.InvalidArgumentError, match="no such image"):
+        with pytest.raises(tf.errors.InvalidArgumentError, match="no such image") as error:
             next(lane)
+    assert error.value.__cause__ is None  # tools that follow causes would loop on an error that is its own
 
 
 @pytest.mark.parametrize("shared", [True, False])

@@ -69,3 +69,12 @@ def check_lengths(lengths: Mapping[str, int], whose: str, remedy: str = "") -> N
             f"{whose} differ in length: {listed}. Expected the same number of records in every leaf, since record i is row "
             f"i of all of them.{remedy}"
         )
+
+
+def stopped(what: str, *, record_id: int | None = None, lane_index: int | None = None) -> SourceError:
+    """Returns the error for a user's function that raised StopIteration, which every iterator takes for its own end."""
+    return SourceError(
+        f"{what} raised StopIteration, which does not end the data. Raise ValueError for a bad record.",
+        record_id=record_id,
+        lane_index=lane_index,
+    )

@@ -237,6 +237,7 @@ class HostBatchIterator:
             batch = next(self._iterator)
         except StopIteration:
             self._ended = True
+            self._warn_if_short()
             raise
         except Exception as error:
             self._failure, self._failed_at = error, error.__traceback__
@@ -251,6 +252,23 @@ class HostBatchIterator:
             raise
         self._delivered += 1
         return jax.tree_util.tree_map(own, batch)
+
+    def _warn_if_short(self) -> None:
+        """Warns if a loader ended before its ``len()``.
+
+        A StopIteration that a torch dataset or collate function raises passes through the DataLoader, where only the
+        length can tell it from the end.
+        """
+        try:
+            expected = len(self._batches.iterable) if self._restartable else 0
+        except (TypeError, NotImplementedError):
+            return
+        if self._delivered < expected:
+            _logger.warning(
+                "the %s of host batches ended after %d batches, and its len() is %d; a StopIteration raised by its "
+                "dataset or functions ends it early",
+                *(type(self._batches.iterable).__name__, self._delivered, expected),
+            )
 
     def next_pass(self) -> HostBatchIterator:
         """A new pass from the first batch, for a reader that has reached the end of this one.

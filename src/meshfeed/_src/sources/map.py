@@ -20,6 +20,7 @@ from meshfeed._src.reading.host_batch import num_rows, spec_of_batch
 from meshfeed._src.reading.identity import content_digest, source_identity
 from meshfeed._src.reading.records import SourceReader, wants_rng
 from meshfeed._src.reading.stacking import RecordStack
+from meshfeed._src.sources.checks import stopped
 from meshfeed._src.sources.documents import RowError, in_record, read_items
 from meshfeed._src.sources.host_batches import HostBatches
 from meshfeed._src.sources.recognize import as_source
@@ -89,7 +90,7 @@ class _Mapped:
         try:
             returned = self._function(list(records), **extra)
         except StopIteration as error:
-            raise _stopped("the function of Map", f"in a batch of {len(records)} records") from error
+            raise stopped(f"the function of Map, for a batch of {len(records)} records,") from error
         if isinstance(returned, list) and (not returned or isinstance(returned[0], Mapping)):
             raise SourceError(
                 f"the function of Map(batched=True) returned a list of {len(returned)} records. Expected one pytree of "
@@ -119,6 +120,7 @@ class MappedRecords(_Mapped):
         super().__init__(source, function, batched)
         self._source_rng = wants_rng(source)
         self.wants_rng = self._passes_rng or self._source_rng
+        self._reader = SourceReader(source)
 
     def __len__(self) -> int:
         return len(self._source)
@@ -169,7 +171,7 @@ class MappedRecords(_Mapped):
         try:
             mapped = self._function(record) if rng is None else self._function(record, rng=rng)
         except StopIteration as error:
-            raise _stopped("the function of Map", f"at record {record_id}") from error
+            raise stopped(f"the function of Map, for record {record_id},", record_id=record_id) from error
         except SourceError:
             raise
         except Exception as error:
@@ -188,7 +190,7 @@ class MappedRecords(_Mapped):
         if not len(ids):
             return []
         if rngs is not None and self._source_rng:
-            return _rows(SourceReader(source).read(ids, rngs))
+            return _rows(self._reader.read(ids, rngs))
         if hooks.find(source, hooks.ItemsReader) is None and hooks.find(source, hooks.BatchReader) is not None:
             return _rows(source.read_batch(ids))
         return read_items(source, ids)
@@ -249,8 +251,7 @@ class MappedLane:
             try:
                 mapped = function(record) if rng is None else function(record, rng=rng)
             except StopIteration as error:
-                where = f"at record {self._read - 1} of lane {self._place[1]}"
-                raise _stopped("the function of Map", where) from error
+                raise self._stopped("the function of Map", self._read - 1) from error
             if mapped is not None:
                 return mapped
 
@@ -263,10 +264,14 @@ class MappedLane:
             try:
                 record = self._decode(record, **extra)
             except StopIteration as error:
-                raise _stopped("decode", f"at record {self._read} of lane {lane_index}") from error
+                raise self._stopped("decode", self._read) from error
         rng = philox(self._key, epoch, self._read) if self._mapped._passes_rng else None
         self._read += 1
         return record, rng
+
+    def _stopped(self, function: str, record: int) -> SourceError:
+        lane_index = self._place[1]
+        return stopped(f"{function}, for record {record} of lane {lane_index},", lane_index=lane_index)
 
     def coming_files(self, num_records: int) -> Iterator[Sequence[hooks.CachedFile]] | None:
         """The files that the source's lane will read; see :class:`meshfeed._src.base.hooks.PlansFiles`."""
@@ -325,12 +330,6 @@ class StackedMappedLane(MappedLane):
             _, lane_index, epoch = self._place
             which = f"record {self._read - len(records) + error.row} of lane {lane_index} in epoch {epoch}"
             raise SourceError(f"{which}: {error.reason}", lane_index=lane_index) from error.reason
-
-
-def _stopped(what: str, where: str) -> SourceError:
-    return SourceError(
-        f"{what} raised StopIteration {where}, which does not end the data. Raise ValueError for a bad record."
-    )
 
 
 def _own_rng(rng: np.random.Generator) -> np.random.Generator:

@@ -114,7 +114,7 @@ class TFDataLane:
             element = next(self._iterator, _END)
         except Exception as error:
             self._error = self._translate(error)
-            raise self._error from error
+            raise self._error from (None if self._error is error else error)  # not its own cause
         if element is _END:
             raise StopIteration
         self._records += 1

@@ -22,7 +22,7 @@ from meshfeed._src.base.hooks import accepts_keyword
 from meshfeed._src.base.rng import philox
 from meshfeed._src.base.types import JsonValue, Record, public
 from meshfeed._src.sources.array_record.source import ArrayRecord
-from meshfeed._src.sources.checks import check_ids
+from meshfeed._src.sources.checks import check_ids, stopped
 from meshfeed._src.sources.files import paths as file_paths
 from meshfeed._src.sources.files.formats import reader_hint
 from meshfeed._src.sources.files.stream import FileCut, Piece, cut_files
@@ -226,12 +226,8 @@ class TFDSLane:
         try:
             return self._split.decoder(raw, **extra)
         except StopIteration as error:
-            raise SourceError(
-                f"decode raised StopIteration at record {record_id:,}; that is no end of the data. Raise ValueError "
-                "for a bad record.",
-                record_id=record_id,
-                lane_index=self._lane_index,
-            ) from error
+            what = f"decode, for record {record_id:,} of lane {self._lane_index},"
+            raise stopped(what, record_id=record_id, lane_index=self._lane_index) from error
         except Exception as error:
             error.add_note(f"while decoding record {record_id:,} of {self._split.paths[piece.file_index]}")
             raise

@@ -175,9 +175,15 @@ class GrainLane:
         return self
 
     def __next__(self) -> Record:
-        for record in () if self._ended else self._iterator:
-            if record is not None:  # to_iter_dataset(allow_nones=True) yields None for missing elements
-                return record
+        try:
+            for record in () if self._ended else self._iterator:
+                if record is not None:  # to_iter_dataset(allow_nones=True) yields None for missing elements
+                    return record
+        except SourceError as error:
+            if error.lane_index is None:  # a function or a file of the pipeline, which several lanes may share
+                error.lane_index = self._lane_index
+                error.add_note(f"in lane {self._lane_index}")
+            raise
         self._ended = True  # some Grain iterators would start over
         raise StopIteration
 

@@ -20,6 +20,7 @@ from meshfeed._src.base import hooks
 from meshfeed._src.base.errors import SourceError
 from meshfeed._src.base.threads import Threads
 from meshfeed._src.base.types import RandomAccessSource
+from meshfeed._src.sources.checks import stopped
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -39,6 +40,7 @@ TFRECORD = ("TFRecordIterDataset",)
 LIMIT = ("LimitIterDataset",)
 INDEXED = ("MapWithIndexIterDataset",)
 SEEDED = ("RandomMapIterDataset", "WindowShuffleIterDataset", "PackIterDataset")
+FLAT_MAP = ("FlatMapIterDataset",)
 ZIP = ("ZipIterDataset",)
 REBATCH = ("RebatchIterDataset",)
 BATCH = ("BatchMapDataset", "BatchIterDataset", *REBATCH)
@@ -55,7 +57,7 @@ KEEP_LENGTH = (*READ, *INDEXED, "RandomMapIterDataset", "WindowShuffleIterDatase
 
 _PIPELINES = {
     *(*READ, *INTERLEAVE, *PARQUET, *TFRECORD, *LIMIT, *INDEXED, *SEEDED, *ZIP, *BATCH, *OPTIONS, *PREFETCH, *SHARDED),
-    *(*_PASS, "CacheIterDataset", "ConcatThenSplitIterDataset", "FilterIterDataset", "FlatMapIterDataset"),
+    *(*_PASS, *FLAT_MAP, "CacheIterDataset", "ConcatThenSplitIterDataset", "FilterIterDataset"),
     *("MixedIterDataset", "RepeatIterDataset", "_DataLoaderStateIterDataset", "_OperationIterDataset"),
 }
 _RECORDS = {
@@ -73,6 +75,7 @@ _ATTRIBUTES = {
     **dict.fromkeys(INDEXED, ("map_fn", "parents")),
     **dict.fromkeys(SEEDED, ("seed", "parents")),
     **dict.fromkeys(("BatchMapDataset", "BatchIterDataset"), ("batch_size", "batch_fn", "drop_remainder", "parents")),
+    **dict.fromkeys(FLAT_MAP, ("transform", "parents")),
     **dict.fromkeys(PREFETCH, ("parents",)),
     **dict.fromkeys(PROCESSES, ("worker_init_fn", "parents")),
     **dict.fromkeys(SOURCE, ("source",)),
@@ -187,10 +190,12 @@ def skip_traceback_filter(dataset: Pipeline) -> Pipeline:
 
 def refuse_stops(dataset: Pipeline) -> None:
     """Makes a StopIteration of the user's functions a SourceError; Grain takes it for the end of the data."""
-    for name in ("_map_fn", "_filter_fn"):
+    for name in ("_map_fn", "_filter_fn", "_batch_fn"):
         function = vars(dataset).get(name)
         if callable(function):
             vars(dataset)[name] = _without_stops(function)
+    if is_named(dataset, FLAT_MAP):
+        vars(dataset)["_transform"] = _FlatMap(private(dataset, "transform"))
 
 
 def _without_stops(function: Callable[P, T]) -> Callable[P, T]:
@@ -199,12 +204,21 @@ def _without_stops(function: Callable[P, T]) -> Callable[P, T]:
         try:
             return function(*args, **kwargs)
         except StopIteration as error:
-            raise SourceError(
-                "a function of the Grain pipeline raised StopIteration, which does not end the data. Raise ValueError for "
-                "a bad record."
-            ) from error
+            name = getattr(function, "__qualname__", type(function).__name__)
+            raise stopped(f"{name}, a function of the Grain pipeline,") from error
 
     return call
+
+
+class _FlatMap(grain.experimental.FlatMapTransform):
+    """A user's transform, whose StopIteration is a SourceError."""
+
+    def __init__(self, transform: grain.experimental.FlatMapTransform) -> None:
+        self.max_fan_out = transform.max_fan_out
+        self._spread = _without_stops(transform.flat_map)
+
+    def flat_map(self, element: Any) -> Sequence[Any]:
+        return self._spread(element)
 
 
 def inherit_options(outer: GrainIterator, inner: GrainIterator) -> None:

@@ -36,6 +36,7 @@ import numpy as np
 from meshfeed._src.base.errors import CorruptDataError, SettingsError, SourceError
 from meshfeed._src.base.threads import Call, Threads
 from meshfeed._src.sources.array_record.source import ArrayRecord
+from meshfeed._src.sources.checks import stopped
 from meshfeed._src.sources.files import stream as file_stream
 from meshfeed._src.sources.files.parquet import ParquetFile
 from meshfeed._src.sources.grain import internals
@@ -265,9 +266,14 @@ def _cut_limit(node: Node, place: Place, copy: Copy) -> Node:
 
 
 def _cut_index(node: Node, place: Place, copy: Copy) -> Node:
-    # The function expects the index in the whole stream, not in the lane.
     function, first, step = private(node, "map_fn"), place.lane_index, place.num_lanes
-    return _with_parents(node, copy, map_fn=lambda index, element: function(first + index * step, element))
+
+    @functools.wraps(function)
+    def map_fn(index: int, element: object) -> object:
+        # The function expects the index in the whole stream, not in the lane.
+        return function(first + index * step, element)
+
+    return _with_parents(node, copy, map_fn=map_fn)
 
 
 def _cut_seeded(node: Node, place: Place, copy: Copy) -> Node:
@@ -592,10 +598,7 @@ class ReadIterator(grain.DatasetIterator):
             try:
                 block = [self._records[start]]
             except StopIteration as error:
-                raise SourceError(
-                    f"element {start} of the lane raised StopIteration, which does not end the data. Raise ValueError for a "
-                    "bad record."
-                ) from error
+                raise stopped(f"element {start} of the lane") from error
         self._block, self._block_start = block, start
         if start >= self._singly_until and self._read_ahead and self._waits and stop < self._length:
             self._threads = self._threads or _shared_threads()
@@ -669,7 +672,10 @@ class InterleaveIterator(grain.DatasetIterator):
         raise StopIteration
 
     def _open(self, part_index: int) -> GrainIterator:
-        part = self._make_part(part_index)
+        try:
+            part = self._make_part(part_index)
+        except StopIteration as error:  # of the user's function that makes the datasets
+            raise stopped(f"dataset {part_index} of the lane's interleave") from error
         if part is None:
             return NoRecordsIterator()
         iterator = internals.skip_traceback_filter(part).__iter__()
