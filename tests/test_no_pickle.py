@@ -17,7 +17,7 @@ import pytest
 from small_pipeline import new_window_reports
 
 from meshfeed import SourceError
-from meshfeed._src.agreement.window_report import WindowReport
+from meshfeed._src.agreement.messages import WindowReport
 from meshfeed._src.remote import client
 from meshfeed._src.streams.protocol import HostBatch
 

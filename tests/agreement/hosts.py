@@ -16,7 +16,7 @@ sys.path.insert(0, str(Path(__file__).parent.parent / "chaos"))
 
 from memory_store import MemoryStore
 
-from meshfeed._src.agreement.window_report import AnnouncedContents
+from meshfeed._src.agreement.messages import AnnouncedContents
 from meshfeed._src.agreement.windows import WindowAgreement
 from meshfeed._src.base import coordination
 

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from meshfeed import SkipBad
-from meshfeed._src.agreement.window_report import BadRecords
+from meshfeed._src.agreement.bad_records import BadRecords
 from meshfeed._src.streams.protocol import HostBatch
 
 

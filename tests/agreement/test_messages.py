@@ -9,7 +9,7 @@ import hypothesis
 import hypothesis.strategies as st
 
 from meshfeed import PeerError, SourceError
-from meshfeed._src.agreement.window_report import Announcement, Stop, WindowReport
+from meshfeed._src.agreement.messages import Announcement, Stop, WindowReport
 from meshfeed._src.base.errors import Failure
 
 counts = st.integers(0, 1 << 62)

@@ -11,7 +11,7 @@ import hypothesis.strategies as st
 import pytest
 from hosts import reduce_nothing
 
-from meshfeed._src.agreement.window_report import Stop, WindowReport
+from meshfeed._src.agreement.messages import Stop, WindowReport
 from meshfeed._src.agreement.windows import conclude, full_window, window_ends
 from meshfeed._src.base.errors import Failure
 

@@ -13,7 +13,8 @@ import numpy as np
 import pytest
 
 from meshfeed import SkipBad, SourceError
-from meshfeed._src.agreement.window_report import WindowReport, WindowReports
+from meshfeed._src.agreement.messages import WindowReport
+from meshfeed._src.agreement.window_report import WindowReports
 from meshfeed._src.base.errors import Failure
 from meshfeed._src.streams.protocol import EMPTY_BATCHES, EMPTY_STREAM, HostBatch
 

@@ -19,7 +19,8 @@ from small_pipeline import new_window_reports, numbers_pipeline
 
 from meshfeed import PeerError, SourceError, StalledError
 from meshfeed._src.agreement import windows
-from meshfeed._src.agreement.window_report import Announcement, Stop, WindowReport, WindowReports
+from meshfeed._src.agreement.messages import Announcement, Stop, WindowReport
+from meshfeed._src.agreement.window_report import WindowReports
 from meshfeed._src.agreement.windows import WindowAgreement
 from meshfeed._src.base import coordination, reduction
 from meshfeed._src.base.errors import Failure

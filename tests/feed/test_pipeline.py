@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from small_pipeline import new_window_reports, numbers_pipeline
 
-from meshfeed._src.agreement.window_report import Announcement, Stop
+from meshfeed._src.agreement.messages import Announcement, Stop
 from meshfeed._src.agreement.windows import WindowAgreement
 from meshfeed._src.base.errors import Failure
 from meshfeed._src.streams.protocol import HostBatch

@@ -1,34 +1,27 @@
-"""The reports of hosts on a window of steps: how far each has read, and what it found in the batches.
+"""Fills in a host's window reports from its batches, and merges and compares the reports of all hosts.
 
-A host's :class:`WindowReport` states how far it has read; the reducer's :class:`Announcement` states how far all hosts
-can deliver. :mod:`meshfeed._src.agreement.windows` transports both.
-
-Their contents are what hosts compare, count and learn from each other about the batches: batch sizes in bytes (which set
-the window's length), the structure of the records, ended lanes, bad records, and digests of replicated rows. The reducer
-merges and compares them (:class:`WindowReports`); every host learns the result from the announcement.
-
-The count of bad records (:class:`BadRecords`) is a property of the stream, not of the hosts: records that several hosts
-read count once, the count resumes from a state, and the step at which it exceeds the limit depends only on the source
-and the settings.
+What hosts learn from each other: batch sizes in bytes (which set the window's length), the structure of the records,
+ended lanes, bad records (``bad_records.py``), and digests of replicated rows. The reducer merges and compares them
+(:class:`WindowReports`); every host learns the result from the announcement.
 """
 
 from __future__ import annotations
 
-import collections
-import dataclasses
 import functools
 import logging
 import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import TypedDict, TypeVar
+from collections.abc import Callable, Mapping, Sequence
+from typing import TypeVar
 
 import jax
 import numpy as np
 import numpy.typing as npt
 import xxhash
 
+from meshfeed._src.agreement.bad_records import BadRecords, RecordsAfter
+from meshfeed._src.agreement.messages import AnnouncedContents, ReportContents, WindowReport
 from meshfeed._src.base.coordination import format_hosts
-from meshfeed._src.base.errors import LEFT, AgreementError, Failure, PeerError, SourceError
+from meshfeed._src.base.errors import AgreementError, Failure, SourceError
 from meshfeed._src.base.settings import SkipBad
 from meshfeed._src.base.trees import tree_from_json, tree_to_json
 from meshfeed._src.base.types import JsonValue, PyTree
@@ -36,174 +29,11 @@ from meshfeed._src.reading.host_batch import spec_of_batch
 from meshfeed._src.reading.stacking import num_bytes
 from meshfeed._src.streams.protocol import EMPTY_BATCHES, EMPTY_STREAM, HostBatch
 
-RecordsAfter = Callable[[int, Mapping[int, int]], int]
-"""(step, ended lanes) → records of the stream up to and including the step."""
 _log = logging.getLogger("meshfeed.exchange")
 _CHECKED_STEPS = 4  # first steps of a generation whose replicas are compared
 BlocksOf = Callable[[PyTree, int], Mapping[str, npt.NDArray[np.generic]]]
 """(host tree, global batch size) → label → block of rows (and columns), for each block on this host's devices."""
 V = TypeVar("V")
-
-
-class Unsized(TypedDict):
-    """Padding of a host that cannot derive the size of the global batch.
-
-    Attributes:
-      size: the smallest possible global batch size.
-      ended: see :attr:`ReportContents.ended`, counted at that size.
-    """
-
-    size: int
-    ended: dict[str, int]
-
-
-class ReportContents(TypedDict, total=False):
-    """What a host found in the batches of a window.
-
-    Attributes:
-      bytes: bytes of this host's part of the largest batch; in the first window only.
-      records: structure of the records, in words; in the first window only.
-      element: the structure of a batch, see :func:`meshfeed._src.base.trees.tree_to_json`; in the first window only.
-      needs_element: the host has no record of its own and needs ``element`` from another.
-      ended: see :attr:`meshfeed._src.streams.protocol.HostBatch.ended`.
-      unsized: padding of unknown size.
-      sizes: step → global batch size.
-      bad: step → [record id, epoch] of bad records.
-      last_bad: the last of them and its error, in words.
-      digests: step and block → digest of replicated rows.
-      failed: the failure that kept the host from preparing these contents.
-      empty: the host's stream has no record.
-    """
-
-    bytes: int
-    records: str
-    element: JsonValue
-    needs_element: bool
-    ended: dict[str, int]
-    unsized: Unsized
-    sizes: dict[str, int]
-    bad: dict[str, list[tuple[int, int]]]
-    last_bad: str
-    digests: dict[str, str]
-    failed: JsonValue
-    empty: bool
-
-
-class AnnouncedContents(TypedDict, total=False):
-    """The contents of all hosts' reports, merged.
-
-    Attributes:
-      element: structure of a batch.
-      ended: lane → length in records; with host batches, ``(step + 1) << 32`` → padded rows of the step.
-      sizes: step → global batch size, for steps that some host only pads.
-      bad: step → number of bad records in the stream up to and including the step, for steps with any.
-    """
-
-    element: JsonValue
-    ended: dict[str, int]
-    sizes: dict[str, int]
-    bad: dict[str, int]
-
-
-@dataclasses.dataclass(frozen=True)
-class WindowReport:
-    """One host's report on a window.
-
-    Attributes:
-      count: steps that the host has read, counted from step 0 of the feed.
-      final: the first step that the host cannot read or has no data for, or None.
-      failure: the failure that caused ``final``; None at the end of the data.
-      pads: whether the host continues with padding after ``final``, until the data of all hosts has ended.
-      seen: number of announcements that the host has seen.
-      contents: what the host found in the batches.
-    """
-
-    count: int
-    final: int | None = None
-    failure: Failure | None = None
-    pads: bool = False
-    seen: int = 0
-    contents: ReportContents = dataclasses.field(default_factory=ReportContents)
-
-    def to_json(self) -> JsonValue:
-        """Returns a JSON array of the fields in order."""
-        failure = None if self.failure is None else self.failure.to_json()
-        return [self.count, self.final, failure, self.pads, self.seen, self.contents]
-
-    @classmethod
-    def from_json(cls, value: JsonValue) -> WindowReport:
-        """The inverse of :meth:`to_json`."""
-        count, final, failure, pads, seen, contents = value
-        return cls(count, final, None if failure is None else Failure.from_json(failure), pads, seen, contents)
-
-
-@dataclasses.dataclass(frozen=True)
-class Stop:
-    """The step before which all hosts stop, and the reasons.
-
-    Attributes:
-      step: the first step that is not delivered.
-      failures: ascending by host; empty at the end of the data.
-    """
-
-    step: int
-    failures: Sequence[Failure] = ()
-
-    def exception(self) -> Exception:
-        """Returns the exception for hosts that did not fail themselves; the same on all of them.
-
-        A failed read takes precedence over a host that left.
-        """
-        for failure in self.failures:
-            if failure.host is None:
-                return failure.exception()
-        failed = [failure for failure in self.failures if failure.kind != LEFT]
-        named = failed or self.failures
-        hosts = [failure.host for failure in named if failure.host is not None]
-        who, text = format_hosts(hosts), str(named[0])
-        if failed:
-            end = "" if text.endswith(".") else "."
-            message = (
-                f"{who} failed in the read of step {self.step}: {text}{end} All hosts delivered the steps before "
-                f"{self.step}; see the log of host {hosts[0]}."
-            )
-        else:
-            message = (
-                f"{who} {text}. This host requests step {self.step}, which needs all hosts: take the same number of steps "
-                f"on all of them, or see the log of host {hosts[0]}."
-            )
-        return PeerError(message, host=hosts[0], peer_message=text)
-
-
-@dataclasses.dataclass(frozen=True)
-class Announcement:
-    """The reducer's conclusion from all reports on a window.
-
-    Attributes:
-      upto: the step up to which all hosts may deliver, exclusive.
-      window: steps of a full window.
-      stop: the stop at ``upto``, or None if the hosts continue.
-      contents: the contents of the reports, merged.
-    """
-
-    upto: int
-    window: int
-    stop: Stop | None = None
-    contents: AnnouncedContents = dataclasses.field(default_factory=AnnouncedContents)
-
-    def to_json(self) -> JsonValue:
-        """Returns a JSON array of the fields in order; the stop as the array of its failures."""
-        failures = None if self.stop is None else [failure.to_json() for failure in self.stop.failures]
-        return [self.upto, self.window, failures, self.contents]
-
-    @classmethod
-    def from_json(cls, value: JsonValue) -> Announcement:
-        """The inverse of :meth:`to_json`."""
-        upto, window, failures, contents = value
-        stop = None if failures is None else Stop(upto, tuple(map(Failure.from_json, failures)))
-        return cls(upto, window, stop, contents)
-
-
 _Contents = Mapping[int, ReportContents]
 
 
@@ -261,8 +91,7 @@ class WindowReports:
             contents.update(self._structure(batches[0]))
         if any(batch.tree is None for batch in batches):
             contents["needs_element"] = True
-        digests = dict(self._digests(batches))
-        if digests:
+        if digests := self._digests(batches):
             contents["digests"] = digests
         return contents
 
@@ -293,16 +122,16 @@ class WindowReports:
             contents["element"] = tree_to_json(jax.tree.map(_no_rows, batch.tree))
         return contents
 
-    def _digests(self, batches: Sequence[HostBatch]) -> Iterator[tuple[str, str]]:
-        for batch in batches if self._blocks_of is not None else ():
-            if (
-                self._blocks_of is not None
-                and batch.step < self._first_step + _CHECKED_STEPS
-                and batch.tree is not None
-            ):
-                for label, block in self._blocks_of(batch.tree, batch.global_batch_size).items():
-                    digest = xxhash.xxh3_64_hexdigest(np.ascontiguousarray(block).tobytes())
-                    yield f"step {batch.step}, {label}", digest
+    def _digests(self, batches: Sequence[HostBatch]) -> dict[str, str]:
+        if self._blocks_of is None:
+            return {}
+        end = self._first_step + _CHECKED_STEPS
+        return {
+            f"step {batch.step}, {label}": xxhash.xxh3_64_hexdigest(np.ascontiguousarray(block).tobytes())
+            for batch in batches
+            if batch.step < end and batch.tree is not None
+            for label, block in self._blocks_of(batch.tree, batch.global_batch_size).items()
+        }
 
     def check_alone(self, batch: HostBatch) -> None:
         """Applies the reducer's rule on bad records in a single process.
@@ -340,9 +169,8 @@ class WindowReports:
 
     def _merge(self, contents: _Contents) -> AnnouncedContents:
         merged: AnnouncedContents = {}
-        element = next((one["element"] for one in contents.values() if "element" in one), None)
-        if element is not None:
-            merged["element"] = element
+        if elements := [one["element"] for one in contents.values() if "element" in one]:
+            merged["element"] = elements[0]
         sizes, padding = _size_padding(contents)
         if sizes:
             merged["sizes"] = _to_keys(sizes)
@@ -509,116 +337,3 @@ def _log_bad(batch: HostBatch) -> None:
     if batch.bad:
         record_id, _, reason = batch.bad[-1]
         _log.warning("replaced %d bad records in step %d; record %d: %s", len(batch.bad), batch.step, record_id, reason)
-
-
-class BadRecords:
-    """This host's and the reducer's side of the bad-record count.
-
-    Args:
-      setting: the feed's ``bad_records``.
-      num_skipped: bad records in the batches delivered so far.
-      records_after: see :data:`RecordsAfter`.
-    """
-
-    def __init__(self, setting: SkipBad | None, num_skipped: int, records_after: RecordsAfter) -> None:
-        self._limit = None if setting is None else setting.max_fraction
-        self._records_after = records_after
-        self._own = num_skipped  # from this host's reads alone: a lower bound of the stream's count
-        self._total = num_skipped  # on the reducer, and in a single process
-        self._counted_step = -1
-        self._delivered = num_skipped
-        self._later: collections.deque[tuple[int, int]] = collections.deque()  # (undelivered step, count up to it)
-
-    # ------------------------------------------------------------------ every host
-
-    def report(self, batches: Iterable[HostBatch], ended: Mapping[int, int]) -> ReportContents:
-        """Returns the bad records in the batches of a window.
-
-        Lists them instead of counting them, because other hosts may have read the same rows. The list ends at the step
-        at which this host's bad records alone are too many, which bounds it to about ``max_fraction`` of the records.
-        """
-        bad: dict[str, list[tuple[int, int]]] = {}
-        last = ""
-        for batch in batches if self._limit is not None else ():
-            if batch.bad:
-                bad[str(batch.step)] = sorted(_distinct(batch))
-                self._own += len(bad[str(batch.step)])
-                last = _last_bad(batch)
-            if self._too_many(self._own, self._records_after(batch.step, ended)):
-                break
-        return {"bad": bad, "last_bad": last} if bad else {}
-
-    def _too_many(self, bad: int, records: int) -> bool:
-        # Below 1 / limit records, a single bad record would exceed the limit.
-        return self._limit is not None and records >= 1 / self._limit and bad > self._limit * records
-
-    # ------------------------------------------------------------------ the reducer
-
-    def reduce(
-        self, contents: Mapping[int, ReportContents], first: int, end: int, ended: Mapping[int, int]
-    ) -> tuple[AnnouncedContents, Failure | None]:
-        """Returns the counts of a window, and a failure at the first step with too many bad records."""
-        found: dict[int, set[tuple[int, int]]] = collections.defaultdict(set)
-        last = ""
-        for host, one in sorted(contents.items()):
-            for step, entries in one.get("bad", {}).items():
-                found[int(step)].update((record_id, epoch) for record_id, epoch in entries)
-            last = f"host {host}, {one['last_bad']}" if "last_bad" in one else last
-        counts: dict[str, int] = {}
-        failure = None
-        for step in range(first, end) if self._limit is not None else ():
-            if step in found:
-                self._total += len(found[step])
-                counts[str(step)] = self._total
-            failure = self._failure_at(step, ended, last)
-            if failure is not None:
-                break
-        return {"bad": counts} if counts else {}, failure
-
-    def _failure_at(self, step: int, ended: Mapping[int, int], last: str) -> Failure | None:
-        records = 0 if self._limit is None else self._records_after(step, ended)
-        if self._limit is None or not self._too_many(self._total, records):
-            return None
-        message = (
-            f"{self._total:,} of the {records:,} records up to step {step} are bad, a fraction of "
-            f"{self._total / records:.2g}; bad_records=SkipBad(max_fraction={self._limit:g}) allows {self._limit:g}"
-            + (f" (last: {last})" if last else "")
-            + ". Check the data; raise max_fraction only if so many bad records are expected."
-        )
-        return Failure(SourceError.__name__, message, step=step)
-
-    # ------------------------------------------------------------------ a single process
-
-    @property
-    def none_so_far(self) -> bool:
-        """Whether no record of this stream has been bad so far."""
-        return not self._total
-
-    def count_alone(self, batch: HostBatch, ended: Mapping[int, int]) -> Failure | None:
-        """The reducer's rule in a single process. A step that is read twice because of an interrupt counts once."""
-        if batch.bad and batch.step > self._counted_step:
-            total = self._total + len(_distinct(batch))
-            self._later.append((batch.step, total))
-            self._total, self._counted_step = total, batch.step
-        return self._failure_at(batch.step, ended, _last_bad(batch) if batch.bad else "")
-
-    # ------------------------------------------------------------------ announcements
-
-    def learn(self, contents: AnnouncedContents) -> None:
-        """Adds the counts of an announcement."""
-        self._later.extend((int(step), count) for step, count in contents.get("bad", {}).items())
-
-    def up_to(self, step: int) -> int:
-        """Returns the bad records up to and including ``step``. Call with ascending steps."""
-        while self._later and self._later[0][0] <= step:
-            self._delivered = self._later.popleft()[1]
-        return self._delivered
-
-
-def _distinct(batch: HostBatch) -> set[tuple[int, int]]:
-    return {(record_id, epoch) for record_id, epoch, _ in batch.bad}
-
-
-def _last_bad(batch: HostBatch) -> str:
-    record_id, _, reason = batch.bad[-1]
-    return f"record {record_id}: {reason}"

@@ -27,7 +27,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 
-from meshfeed._src.agreement.window_report import AnnouncedContents, Announcement, Stop, WindowReport
+from meshfeed._src.agreement.messages import AnnouncedContents, Announcement, Stop, WindowReport
 from meshfeed._src.base.coordination import KeyValueStore, call_briefly
 from meshfeed._src.base.errors import Failure, StalledError
 from meshfeed._src.base.reduction import Patience, ProgressReport, Reduction, Stragglers

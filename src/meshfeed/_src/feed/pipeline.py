@@ -17,7 +17,8 @@ from collections.abc import Callable, Mapping
 
 import jax
 
-from meshfeed._src.agreement.window_report import ReportContents, Stop, WindowReport, WindowReports
+from meshfeed._src.agreement.messages import ReportContents, Stop, WindowReport
+from meshfeed._src.agreement.window_report import WindowReports
 from meshfeed._src.agreement.windows import WindowAgreement, leave_notice
 from meshfeed._src.base.errors import Failure, StalledError
 from meshfeed._src.base.fork import Owner
