@@ -11,7 +11,7 @@ import logging
 import os
 import pathlib
 import time
-from collections.abc import Awaitable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from types import TracebackType
 from typing import Literal, NamedTuple, NoReturn, Protocol, cast
 
@@ -52,8 +52,8 @@ from meshfeed._src.pictures.report import HostLog, report_figures, report_page
 from meshfeed._src.plan.plan import normalize_sharding, participants
 from meshfeed._src.reading.host_batch import spec_with_mask
 from meshfeed._src.sources.recognize import describe_source
-from meshfeed._src.state import files as state_files
 from meshfeed._src.state import state as feed_state
+from meshfeed._src.state.files import Checkpointable
 from meshfeed._src.streams.protocol import AnyReader, Cursor
 
 
@@ -161,7 +161,7 @@ def _log_step(
 
 
 @public("meshfeed")
-class Feed:
+class Feed(Checkpointable):
     """One stream of global batches over a mesh of any number of hosts.
 
     The global batch of step k depends only on the source, the settings and k, not on the number of hosts, devices,
@@ -528,14 +528,6 @@ class Feed:
         self._leave(cursor, opening, doing)
         if self._closed:  # nothing will read from what was opened to check a state
             self._leave(cursor, None, doing)
-
-    async def save(self, directory: state_files.Directory | state_files.PathAwaitingCreation) -> Awaitable[None]:
-        """Orbax v1's StatefulCheckpointable: captures the state now and returns a coroutine that writes it."""
-        return await state_files.save(self, directory)
-
-    async def load(self, directory: state_files.Directory) -> Awaitable[None]:
-        """Orbax v1's StatefulCheckpointable: returns a coroutine that reads and sets the state."""
-        return await state_files.load(self, directory)
 
     # ------------------------------------------------------------------ inspection
 

@@ -14,7 +14,7 @@ import inspect
 import logging
 import sys
 import threading
-from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, TypeGuard
 
 import jax
@@ -45,8 +45,8 @@ from meshfeed._src.base.types import JsonValue, PyTree, public
 from meshfeed._src.feed.iterator import MultiHostDataLoadIterator as Feed
 from meshfeed._src.remote.client import zeros
 from meshfeed._src.sources.host_batches import HostBatches, start
-from meshfeed._src.state import files as state_files
 from meshfeed._src.state import state as feed_state
+from meshfeed._src.state.files import Checkpointable
 from meshfeed._src.streams.local_batches import LocalBatchCursor
 from meshfeed._src.streams.protocol import EMPTY_BATCHES
 
@@ -59,7 +59,7 @@ SLEEP_SECONDS = 10.0
 
 
 @public("meshfeed.maxtext")
-class MultiHostDataLoadIterator:
+class MultiHostDataLoadIterator(Checkpointable):
     """Assembles host-local batches into global arrays; a drop-in replacement for MaxText's class of the same name.
 
     Host batches are concatenated into one global batch, with dimension 0 sharded over all axes of the mesh.
@@ -297,14 +297,6 @@ class MultiHostDataLoadIterator:
           StateMismatchError: the state is damaged or of a different kind.
         """
         self._move(lambda: self._feed.set_state(state))
-
-    async def save(self, directory: state_files.Directory | state_files.PathAwaitingCreation) -> Awaitable[None]:
-        """Implements Orbax v1's ``StatefulCheckpointable``."""
-        return await state_files.save(self, directory)
-
-    async def load(self, directory: state_files.Directory) -> Awaitable[None]:
-        """Implements Orbax v1's ``StatefulCheckpointable``."""
-        return await state_files.load(self, directory)
 
     @property
     def step(self) -> int:

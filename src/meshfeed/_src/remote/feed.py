@@ -17,7 +17,7 @@ import functools
 import json
 import os
 import pathlib
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal
 
 import jax
@@ -35,8 +35,8 @@ from meshfeed._src.pictures.plan import MeshPlan, plan_of_batch
 from meshfeed._src.pictures.report import report_figures, report_page
 from meshfeed._src.plan.plan import normalize_sharding, sharding_leaves
 from meshfeed._src.remote.client import RemoteClient, make_payload
-from meshfeed._src.state import files as state_files
 from meshfeed._src.state import state as feed_state
+from meshfeed._src.state.files import Checkpointable
 
 
 def make_feed_payload(make_source: object, prefix: PyTree, settings: Mapping[str, Any]) -> bytes:
@@ -122,7 +122,7 @@ class FeedTarget:
 
 
 @public("meshfeed.remote")
-class RemoteFeed:
+class RemoteFeed(Checkpointable):
     """:class:`meshfeed.Feed` on the CPU hosts attached to the accelerators, with the same interface.
 
     The global batches are bit-identical to a local feed's, and either can resume from the other's checkpoints.
@@ -241,14 +241,6 @@ class RemoteFeed:
         """Restarts from the first batch."""
         self._client.call("reset")
         self._ended = False
-
-    async def save(self, directory: state_files.Directory | state_files.PathAwaitingCreation) -> Awaitable[None]:
-        """Orbax v1's StatefulCheckpointable: captures the state now and returns a coroutine that writes it."""
-        return await state_files.save(self, directory)
-
-    async def load(self, directory: state_files.Directory) -> Awaitable[None]:
-        """Orbax v1's StatefulCheckpointable: returns a coroutine that reads and sets the state."""
-        return await state_files.load(self, directory)
 
     # ------------------------------------------------------------------ inspection
 

@@ -209,21 +209,23 @@ def merge_files(directory: Directory) -> None:
         path.unlink()
 
 
-async def save(feed: Resumable, directory: Directory | PathAwaitingCreation) -> Awaitable[None]:
-    """Orbax v1's ``StatefulCheckpointable.save``: takes the state now, and returns an awaitable that writes it."""
-    state = feed.get_state()
+class Checkpointable:
+    """Makes a resumable iterator a ``StatefulCheckpointable`` of Orbax v1."""
 
-    async def write() -> None:
-        path = await directory.await_creation() if isinstance(directory, PathAwaitingCreation) else directory
-        write_state(path, state)
+    async def save(self: Resumable, directory: Directory | PathAwaitingCreation) -> Awaitable[None]:
+        """Orbax v1's StatefulCheckpointable: captures the state now and returns a coroutine that writes it."""
+        state = self.get_state()
 
-    return write()
+        async def write() -> None:
+            path = await directory.await_creation() if isinstance(directory, PathAwaitingCreation) else directory
+            write_state(path, state)
 
+        return write()
 
-async def load(feed: Resumable, directory: Directory) -> Awaitable[None]:
-    """Orbax v1's ``StatefulCheckpointable.load``: returns an awaitable that reads all hosts' files into the feed."""
+    async def load(self: Resumable, directory: Directory) -> Awaitable[None]:
+        """Orbax v1's StatefulCheckpointable: returns a coroutine that reads the files of all hosts and sets the state."""
 
-    async def read() -> None:
-        feed.set_state(read_state(directory))
+        async def read() -> None:
+            self.set_state(read_state(directory))
 
-    return read()
+        return read()
