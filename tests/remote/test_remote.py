@@ -105,9 +105,9 @@ def test_the_whole_interface(mesh: Mesh, tmp_path: pathlib.Path) -> None:
     ):
         assert iter(remote) is remote
         assert len(remote) == len(local) == 12
-        assert remote.record_ids(7).tolist() == local.record_ids(7).tolist()
+        assert remote.record_ids(np.int64(7)).tolist() == local.record_ids(7).tolist()
         assert remote.read([5, 3])["weird"].tobytes() == local.read([5, 3])["weird"].tobytes()
-        np.testing.assert_array_equal(remote.replay(4)["x"], local.replay(4)["x"])
+        np.testing.assert_array_equal(remote.replay(np.int64(4))["x"], local.replay(4)["x"])
         assert {**remote.config(), "name": ""} == {**local.config(), "name": ""}
         first = digest(next(remote))
         assert remote.stats().batches == 1

@@ -223,26 +223,20 @@ class MultiHostDataLoadIterator(Checkpointable):
         scope = f"{name}/{coordination.next_use(name)}"
         doing = "finding the shape of a padding batch"
         with Rounds(scope, hosts, timeout_seconds=_TIMEOUT_SECONDS, doing=doing) as rounds:
-            shape = self._local_shape()
             result = rounds.reduce(
-                shape, lambda shapes: next((one for one in shapes.values() if one is not None), None)
+                self._local_shape(), lambda shapes: next((one for one in shapes.values() if one is not None), None)
             )
         if result is None:
             self._no_data = True
             raise ValueError(_NO_DATA)
-        return self._global_spec(tree_from_json(result))
-
-    def _global_spec(self, one_device: PyTree) -> PyTree:
         sharding = NamedSharding(self.global_mesh, PartitionSpec(self.global_mesh.axis_names))
         x64 = bool(jax.config.jax_enable_x64)  # pyright: ignore[reportAttributeAccessIssue] # JAX 0.10 does not declare it
-        return jax.tree.map(
-            lambda leaf: jax.ShapeDtypeStruct(
-                (leaf.shape[0] * self.global_mesh.size, *leaf.shape[1:]),
-                narrowed_dtype(leaf.dtype, x64),
-                sharding=sharding,
-            ),
-            one_device,
-        )
+
+        def global_spec(leaf: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
+            shape = (leaf.shape[0] * self.global_mesh.size, *leaf.shape[1:])
+            return jax.ShapeDtypeStruct(shape, narrowed_dtype(leaf.dtype, x64), sharding=sharding)
+
+        return jax.tree.map(global_spec, tree_from_json(result))
 
     def _local_shape(self) -> dict[str, Any] | None:
         """Returns the spec of the first batch per device, which is the same on all hosts; None if it cannot be read."""
@@ -253,14 +247,12 @@ class MultiHostDataLoadIterator(Checkpointable):
         except Exception as error:
             _log.warning("cannot read a batch to get the shape of padding: %s: %s", type(error).__name__, error)
             return None
-        return tree_to_json(
-            jax.tree.map(
-                lambda leaf: jax.ShapeDtypeStruct(
-                    (np.shape(leaf)[0] // self._local_devices, *np.shape(leaf)[1:]), np.asarray(leaf).dtype
-                ),
-                batch,
-            )
-        )
+
+        def spec_per_device(leaf: object) -> jax.ShapeDtypeStruct:
+            array = np.asarray(leaf)
+            return jax.ShapeDtypeStruct((len(array) // self._local_devices, *array.shape[1:]), array.dtype)
+
+        return tree_to_json(jax.tree.map(spec_per_device, batch))
 
     def expect_rows(self, global_rows: int) -> None:
         """Requires every later batch to have ``global_rows`` rows.
@@ -466,8 +458,8 @@ class HostLoaders:
         shapes = [np.shape(leaf) for leaf in jax.tree.leaves(batch)]
         if shapes == self._checked:
             return
-        for path, leaf in jax.tree_util.tree_flatten_with_path(batch)[0]:
-            shape = np.shape(leaf)
+        paths = [path for path, _ in jax.tree_util.tree_flatten_with_path(batch)[0]]
+        for path, shape in zip(paths, shapes, strict=True):
             problem = None
             if not shape or not shape[0] or shape[0] % self._local_devices:
                 problem = f"its rows must be a multiple of {self._local_devices}"
@@ -482,8 +474,9 @@ class HostLoaders:
 
     def forget_before(self, number: int) -> None:
         """Drops the batches before ``number``, the last delivered one."""
-        for old in [one for one in tuple(self.recent) if one < number]:
-            self.recent.pop(old, None)
+        for old in tuple(self.recent):  # a copy: the read-ahead adds batches meanwhile
+            if old < number:
+                self.recent.pop(old, None)
 
     def close(self) -> None:
         """Closes iterators that no reader closes: one that was never read, and one-shot loaders."""
@@ -525,8 +518,6 @@ class LoaderIterator:
         iterator = self._iterators[self._taken % len(self._iterators)]
         try:
             batches = [jax.tree.map(_keep, _next_of(iterator)) for _ in range(self._loaders.joined)]
-        except StopIteration:
-            raise
         except Exception as error:
             self._failure = error if _is_spent(iterator) else None
             raise
@@ -613,8 +604,6 @@ def _next_of(iterator: Iterator[PyTree]) -> PyTree:
     def attempt() -> PyTree:
         try:
             return next(iterator)
-        except StopIteration:
-            raise
         except Exception as error:
             if not _not_ready(error) or _is_spent(iterator):
                 raise

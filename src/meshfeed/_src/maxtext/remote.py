@@ -68,7 +68,10 @@ class RemoteIterator:
     @property
     def iterator(self) -> Any:
         """The loader's own iterator, with its state after the last delivered batch."""
-        return self.over(self._mesh or _mesh_of(None)).local_iterator
+        return self._iterator_near(None)
+
+    def _iterator_near(self, array: object) -> Any:
+        return self.over(self._mesh or _mesh_of(array)).local_iterator
 
     def over(self, mesh: Mesh) -> MultiHostDataLoadIterator:
         """Returns an iterator over global arrays on ``mesh``, with dimension 0 sharded over all its axes."""
@@ -104,18 +107,15 @@ class RemoteIterator:
 
     def _path(self, step_array: Step) -> epath.Path:
         step = int(np.asarray(getattr(step_array, "addressable_data", lambda _: step_array)(0)).reshape(-1)[0])
-        name = (
-            "process_0" if self.elastic else f"process_{coordination.process_index()}-of-{coordination.process_count()}"
-        )
-        return epath.Path(self.checkpoint_path) / str(step) / "iter" / f"{name}.json"
+        host = "0" if self.elastic else f"{coordination.process_index()}-of-{coordination.process_count()}"
+        return epath.Path(self.checkpoint_path) / str(step) / "iter" / f"process_{host}.json"
 
     def save_state(self, step_array: Step) -> Step:
         """Writes the state after the last delivered batch; with ``elastic``, on process 0 only."""
-        path = self._path(step_array)
-        self.over(self._mesh or _mesh_of(step_array))
+        path, iterator = self._path(step_array), self._iterator_near(step_array)
         if not self.elastic or coordination.process_index() == 0:
             path.parent.mkdir(parents=True, exist_ok=True)
-            write_json(path, encode_value(self.iterator.get_state()))
+            write_json(path, encode_value(iterator.get_state()))
         return step_array
 
     def restore_state(self, step_array: Step) -> Step:
@@ -137,8 +137,7 @@ class RemoteIterator:
         except ValueError as error:
             remedy = f"{path} is truncated or damaged: {error}. Restore a different step."
             raise StateMismatchError("state", "no JSON", "JSON", remedy) from None
-        self.over(self._mesh or _mesh_of(step_array))
-        self.iterator.set_state(state)
+        self._iterator_near(step_array).set_state(state)
         return step_array
 
     def close(self) -> None:
@@ -259,7 +258,7 @@ class _IteratorTarget:
         mesh: Mesh,
     ) -> None:
         self._remote = remote = RemoteIterator(get_ds_fn, preprocessing_fn, global_shape, checkpoint_path, elastic)
-        self._mesh = mesh
+        self._loader = lambda: remote.over(mesh)  # a reset replaces it
         self._size = 0
         self.calls: dict[str, Any] = {
             "reset": self._reset,
@@ -270,25 +269,25 @@ class _IteratorTarget:
 
     def next(self) -> PyTree:
         """Returns the next batch of the loader."""
-        return next(self._remote.over(self._mesh))
+        return next(self._loader())
 
     def numbers(self) -> tuple[int, int, int]:
         """Returns the step, the position, and the rows of a batch."""
-        loader = self._remote.over(self._mesh)
+        loader = self._loader()
         return loader.step, loader.position, self._size
 
     def spec(self) -> PyTree | None:
         """Returns the spec of a batch, or None if this host has no batch."""
         try:
-            spec = self._remote.over(self._mesh).peek_spec()
+            spec = self._loader().peek_spec()
         except Exception:  # next() raises it again and informs the other hosts
             return None
         self._size = jax.tree.leaves(spec)[0].shape[0]
-        self._remote.over(self._mesh).expect_rows(self._size)  # the compiled take() returns one shape
+        self._loader().expect_rows(self._size)  # the compiled take() returns one shape
         return spec
 
     def _reset(self) -> None:
         self._remote.reset()
-        loader = self._remote.over(self._mesh)
+        loader = self._loader()
         if self._size:
             loader.expect_rows(self._size)

@@ -6,6 +6,7 @@ costs the training loop nothing: exporters take samples on threads of their own,
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import itertools
 import json
@@ -30,8 +31,7 @@ from meshfeed._src.pictures.report import HostLog
 
 _log = logging.getLogger("meshfeed.monitoring")
 _CLOSE_SECONDS = 10.0
-_RUN = re.compile(r'"run": "(\w*)"')
-_GIVE = "Give the files or the folder that"
+_RUN = re.compile(r'"run": "(\w*)"')  # groups lines by run without parsing them: most are not chosen
 _STATS = tuple(field.name for field in dataclasses.fields(FeedStats) if field.name != "feed_id")
 _COUNTERS = {
     "batches": "Global batches delivered.",
@@ -112,12 +112,18 @@ class Exporter:
 class Sampler:
     """Writes a sample of a feed every ``seconds`` seconds, and a last one at the end; does not keep the feed alive.
 
-    An OSError of ``write`` is logged, and the next sample is written again.
+    ``write`` is called with the sample before, if any, and the sample. An OSError is logged, and the next sample is
+    written again.
     """
 
     def __init__(
-        self, feed: Feed, seconds: float, write: Callable[[Sample], None], end: Callable[[], None] = lambda: None
+        self,
+        feed: Feed,
+        seconds: float,
+        write: Callable[[Sample | None, Sample], None],
+        end: Callable[[], None] = lambda: None,
     ) -> None:
+        # Weak, here and in the collector: an exporter that nobody closes must not keep a dropped feed and its threads.
         self._feed, self._seconds = weakref.ref(feed), seconds
         self._write, self._end = write, end
         self._name = feed.name
@@ -125,7 +131,7 @@ class Sampler:
         self._lock = threading.Lock()
         self._stopping = threading.Event()
         self._ended = False
-        self._tick()  # fails here rather than on the thread if the place cannot be written
+        self._tick()  # fails here rather than on the thread if the folder cannot be written
         finalize(feed, self.close)
         self._thread = Background(self._run, f"meshfeed-monitoring-{feed.name}")
         self._thread.start()
@@ -141,14 +147,14 @@ class Sampler:
                 return
             sample = take_sample(feed)
             if self._last is None or sample.stats != self._last.stats:
-                self._write(sample)
+                self._write(self._last, sample)
                 self._last = sample
 
     def _try_tick(self) -> None:
         try:
             self._tick()
         except OSError as error:
-            _log.warning("%s: its figures could not be written: %s", self._name, error)
+            _log.warning("%s: the figures cannot be written: %s", self._name, error)
 
     def close(self) -> None:
         """Writes the last sample, if the feed is still there, and ends the thread."""
@@ -181,11 +187,11 @@ def log(feed: object, directory: str | os.PathLike[str], *, seconds: float = 10.
       SettingsError: the folder cannot be written, or an argument is invalid.
     """
     feed, host = check_feed(feed), coordination.process_index()
-    folder, feed_name = pathlib.Path(directory), feed.name
-    path = folder / f"{feed_name}-host-{host:05d}.jsonl"
+    folder, name = pathlib.Path(directory), feed.name
+    path = folder / f"{name}-host-{host:05d}.jsonl"
 
-    def write(sample: Sample) -> None:
-        line = json.dumps(_to_json(sample, feed_name, host))
+    def write(_: Sample | None, sample: Sample) -> None:
+        line = json.dumps(_to_json(sample, name, host))
         with open(path, "a", encoding="utf-8") as file:  # opened for each line, so the file may be rotated
             file.write(line + "\n")
 
@@ -200,17 +206,11 @@ def log(feed: object, directory: str | os.PathLike[str], *, seconds: float = 10.
 
 
 def _to_json(sample: Sample, feed: str, host: int) -> dict[str, JsonValue]:
-    line: dict[str, JsonValue] = {
-        "time": round(sample.time, 3),
-        "feed": feed,
-        "host": host,
-        "run": sample.stats.feed_id,
-    }
-    line |= {"step": sample.step, "position": sample.position}
-    for name in _STATS:
-        value = getattr(sample.stats, name)
-        line[name] = round(value, 6) if isinstance(value, float) else value
-    return {**line, "cache": dict(sample.cache)}
+    stats = dataclasses.asdict(sample.stats)
+    line = {"time": round(sample.time, 3), "feed": feed, "host": host, "run": stats.pop("feed_id")}
+    line |= {"step": sample.step, "position": sample.position, **stats}
+    rounded = {name: round(value, 6) if isinstance(value, float) else value for name, value in line.items()}
+    return {**rounded, "cache": dict(sample.cache)}
 
 
 def read_logs(paths: Sequence[str | os.PathLike[str]]) -> list[HostLog]:
@@ -228,8 +228,7 @@ def read_logs(paths: Sequence[str | os.PathLike[str]]) -> list[HostLog]:
     """
     logs = [log for path in _files(paths) for log in _logs_of(path)]
     if not logs:
-        what = f"no figures in {', '.join(map(str, paths))}"
-        raise SourceError(f"{what}. Give the folder that meshfeed.monitoring.log wrote.")
+        raise _not_a_log(f"no figures in {', '.join(map(str, paths))}")
     return sorted(logs, key=lambda log: (log.feed, log.host, log.samples[0].time))
 
 
@@ -253,17 +252,19 @@ def _parsed(path: pathlib.Path, number: int, text: str) -> tuple[str, int, Sampl
         stats = FeedStats(feed_id=line["run"], **{name: line[name] for name in _STATS if name in line})
         return line["feed"], line["host"], Sample(line["time"], line["step"], line["position"], stats, line["cache"])
     except (ValueError, KeyError, TypeError) as error:
-        raise SourceError(
-            f"line {number} of {path} is not a line of meshfeed.monitoring.log ({type(error).__name__}: {error}). "
-            f"{_GIVE} it wrote."
-        ) from error
+        what = f"line {number} of {path} is not a line of a log ({type(error).__name__}: {error})"
+        raise _not_a_log(what) from error
+
+
+def _not_a_log(problem: str) -> SourceError:
+    return SourceError(f"{problem}. Pass the files or the folder that meshfeed.monitoring.log wrote.")
 
 
 def _files(paths: Sequence[str | os.PathLike[str]]) -> list[pathlib.Path]:
     files: list[pathlib.Path] = []
     for path in map(pathlib.Path, paths):
         if not path.exists():
-            raise SourceError(f"{path} does not exist. {_GIVE} meshfeed.monitoring.log wrote.")
+            raise _not_a_log(f"{path} does not exist")
         files += sorted(path.glob("*.jsonl")) if path.is_dir() else [path]
     return files
 
@@ -302,39 +303,26 @@ def prometheus(
         raise SettingsError("prometheus takes at least one feed, and a port or a registry.", setting="feeds")
     served = prometheus_client.CollectorRegistry() if registry is None else registry
     collector = _Collector([check_feed(feed) for feed in feeds])
-    if port is None:
-        served.register(collector)
-        return Exporter(lambda: _unregister(served, collector))
-    try:
-        server, thread = prometheus_client.start_http_server(port, address, served)
-    except OSError as error:
-        raise SettingsError(
-            f"port={port!r} on {address!r} cannot be listened on: {error}. Use another port; several processes on one "
-            "machine need one each, such as port=9400 + jax.process_index().",
-            setting="port",
-        ) from error
+    closing = contextlib.ExitStack()  # a second close finds it empty
+    if port is not None:
+        try:
+            server, thread = prometheus_client.start_http_server(port, address, served)
+        except OSError as error:
+            raise SettingsError(
+                f"port={port!r} on {address!r} cannot be opened: {error}. Use another port; several processes on one "
+                "machine need one each, such as port=9400 + jax.process_index().",
+                setting="port",
+            ) from error
+        port = server.server_port
+        for end in (thread.join, server.server_close, server.shutdown):  # called in reverse order
+            closing.callback(end)
     served.register(collector)  # only now: a port in use must leave nothing in the user's registry
-
-    def close() -> None:
-        if _unregister(served, collector):
-            server.shutdown()
-            server.server_close()
-            thread.join()
-
-    return Exporter(close, server.server_port)
-
-
-def _unregister(registry: CollectorRegistry, collector: _Collector) -> bool:
-    """Returns whether it was still registered."""
-    try:
-        registry.unregister(collector)
-    except KeyError:
-        return False
-    return True
+    closing.callback(served.unregister, collector)
+    return Exporter(closing.close, port)
 
 
 class _Collector:
-    """Reads the figures of feeds when Prometheus asks; a ``prometheus_client.registry.Collector``."""
+    """Takes samples of feeds when Prometheus scrapes them; a ``prometheus_client.registry.Collector``."""
 
     def __init__(self, feeds: Sequence[Feed]) -> None:
         self._feeds = [weakref.ref(feed) for feed in feeds]
@@ -385,13 +373,11 @@ def tensorboard(feed: object, directory: str | os.PathLike[str], *, seconds: flo
     feed, seconds = check_feed(feed), check_seconds(seconds)
     name = feed.name
     writer = SummaryWriter(str(pathlib.Path(directory) / f"host-{coordination.process_index():05d}"))
-    last: list[Sample] = []
 
-    def write(sample: Sample) -> None:
-        if last and sample.stats.batches > last[0].stats.batches:
-            for figure, value in rates(last[0], sample).items():
+    def write(before: Sample | None, sample: Sample) -> None:
+        if before is not None and sample.stats.batches > before.stats.batches:
+            for figure, value in rates(before, sample).items():
                 writer.add_scalar(f"{name}/{figure}", value, sample.step, walltime=sample.time)
-            writer.flush()
-        last[:] = [sample]
+            writer.flush()  # or the points of a killed process would be lost: tensorboardX keeps them for two minutes
 
     return Exporter(Sampler(feed, seconds, write, writer.close).close)

@@ -53,7 +53,7 @@ class Box:
     y: float
     width: float
     height: float
-    fill: str
+    color: str
     radius: float = 4
     title: str = ""
 
@@ -108,8 +108,9 @@ class Drawing:
     def to_svg(self) -> str:
         """Returns an SVG document with a background of its own, in the reader's light or dark setting."""
         width, height = self.size()
-        used = sorted({_color(shape) for shape in self.shapes} | {"paper"})
+        used = sorted({shape.color for shape in self.shapes} | {"paper"})
         dark = "".join(f".mf-{name}{{{_paint(name, 1)}}}" for name in used if COLORS[name][0] != COLORS[name][1])
+        # The names have a prefix because the rules of an SVG inside a page apply to the whole page.
         light = "".join(f".mf-{name}{{{_paint(name, 0)}}}" for name in used)
         lines = [
             f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="{-_MARGIN:g} {-_MARGIN:g} {width:g} {height:g}" '
@@ -118,7 +119,7 @@ class Drawing:
             f"<title>{html.escape(self.title)}</title>",
             f"<style>{light}@media (prefers-color-scheme: dark){{{dark}}}</style>",
             f'<rect x="{-_MARGIN:g}" y="{-_MARGIN:g}" width="{width:g}" height="{height:g}" rx="10" class="mf-paper"/>',
-            *(_svg_shape(shape) for shape in self.shapes),
+            *map(_svg_shape, self.shapes),
             "</svg>",
         ]
         return "\n".join(lines) + "\n"
@@ -171,15 +172,11 @@ def _paint(color: str, theme: int) -> str:
     return f"fill:{value};stroke:{value}"
 
 
-def _color(shape: Box | Line | Text) -> str:
-    return shape.fill if isinstance(shape, Box) else shape.color
-
-
 def _corners(shape: Box | Line | Text) -> list[tuple[float, float]]:
     if isinstance(shape, Box):
         return [(shape.x + shape.width, shape.y + shape.height)]
     if isinstance(shape, Line):
-        return [(x, y) for x, y in shape.points]
+        return list(shape.points)
     before = {"start": 1.0, "middle": 0.5, "end": 0.0}[shape.anchor]
     return [(shape.x + before * text_width(shape.text, shape.size), shape.y + 0.25 * shape.size)]
 
@@ -199,7 +196,7 @@ def _svg_shape(shape: Box | Line | Text) -> str:
         title = f"<title>{html.escape(shape.title)}</title>" if shape.title else ""
         return (
             f'<rect x="{shape.x:g}" y="{shape.y:g}" width="{shape.width:g}" height="{shape.height:g}" '
-            f'rx="{shape.radius:g}" stroke-width="0" class="mf-{shape.fill}">{title}</rect>'
+            f'rx="{shape.radius:g}" stroke-width="0" class="mf-{shape.color}">{title}</rect>'
         )
     if isinstance(shape, Text):
         weight = ' font-weight="600"' if shape.bold else ""
@@ -207,6 +204,7 @@ def _svg_shape(shape: Box | Line | Text) -> str:
             f'<text x="{shape.x:g}" y="{shape.y:g}" font-size="{shape.size:g}" text-anchor="{shape.anchor}"{weight} '
             f'stroke-width="0" class="mf-{shape.color}">{html.escape(shape.text)}</text>'
         )
+    # "none" is a style too, because the rule of the color's class, which fills, takes precedence over an attribute.
     paths = " ".join(
         "M" + " L".join(f"{x:.5g} {y:.5g}" for x, y in part) for part in (shape.points, *_arrowhead(shape))
     )
@@ -217,13 +215,14 @@ def _paint_shape(axes: Axes, shape: Box | Line | Text) -> None:
     from matplotlib.lines import Line2D
     from matplotlib.patches import FancyBboxPatch
 
-    color = COLORS[_color(shape)][0]
+    color = COLORS[shape.color][0]
     if isinstance(shape, Box):
         style = f"round,pad=0,rounding_size={min(shape.radius, shape.width / 2, shape.height / 2)}"
-        corner = (shape.x, shape.y)
-        axes.add_patch(FancyBboxPatch(corner, shape.width, shape.height, boxstyle=style, facecolor=color, lw=0))
+        box = FancyBboxPatch((shape.x, shape.y), shape.width, shape.height, boxstyle=style, facecolor=color, lw=0)
+        axes.add_patch(box)
     elif isinstance(shape, Text):
-        text, weight = shape.text.replace("$", r"\$"), "bold" if shape.bold else "normal"
+        text = shape.text.replace("$", r"\$")  # which starts a formula in matplotlib
+        weight = "bold" if shape.bold else "normal"
         size = shape.size * _POINTS * 0.94  # DejaVu is wider than a browser's font
         side = {"start": "left", "middle": "center", "end": "right"}[shape.anchor]
         axes.text(shape.x, shape.y, text, color=color, fontsize=size, ha=side, weight=weight)
@@ -288,7 +287,8 @@ def line_chart(
                 (left + x / max(len(line.values) - 1, 1) * (_WIDTH - left), bottom - y / ticks[-1] * (bottom - top))
                 for x, y in part
             ]
-            points += [(points[0][0] + 2, points[0][1])] if len(points) == 1 else []
+            if len(points) == 1:  # a line of one point is invisible
+                points.append((points[0][0] + 2, points[0][1]))
             drawing.shapes.append(Line(points, color, 2))
     return drawing
 

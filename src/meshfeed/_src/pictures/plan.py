@@ -18,7 +18,6 @@ from meshfeed._src.base.types import JsonValue, PyTree, public
 from meshfeed._src.pictures.drawing import Box, Drawing, Line, Text, host_color, page, text_width
 from meshfeed._src.plan.topology import PlanTable, plan_table
 
-_SHOWN_HOSTS = 16
 _CELL_WIDTH, _CELL_HEIGHT, _GAP = 96.0, 42.0, 6.0
 _BATCH_WIDTH, _TOP = 108.0, 66.0
 _ARROW = 30.0
@@ -62,9 +61,8 @@ class MeshPlan:
           show_all: whether hosts in the middle of a long table are shown.
           hint: how to see those that are left out.
         """
-        table, half = self.table, _SHOWN_HOSTS // 2
+        table = self.table
         counts, ranges = table.num_rows(), table.row_ranges()
-        lines = [f"{'host':>8}  {'rows':>10}  which"]
 
         def line(host: int) -> str:
             pairs = ranges[host]
@@ -75,12 +73,10 @@ class MeshPlan:
                 which += f"  ×  columns {slices}"
             return f"{host:>8}  {counts[host]:>10,}  {which}"
 
-        shown = list(range(table.num_hosts))
-        if not show_all and table.num_hosts > _SHOWN_HOSTS:
-            lines += map(line, shown[:half])
-            lines.append(f"{'…':>8}  {'':>10}  {table.num_hosts - 2 * half:,} more hosts{hint}")
-            shown = shown[-half:]
-        return [*lines, *map(line, shown), "", *self._summary()]
+        shown = range(table.num_hosts) if show_all else _folded(table.num_hosts, 8, 8)
+        more = f"{'…':>8}  {'':>10}  {table.num_hosts - 16:,} more hosts{hint}"
+        lines = [more if host is None else line(host) for host in shown]
+        return [f"{'host':>8}  {'rows':>10}  which", *lines, "", *self._summary()]
 
     def _summary(self) -> list[str]:
         counts = self.table.num_rows()
@@ -154,8 +150,7 @@ def plan_of_batch(element_spec: PyTree) -> MeshPlan:
       element_spec: pytree of ``jax.ShapeDtypeStruct`` with NamedShardings.
     """
     leaves = jax.tree.leaves(element_spec)
-    divided = [[axes for axes in leaf.sharding.spec if axes is not None] for leaf in leaves]
-    leaf = leaves[max(range(len(leaves)), key=lambda number: len(divided[number]))]
+    leaf = max(leaves, key=lambda leaf: sum(axes is not None for axes in leaf.sharding.spec))
     last = max((number for number, axes in enumerate(leaf.sharding.spec) if axes is not None), default=0)
     devices = leaf.sharding.mesh.devices.reshape(-1)
     process_of = np.array([device.process_index for device in devices], np.int64)
@@ -213,11 +208,11 @@ def _coordinates(plan: MeshPlan, axes: Sequence[str], positions: np.ndarray[Any,
     return [" ".join(f"{axis} {where[axis][i]}" for axis in axes) for i in range(len(positions))] if axes else []
 
 
-def _folded(count: int, shown: int) -> list[int | None]:
-    """Indices below ``count``; beyond ``shown``, the first ones, None for the gap, and the last two."""
-    if count <= shown:
+def _folded(count: int, first: int, last: int) -> list[int | None]:
+    """Indices below ``count``; if they are many, only the first and the last ones, with None for the gap."""
+    if count <= first + last + 1:  # a gap of one takes as much space
         return list(range(count))
-    return [*range(shown - 3), None, count - 2, count - 1]
+    return [*range(first), None, *range(count - last, count)]
 
 
 def _mesh_text(plan: MeshPlan) -> str:
@@ -235,7 +230,9 @@ class _MeshDrawing:
     def __init__(self, plan: MeshPlan) -> None:
         self._plan, self._grid = plan, _grid(plan)
         self.drawing = Drawing(_title(plan))
-        bands, columns = (_folded(*pair) for pair in zip(self._grid.positions.shape, (12, 8), strict=True))
+        bands, columns = (
+            _folded(count, first, 2) for count, first in zip(self._grid.positions.shape, (9, 5), strict=True)
+        )
         names = [self._grid.band_names[band] for band in bands if band is not None] if self._grid.band_names else []
         self._batch = max((text_width(name, 11) + 10 for name in names), default=0.0)  # left edge of the batch
         self._start = self._batch + _BATCH_WIDTH + _ARROW  # and of the devices
@@ -264,6 +261,7 @@ class _MeshDrawing:
             if column is None:
                 continue
             lines = [grid.column_names[column]] if grid.column_names else []
+            # Columns are divided the same way in every band, so the heading takes them from the first.
             if plan.table.blocks.shape[1] > 1 and plan.table.blocks[:, 1:].any():
                 lines.append(_column_text(plan, int(grid.positions[0, column])))
             for number, line in enumerate(reversed(lines)):
@@ -295,12 +293,12 @@ class _MeshDrawing:
         self.drawing.shapes.append(Box(left, top, _CELL_WIDTH, _CELL_HEIGHT, fill, title=title))
         self._text(middle, top + 18, f"host {host:,}", ink, 12, "middle", bold=True)
         text, width = rows if self._grid.rows_in_cells else device, _CELL_WIDTH - 6
-        if text_width(text, 11) > width:  # without its first word, or smaller
+        if text_width(text, 11) > width:  # drop "rows" or "device"; if that is not enough, a smaller font below
             text = text.partition(" ")[2]
         self._text(middle, top + 33, text, ink, min(11, 11 * width / text_width(text, 11)), "middle")
 
     def _state(self, top: float) -> None:
-        """Below the mesh: what a checkpoint holds of all this."""
+        """Draws the state, below the mesh."""
         self._text(0, top, "State", bold=True, size=14)
         self.drawing.shapes.append(Box(0, top + 10, 168, 30, "panel"))
         self._text(84, top + 29, f"position = step × {self._plan.global_shape[0]:,}", size=12, anchor="middle")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import collections
 import dataclasses
 import html
 import itertools
@@ -48,6 +47,7 @@ def _feed_figures(feed: str, logs: Sequence[HostLog]) -> dict[str, JsonValue]:
     start = min(log.samples[0].time for log in logs)
     end = max(log.samples[-1].time for log in logs)
     hosts = [_host_figures(host, list(group)) for host, group in itertools.groupby(logs, key=lambda log: log.host)]
+    # The host that all others wait for waits least. Comparing times of day would need synchronized clocks.
     longest = max(host["peer_wait_seconds"] for host in hosts)
     for host in hosts:
         host["lag_seconds"] = longest - host["peer_wait_seconds"]
@@ -56,21 +56,12 @@ def _feed_figures(feed: str, logs: Sequence[HostLog]) -> dict[str, JsonValue]:
 
 
 def _host_figures(host: int, runs: Sequence[HostLog]) -> dict[str, JsonValue]:
-    stats = total_stats([run.samples[-1].stats for run in runs])
-    cache: collections.Counter[str] = collections.Counter()
-    for run in runs:
-        cache.update(run.samples[-1].cache)  # pyright: ignore[reportArgumentType] # figures may be floats
-    figures = dataclasses.asdict(stats)
+    ends = [run.samples[-1] for run in runs]
+    figures = dataclasses.asdict(total_stats(end.stats for end in ends))
     del figures["feed_id"]
-    last = runs[-1].samples[-1]
-    return {
-        "host": host,
-        "runs": len(runs),
-        "step": last.step,
-        "position": last.position,
-        **figures,
-        "cache": dict(cache),
-    }
+    cache = {name: sum(end.cache.get(name, 0) for end in ends) for end in ends for name in end.cache}
+    last = {"step": ends[-1].step, "position": ends[-1].position}
+    return {"host": host, "runs": len(runs), **last, **figures, "cache": cache}
 
 
 def _over_time(logs: Sequence[HostLog], start: float, end: float) -> dict[str, JsonValue]:
@@ -91,7 +82,7 @@ def _intervals(samples: Sequence[Sample]) -> list[tuple[Sample, Sample]]:
     moved = [samples[0]]
     moved += [after for before, after in itertools.pairwise(samples) if after.stats.batches > before.stats.batches]
     if len(moved) > 2 and moved[-1].time - moved[-2].time < 0.5 * (moved[-2].time - moved[-3].time):
-        del moved[-2]  # the last sample comes with the end, at any time after the one before
+        del moved[-2]  # the last sample is taken at the end, perhaps just after the one before: too short for a rate
     return list(itertools.pairwise(moved))
 
 
@@ -153,7 +144,7 @@ def _hit_fraction(hosts: Sequence[dict[str, JsonValue]]) -> float | None:
 
 
 def _verdict(feed: dict[str, JsonValue]) -> str:
-    """What a reader would conclude from the figures."""
+    """States whether the loop waited for data and, if so, which host or stage to improve."""
     hosts = feed["hosts"]
     worst = max(hosts, key=lambda host: host["stall_fraction"])
     waited = f"The training loop waited for data {worst['stall_fraction']:.1%} of the time"
@@ -206,12 +197,9 @@ def _few_lines(values: dict[str, list[float]]) -> list[Series]:
         return [Series(f"host {host}", line) for host, line in sorted(values.items(), key=lambda pair: int(pair[0]))]
     table = np.array(list(values.values()))
     known = ~np.isnan(table).all(axis=0)
-    lines: list[Series] = []
-    for name, reduce in (("median of hosts", np.nanmedian), ("highest", np.nanmax), ("lowest", np.nanmin)):
-        line = np.full(table.shape[1], np.nan)
-        line[known] = reduce(table[:, known], axis=0)
-        lines.append(Series(name, line.tolist()))
-    return lines
+    filled = np.where(known, table, 0.0)  # NumPy warns about columns of NaN only
+    reducers = {"median of hosts": np.nanmedian, "highest": np.nanmax, "lowest": np.nanmin}
+    return [Series(name, np.where(known, reduce(filled, axis=0), np.nan).tolist()) for name, reduce in reducers.items()]
 
 
 def _per_batch(host: dict[str, JsonValue], stage: str) -> float:

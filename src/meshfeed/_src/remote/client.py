@@ -15,6 +15,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
+import operator
 import struct
 from typing import Any
 
@@ -183,8 +184,8 @@ class Endpoint:
         flag = OK
         try:
             name, args = json.loads(rows_of(request)[0].tobytes())
-            known = name == "knows_spec"
-            self._answer = encode_answer(self._spec is not None if known else self._target.calls[name](*args))
+            value = self._spec is not None if name == "knows_spec" else self._target.calls[name](*args)
+            self._answer = encode_answer(value)
         except Exception as error:
             flag, self._answer = ERROR, encode_error(error)
         return _header(self, request, flag)
@@ -198,7 +199,7 @@ class Endpoint:
 def _header(endpoint: Endpoint, request: jax.Array, flag: int) -> jax.Array:
     numbers: tuple[int, int, int] = (0, 0, 0)
     try:
-        if endpoint._target is not None:
+        if endpoint._target is not None:  # None if begin() failed
             numbers = endpoint._target.numbers()
     except Exception as error:
         if flag != ERROR:
@@ -280,7 +281,7 @@ class RemoteClient:
     def call(self, name: str, *args: JsonValue) -> list[Any]:
         """Returns the answers of the hosts that this process controls, in order of process index."""
         self._owner.check("this remote feed")
-        data = json.dumps([name, args]).encode()
+        data = json.dumps([name, args], default=operator.methodcaller("tolist")).encode()  # of NumPy's integers
         # Sent over the devices of this controller only, unlike requests for batches: each controller makes its own calls.
         row = padded(data, padded_length(len(data)))
         headers = self._check(self._held["endpoint"].stage(to_rows(row, self._near, self._num_near)))

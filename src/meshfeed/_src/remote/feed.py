@@ -67,8 +67,8 @@ class FeedTarget:
                 setting="make_source",
             )
         self._size = 0
-        schedule = feed.config()["global_batch_size"]
-        self._varies = isinstance(schedule, list)  # a constant size is looked up only once
+        # A constant size is looked up only once.
+        self._varies = isinstance(feed.config()["global_batch_size"], list)
         self.calls: dict[str, Any] = {
             "get_state": lambda: json.dumps(feed.get_state()),
             "set_state": self._set_state,
@@ -262,22 +262,16 @@ class RemoteFeed(Checkpointable):
     def element_spec(self) -> PyTree:
         """Spec of the next batch, a pytree of ``jax.ShapeDtypeStruct`` with shardings; available before any batch."""
         mesh, spec = self._client.mesh, self._client.call("element_spec")[0]
-        tree = tree_from_json(spec["tree"])
-        specs = jax.tree.unflatten(jax.tree.structure(tree), [PartitionSpec(*entries) for entries in spec["specs"]])
-        return jax.tree.map(
-            lambda leaf, spec: jax.ShapeDtypeStruct(
-                leaf.shape, leaf.dtype, sharding=NamedSharding(mesh, spec, memory_kind=self._memory_kind)
-            ),
-            tree,
-            specs,
-        )
+        leaves, structure = jax.tree.flatten(tree_from_json(spec["tree"]))
+        specs = [PartitionSpec(*entries) for entries in spec["specs"]]
+        shardings = [NamedSharding(mesh, one, memory_kind=self._memory_kind) for one in specs]
+        pairs = zip(leaves, shardings, strict=True)
+        return structure.unflatten(jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=one) for leaf, one in pairs)
 
     @hides_own_frames
     def record_ids(self, step: int) -> RecordIds:
         """Returns the record ids of any past or future batch, int64 ``[rows]``; see :meth:`meshfeed.Feed.record_ids`."""
-        if isinstance(step, bool) or not isinstance(step, int | np.integer):
-            raise SettingsError(f"record_ids({step!r}); it takes an int of at least 0.", setting="step")
-        return np.array(self._client.call("record_ids", int(step))[0], np.int64)
+        return np.array(self._client.call("record_ids", step)[0], np.int64)
 
     @hides_own_frames
     def read(self, record_ids: ArrayLike) -> PyTree:

@@ -11,10 +11,10 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import importlib
 import os
 import pathlib
 import pickle
+import pkgutil
 import selectors
 import shutil
 import signal
@@ -23,7 +23,6 @@ import sys
 import sysconfig
 import tempfile
 import time
-import traceback
 import types
 import warnings
 import weakref
@@ -57,46 +56,29 @@ class HostTask:
 
     def join(self) -> HostTask:
         """Joins the job, with gloo collectives."""
-        try:
-            self._join()
-        except BaseException:
-            traceback.print_exc()  # the parent searches the log for the error of a port that is in use
-            raise
-        return self
-
-    def _join(self) -> None:
         import jax
 
         jax.config.update("jax_cpu_collectives_implementation", "gloo")
         if self.recoverability:
             jax.config.update("jax_enable_recoverability", True)
-        seconds = 100 if self.heartbeat_timeout_seconds is None else int(self.heartbeat_timeout_seconds)
         address = f"127.0.0.1:{self.port}"
         jax.distributed.initialize(
             address,
             self.num_hosts,
             self.host,
-            heartbeat_timeout_seconds=seconds,
+            heartbeat_timeout_seconds=int(self.heartbeat_timeout_seconds or _HEARTBEAT_SECONDS),
             coordinator_bind_address=address if self.host == 0 else None,  # not on public network interfaces
         )
         jax.devices()  # exchanges topologies collectively; an error here is better than one in the first test
+        return self
 
     def __call__(self, payload: bytes) -> bytes:
         """Calls the pickled function with its arguments and returns its pickled value."""
         import cloudpickle
 
-        try:
-            function, args = pickle.loads(payload)
-            if isinstance(function, str):
-                module, _, name = function.partition(":")
-                function = getattr(importlib.import_module(module), name)
-            return cloudpickle.dumps(_portable(function(*args)))
-        except BaseException:
-            traceback.print_exc()
-            raise
-        finally:
-            sys.stdout.flush()
-            sys.stderr.flush()
+        function, args = pickle.loads(payload)
+        function = pkgutil.resolve_name(function) if isinstance(function, str) else function
+        return cloudpickle.dumps(_portable(function(*args)))
 
     def close(self) -> None:
         """Leaves the job. This is a barrier: the coordinator must outlive the other hosts' last calls."""
@@ -118,6 +100,7 @@ def _portable(value: PyTree) -> PyTree:
 
 
 _LOG_TAIL_BYTES = 6_000
+_HEARTBEAT_SECONDS = 100  # JAX's default
 _PORT_TAKEN = ("Failed to start RPC server", "Address already in use")
 _START_ATTEMPTS = 5
 _EXIT_SECONDS = 15.0
@@ -476,7 +459,7 @@ class HostPool:
                 return
             self._kill()
             # Another process may take the port between free_port() and the bind: only then is a retry useful.
-            if not any(text in result.log for result in failed for text in _PORT_TAKEN):
+            if not any(text in result.log + result.traceback for result in failed for text in _PORT_TAKEN):
                 break
         raise HostRunError(failed)
 
