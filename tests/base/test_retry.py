@@ -280,6 +280,18 @@ def test_tries_begin_again_where_progress_was_made() -> None:
     assert calls == 4
 
 
+@pytest.mark.parametrize(("attempts", "calls"), [(1, 3), (3, 3), (4, 6), (7, 9)])
+def test_attempts_of_an_operation_that_retries_are_counted_and_not_multiplied(attempts: int, calls: int) -> None:
+    class Retrying(Batches):
+        def read_batch(self, record_ids: Any) -> Any:
+            return call_with_retry(lambda: super(Retrying, self).read_batch(record_ids), RETRY, doing="testing")
+
+    source, retry = Retrying(Storage((), down=0)), meshfeed.Retry(attempts, initial_seconds=0)
+    with feed(source, prefetch=0, retry=retry) as stuck, pytest.raises(OSError, match="the network is down"):
+        next(stuck)
+    assert source.storage.calls == calls
+
+
 def test_pauses_double_and_are_drawn_at_random(monkeypatch: pytest.MonkeyPatch) -> None:
     ends: list[float] = []
     monkeypatch.setattr("random.uniform", lambda low, high: ends.append(high) or 0.0)

@@ -13,6 +13,7 @@ from typing import Any
 
 import array_record_files
 import fsspec
+import jax
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -21,6 +22,7 @@ from format_files import FOLDER
 from http_store import Store
 from token_files import write_llm_c, write_megatron
 
+import meshfeed
 from meshfeed import CorruptDataError, SettingsError, SourceError
 from meshfeed._src.base.settings import Retry
 from meshfeed._src.reading.identity import digest_tree, source_identity
@@ -191,6 +193,33 @@ def test_requests_are_joined_bounded_and_retried_one_by_one(store: Store, monkey
     assert read([1 << 20], 10) == 1
     with pytest.raises(SourceError, match=r"there is no file .*gone"):
         direct.RemoteBytes(store.url("gone"), 10, "", "test").read(0, 5)
+
+
+class Dead(dict[Any, str]):
+    """Every request is answered with 503, and counted."""
+
+    requests = 0
+
+    def pop(self, *args: object) -> str:
+        self.requests += 1
+        return "busy"
+
+
+@pytest.mark.parametrize(("attempts", "requests"), [(1, 4), (4, 4), (5, 8)])
+def test_a_dead_store_is_tried_as_often_as_the_feed_sets(
+    store: Store, monkeypatch: pytest.MonkeyPatch, attempts: int, requests: int
+) -> None:
+    monkeypatch.setattr(direct, "_RETRY", Retry(4, 0, 0))
+    store.put("0.bin", np.arange(5000, dtype=np.uint16).tobytes())
+    source = Tokens(store.url("0.bin"), 64, dtype=np.uint16)
+    mesh = jax.make_mesh((8,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
+    settings: dict[str, Any] = {"num_threads": 1, "prefetch": 0, "retry": Retry(attempts, 0, 0)}
+    with meshfeed.Feed(source, mesh, global_batch_size=8, **settings) as feed:
+        next(feed)
+        store.broken = dead = Dead()
+        with pytest.raises(OSError, match=r"0\.bin"):
+            next(feed)
+    assert dead.requests == requests
 
 
 def changed(store: Store, name: str) -> None:

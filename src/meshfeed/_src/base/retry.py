@@ -58,8 +58,8 @@ def call_with_retry(
         the failures of one record must not use up the attempts of the next.
 
     Raises:
-      The exception of the last attempt. An exception whose type is not in ``retry.on``, or StopIteration, is raised
-      without a retry.
+      The exception of the last attempt, with the number of attempts as ``attempts_made``. An exception whose type is
+      not in ``retry.on``, or StopIteration, is raised without a retry.
     """
     tries, reached = 0, None if progress is None else progress()
     while True:
@@ -69,8 +69,12 @@ def call_with_retry(
             if isinstance(error, StopIteration):  # the end of the source, even if retry.on includes Exception
                 raise
             before, reached = reached, None if progress is None else progress()
-            tries = tries + 1 if reached == before else 1
+            # An operation that has itself retried counts as all its attempts: those of the two must not multiply.
+            made: int = getattr(error, "attempts_made", 1)
+            tries = tries + made if reached == before else made
             if tries >= retry.attempts:
+                if tries > 1:
+                    error.attempts_made = tries  # type: ignore[attr-defined]
                 raise
             # The exponent is bounded because a float overflows at 2.0**1024.
             pause = random.uniform(0, min(retry.max_seconds, retry.initial_seconds * 2.0 ** min(tries - 1, 60)))

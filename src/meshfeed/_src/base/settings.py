@@ -94,7 +94,7 @@ class Retry:
     Attributes:
       attempts: attempts per record, including the first; 1 disables retries. A failed call that reads several records
         counts as an attempt for each of them. They are then read in smaller calls, and the count restarts after each
-        record read.
+        record read. The attempts that a source over remote files makes itself, for each request, count here.
       initial_seconds: upper bound of the first pause; doubles with each attempt.
       max_seconds: upper bound of every pause.
       on: exception types to retry. If they include OSError, the transient errors of TensorFlow
