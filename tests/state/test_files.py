@@ -273,7 +273,7 @@ def test_a_url_that_cannot_be_read_is_named(tmp_path: pathlib.Path, monkeypatch:
 # --- Orbax v1 -------------------------------------------------------------------------------------------------------
 
 
-class Feed:
+class Feed(files.Checkpointable):
     def __init__(self) -> None:
         self.state = dict(STATE)
 
@@ -301,7 +301,7 @@ def test_the_state_saved_is_that_of_the_call(tmp_path: pathlib.Path, awaited: bo
     feed = Feed()
 
     async def save_then_advance() -> None:
-        writing = await files.save(feed, Awaited(path) if awaited else path)
+        writing = await feed.save(Awaited(path) if awaited else path)
         feed.state = {**STATE, "position": 12}
         assert not (path / "state.json").exists()
         await writing
@@ -310,7 +310,7 @@ def test_the_state_saved_is_that_of_the_call(tmp_path: pathlib.Path, awaited: bo
     assert files.read_state(path) == STATE
 
     async def load() -> None:
-        reading = await files.load(feed, path)
+        reading = await feed.load(path)
         assert feed.state["position"] == 12, "set only when awaited"
         await reading
 
