@@ -126,6 +126,10 @@ def test_diff_of_two_states(folder: pathlib.Path, tmp_path: pathlib.Path) -> Non
         (tmp_path / f"{name}.json").write_text(json.dumps({"meshfeed": 1, "position": position}))
     assert run("diff", tmp_path / "a.json", tmp_path / "b.json").output == "state position: 4 | 8\n"
     assert run("diff", tmp_path / "a.json", tmp_path / "none").exit_code == 1
+    for content in ("", "[1]"):
+        (tmp_path / "b.json").write_text(content)
+        refused = run("diff", tmp_path / "a.json", tmp_path / "b.json")
+        assert refused.output.startswith(f"Error: {tmp_path}/b.json holds no JSON object")
 
 
 def make_feed(**settings: Any) -> meshfeed.MultiHostDataLoadIterator:

@@ -16,6 +16,7 @@ from click.testing import CliRunner, Result
 import meshfeed
 from meshfeed._src.base.errors import CheckpointError, SettingsError
 from meshfeed._src.cli import main
+from meshfeed._src.convert.formats import FORMATS
 
 BIG = "plan --hosts 4096 --devices-per-host 4 --mesh data=4096,model=4 --spec data --global-batch-size 16384"
 SMALL = "plan --hosts 4 --devices-per-host 2"
@@ -160,6 +161,29 @@ def test_convert_names_the_extra_that_installs_a_library(
     result = run(f"convert {tmp_path / file} --to {tmp_path / 'out'} --workers 1 {arguments}")
     assert (result.exit_code, f"Run pip install '.[{extra}]' in a checkout." in result.output) == (status, True)
     assert not (tmp_path / "out").exists()
+
+
+def test_convert_hints_at_a_csv_without_a_header_and_lists_its_formats(tmp_path: pathlib.Path) -> None:
+    option = next(param for param in main.main.commands["convert"].params if param.name == "named_format")
+    assert isinstance(option.type, click.Choice)
+    assert list(option.type.choices) == sorted(FORMATS)
+    (tmp_path / "x.csv").write_text("3,-1.5\n4,2\n5,6\n")
+    for arguments in ("", "--json"):
+        result = run(f"convert {tmp_path / 'x.csv'} --to {tmp_path / 'out'} --workers 1 {arguments}")
+        assert result.exit_code == 0
+        assert (
+            "All names of columns are numbers: -1.5, 3. If the first line of the CSV input is a record" in result.stderr
+        )
+    (tmp_path / "x.csv").write_text("2024,name\n4,2\n")
+    result = run(f"convert {tmp_path / 'x.csv'} --to {tmp_path / 'named'} --workers 1")
+    assert (result.exit_code, result.stderr) == (0, "")
+    refused = run(f"convert {tmp_path / 'x.csv'} --to {tmp_path / 'other'} --workers 1 --columns ,")
+    assert (refused.exit_code, "it names no column" in refused.output) == (2, True)
+    refused = run(f"convert {tmp_path / 'x.csv'} --to {tmp_path / 'other'} --workers 1 --columns name,no")
+    assert (refused.exit_code, refused.output) == (
+        2,
+        "Error: unknown columns ['no']; the data has ['2024', 'name']. Choose some of these.\n",
+    )
 
 
 def test_it_runs_as_a_program(tmp_path: pathlib.Path) -> None:

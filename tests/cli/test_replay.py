@@ -173,6 +173,10 @@ def test_a_folder_without_a_state(tmp_path: pathlib.Path) -> None:
     assert result.exit_code == 1
     assert "no feed state found" in result.output
     (tmp_path / "x.json").write_text('{"meshfeed": 1, ')
-    assert "not JSON" in run(tmp_path / "x.json").output
+    damaged = run(tmp_path / "x.json").output
+    assert damaged.startswith(f"Error: {tmp_path}/x.json holds no JSON object: Expecting property name")
+    assert damaged.endswith("Pass a file with json.dumps(feed.get_state()), or a checkpoint folder.\n")
+    (tmp_path / "y.json").write_text("[1, 2]")
+    assert f"Error: {tmp_path}/y.json holds no JSON object. Pass a file" in run(tmp_path / "y.json").output
     assert "no feed state found. Pass" in run(tmp_path / "none").output
     assert "folders, gs:// and s3://, not from memory://" in run("memory://run").output

@@ -79,8 +79,14 @@ def test_some_columns(make: Callable[[pathlib.Path], list[str]], tmp_path: pathl
     run(make(tmp_path), tmp_path / "out", shards=2, columns=["tokens", "label"])
     wanted = [{name: row[name] for name in ("label", "tokens")} for row in formats.flat(formats.rows())]
     assert features_of(tmp_path / "out") == wanted
-    with pytest.raises(meshfeed.SourceError, match=r"unknown columns \['no'\]; the data has \["):
+    with pytest.raises(meshfeed.SettingsError, match=r"unknown columns \['no'\]; the data has \["):
         run(make(tmp_path / "out"), tmp_path / "other", columns=["no", "label"])
+
+
+def test_blank_lines_before_the_header_of_a_csv(tmp_path: pathlib.Path) -> None:
+    (tmp_path / "a.csv").write_bytes(b"\r\n\na,b\n1,2\n")
+    run(tmp_path / "a.csv", tmp_path / "out")
+    assert features_of(tmp_path / "out") == [{"a": [1], "b": [2]}]
 
 
 def test_csv_with_line_breaks_in_values(tmp_path: pathlib.Path) -> None:
@@ -120,7 +126,7 @@ def test_a_named_column_may_first_appear_after_the_first_block(tmp_path: pathlib
     run(tmp_path / "a.jsonl", tmp_path / "out", columns=["late"])
     found = features_of(tmp_path / "out")
     assert (len(found), found[0], found[-1]) == (1201, {}, {"late": b"x"})
-    with pytest.raises(meshfeed.SourceError, match=r"unknown columns \['never'\]; the data has \['pad', 'late'\]"):
+    with pytest.raises(meshfeed.SettingsError, match=r"unknown columns \['never'\]; the data has \['pad', 'late'\]"):
         run(tmp_path / "a.jsonl", tmp_path / "other", columns=["never"])
     assert not (tmp_path / "other").exists()
 
@@ -193,7 +199,7 @@ def test_mds(tmp_path: pathlib.Path) -> None:
         assert json.loads(found["json"]) == wanted["json"]
     with pytest.raises(meshfeed.SourceError, match=r"the column 'jpeg_array' holds lists \(jpeg_array\)"):
         run(stored, tmp_path / "other")
-    with pytest.raises(meshfeed.SourceError, match=r"unknown columns \['no'\]; the data has \['array', .*'uint8'\]"):
+    with pytest.raises(meshfeed.SettingsError, match=r"unknown columns \['no'\]; the data has \['array', .*'uint8'\]"):
         run(stored, tmp_path / "other", columns=["int", "no"])
 
 
@@ -315,7 +321,8 @@ def test_bytes_of_one_column(tmp_path: pathlib.Path) -> None:
     assert records_of(tmp_path / "out") == [b"x", b"y"]
     for settings, message in [
         ({}, r'Several columns hold text or bytes.*one of \["a", "b"\]'),
-        ({"column": "c"}, r"--column c is not a column of text or bytes"),
+        ({"column": "c"}, r'--column c is not a column of text or bytes.*one of \["a", "b"\]'),
+        ({"columns": ["c"]}, "No column holds text or bytes. --encoding bytes writes one: use --encoding example."),
         ({"column": "b"}, "/a.parquet, record 1: the record has no value in the column 'b'"),
     ]:
         with pytest.raises(meshfeed.MeshfeedError, match=message):

@@ -72,9 +72,13 @@ def test_a_folder_belongs_to_one_conversion(tmp_path: pathlib.Path) -> None:
     out = str(tmp_path / "out")
     with pytest.raises(Stopped):
         convert(data, out, Settings(shards=3), StopAfter(3))
-    with pytest.raises(meshfeed.SettingsError, match=r"an unfinished conversion with shards=3, and this one has 4"):
+    with pytest.raises(
+        meshfeed.SettingsError, match="unfinished conversion with --shards 3, and this one is with --shards 4"
+    ):
         convert(data, out, Settings(shards=4), run_here)
-    with pytest.raises(meshfeed.SettingsError, match="unfinished conversion of other or changed files"):
+    with pytest.raises(
+        meshfeed.SettingsError, match="unfinished conversion of another input, or of files that have changed"
+    ):
         convert([f"{tmp_path}/a.parquet"], out, Settings(shards=3), run_here)
 
     def convert_again(directory: str, phase: Phase, numbers: Sequence[int]) -> None:
@@ -85,8 +89,21 @@ def test_a_folder_belongs_to_one_conversion(tmp_path: pathlib.Path) -> None:
     convert(data, out, Settings(shards=3), run_here)
     before = content_of(pathlib.Path(out))
     assert convert(data, out, Settings(shards=3), StopAfter(0)).was_complete
-    with pytest.raises(meshfeed.SettingsError, match="holds the result of another conversion"):
-        convert(data, out, Settings(shards=2), run_here)
+    for settings, there, here in (
+        (Settings(shards=2), "with --shards 3", "with --shards 2"),
+        (
+            Settings(columns=["text", "label"], compression="none"),
+            "without --columns, with --compression zstd, with --shards 3",
+            "with --columns text,label, with --compression none, without --shards",
+        ),
+    ):
+        with pytest.raises(
+            meshfeed.SettingsError,
+            match=f"the result of a conversion {there}, and this one is {here}. Name a new folder, or remove what it holds.",
+        ):
+            convert(data, out, settings, run_here)
+    with pytest.raises(meshfeed.SettingsError, match="the result of a conversion of another input"):
+        convert([f"{tmp_path}/a.parquet"], out, Settings(shards=3), run_here)
     assert content_of(pathlib.Path(out)) == before
     for digests in (True, False):  # a manifest that is written again still says what made the files
         make_manifest(f"{out}/*.array_record", digests=digests)

@@ -96,6 +96,22 @@ def test_a_bad_line_of_csv_is_named(value: str, line: str, message: str, tmp_pat
     assert str(caught.value).startswith(f"{tmp_path / 'a.csv'}:{number}: CSV parse error: {message.format(line=line)}")
 
 
+@pytest.mark.parametrize(
+    ("header", "message"),
+    [
+        ("a,b,a,c,b", "names the columns ['a', 'b'] more than once"),
+        ("a,,c,", "has no name for column 2 of 4"),
+        ("7,7", "names the columns ['7'] more than once"),
+    ],
+)
+def test_a_header_that_cannot_name_the_columns(header: str, message: str, tmp_path: pathlib.Path) -> None:
+    (tmp_path / "a.csv").write_text(f"{header}\n1,2,3,4,5\n")
+    with pytest.raises(meshfeed.SourceError) as caught:
+        convert([str(tmp_path / "a.csv")], str(tmp_path / "out"), Settings(), run_here)
+    assert str(caught.value).startswith(f"{tmp_path}/a.csv: the first line, which is the header, {message}. Expected ")
+    assert str(caught.value).endswith("If it is a record, add a line with names before it.")
+
+
 def test_a_value_that_fits_no_type_is_named(tmp_path: pathlib.Path) -> None:
     """A line of the second file is not text in UTF-8, and the column is text."""
     (tmp_path / "a.csv").write_text("text\n" + "document\n" * COUNT)

@@ -372,8 +372,7 @@ def _load(path: epath.PathLike) -> tuple[dict[str, JsonValue], dict[str, JsonVal
     if not path.exists():
         raise CheckpointError(f"{path}: does not exist. Pass a step's folder, an iterator's folder, or a JSON state.")
     if not path.is_dir():
-        document = json.loads(path.read_text())
-        return flatten(document.get("state", document)), {}
+        return flatten(state_files.read_json(path)), {}
     iterator, arrays = (path / part if (path / part).exists() else path for part in (ITERATOR, ARRAYS))
     state = state_files.read_state(iterator) if state_files.state_paths(iterator) else {}
     manifest = read_manifest(arrays)

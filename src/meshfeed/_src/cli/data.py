@@ -27,7 +27,10 @@ _FORMATS = ("csv", "huggingface", "images", "jsonl", "mds", "parquet", "text", "
 
 
 def _names(_context: click.Context, _option: click.Parameter, value: str | None) -> list[str] | None:
-    return None if value is None else [name.strip() for name in value.split(",") if name.strip()]
+    names = [name.strip() for name in (value or "").split(",") if name.strip()]
+    if value is not None and not names:
+        raise click.BadParameter("it names no column")
+    return names or None
 
 
 @click.command(
@@ -98,11 +101,26 @@ def convert(
         raise SystemExit(INTERRUPTED) from None
     except OSError as error:
         raise MeshfeedError(f"{error}. After correcting this, run the same command again to continue.") from error
+    if result.format == "csv" and all(map(_is_number, result.features)):
+        names = ", ".join(result.features)
+        click.echo(
+            f"All names of columns are numbers: {names}. If the first line of the CSV input is a record, and not a header, "
+            "it is missing in the output. Add a line with names before it, and convert to a new folder.",
+            err=True,
+        )
     click.echo(
         json.dumps(dataclasses.asdict(result))
         if as_json
         else _summary(result, chosen.encoding, time.monotonic() - start)
     )
+
+
+def _is_number(text: str) -> bool:
+    try:
+        float(text)
+    except ValueError:
+        return False
+    return True
 
 
 def _engine(workers: int | None, runner: str | None, options: tuple[str, ...]) -> Engine:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 from typing import Any
 
@@ -28,13 +27,7 @@ def load_state(path: str) -> feed_state.FeedState:
     """Loads the state in a JSON file, in a folder of state files, or in the newest step of a checkpoint folder."""
     root = state_files.readable_path(path)
     if root.is_file():
-        try:
-            value = json.loads(root.read_text())
-        except ValueError as error:
-            raise CheckpointError(f"{path}: not JSON ({error}), expected the result of get_state().") from None
-        return feed_state.parse_state(
-            value["state"] if isinstance(value, dict) and "meshfeed_iterator" in value else value
-        )
+        return feed_state.parse_state(state_files.read_json(root))
 
     def step_of(folder: epath.Path) -> int:
         return max((int(part) for part in folder.relative_to(root).parts if part.isdecimal()), default=-1)

@@ -6,9 +6,9 @@ An input at a URL is therefore downloaded once, in blocks that are retried on th
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 import glob
-import importlib
 import os
 import pathlib
 import re
@@ -18,8 +18,18 @@ from typing import NamedTuple
 
 from meshfeed._src.base.errors import SourceError
 from meshfeed._src.base.settings import Retry
-from meshfeed._src.convert.images import image_names, select_images
+from meshfeed._src.convert.example import TFRecords
 from meshfeed._src.convert.inputs import Input
+from meshfeed._src.convert.lines import Csv, JsonLines, TextLines
+from meshfeed._src.convert.readers import (
+    Datasets,
+    ImageFolder,
+    Mds,
+    ParquetFiles,
+    WebDatasets,
+    image_names,
+    select_images,
+)
 from meshfeed._src.sources.files.download import Download, Downloads
 from meshfeed._src.sources.files.formats import compression_of
 from meshfeed._src.sources.files.paths import (
@@ -35,17 +45,8 @@ from meshfeed._src.sources.files.paths import (
 _TIMEOUT_SECONDS = 30.0
 
 
-FORMATS = {  # name → module and class, imported when needed: some need JAX, which takes long in each worker
-    "csv": "lines.Csv",
-    "huggingface": "tables.Datasets",
-    "images": "images.ImageFolder",
-    "jsonl": "lines.JsonLines",
-    "mds": "shards.Mds",
-    "parquet": "tables.ParquetFiles",
-    "text": "lines.TextLines",
-    "tfrecord": "example.TFRecords",
-    "webdataset": "shards.WebDatasets",
-}
+_KINDS = (Csv, Datasets, ImageFolder, JsonLines, Mds, ParquetFiles, TextLines, TFRecords, WebDatasets)
+FORMATS: dict[str, type[Input]] = {kind.name: kind for kind in _KINDS}
 _EXTENSIONS = {
     "arrow": "huggingface",
     "csv": "csv",
@@ -64,12 +65,6 @@ _POSITION = re.compile(r"process_\d+(-of-\d+)?\.json")
 _FOLDERS = ("huggingface", "images", "mds")
 _LISTED = 5
 _MAGIC = re.compile(r"[*?\[]")
-
-
-def open_format(name: str, columns: Sequence[str] | None) -> Input:
-    """Returns what reads a format."""
-    module, _, kind = FORMATS[name].partition(".")
-    return getattr(importlib.import_module(f"meshfeed._src.convert.{module}"), kind)(columns)
 
 
 def recognize(data: Sequence[str], named: str | None) -> tuple[str, list[str]]:
@@ -94,9 +89,9 @@ def recognize(data: Sequence[str], named: str | None) -> tuple[str, list[str]]:
         )
     kind = next(iter(formats))
     paths = [path for _, path in found]
-    twice = next((path for path in paths if paths.count(path) > 1), None) if len(set(paths)) < len(paths) else None
-    if twice is not None:
-        raise SourceError(f"{twice} is given twice; its records would be written twice. Name it once.")
+    twice = [path for path, count in collections.Counter(paths).items() if count > 1]
+    if twice:
+        raise SourceError(f"{twice[0]} is given twice; its records would be written twice. Name it once.")
     if kind == "images" and len(paths) > 1:
         raise SourceError(
             f"convert takes one folder of images and got {len(paths)}: {', '.join(paths[:_LISTED])}. Pass the folder that "
@@ -156,22 +151,27 @@ def _local_folder(path: str) -> _Folder:
 
 
 def _format_of(path: str) -> str:
-    name = os.path.basename(path_of(path)).lower()
-    if compression_of(name) is not None:
-        name = name.rpartition(".")[0]
-    sharded = _SHARDED.search(name)
-    if _POSITION.fullmatch(name):
+    if _POSITION.fullmatch(os.path.basename(path_of(path))):
         raise SourceError(f"{path} is a position that another loader saved. Use: meshfeed import-position.")
-    extension = sharded[1] if sharded else name.rpartition(".")[2]
+    extension = _extension(path)
     if extension in ("array_record", "arrayrecord"):
         raise SourceError(f"{path} is an ArrayRecord file already. Read it with meshfeed.sources.ArrayRecord.")
     if extension not in _EXTENSIONS:
         raise SourceError(
             f"the format of {path} is unknown. Expected a file name that ends in one of "
             f"{', '.join('.' + known for known in sorted(_EXTENSIONS))}. Name the format with --format: "
-            f"{', '.join(sorted(FORMATS))}."
+            f"{', '.join(FORMATS)}."
         )
     return _EXTENSIONS[extension]
+
+
+def _extension(path: str) -> str:
+    """Returns the extension that names the format: that of the content if the file is compressed."""
+    name = os.path.basename(path_of(path)).lower()
+    if compression_of(name) is not None:
+        name = name.rpartition(".")[0]
+    sharded = _SHARDED.search(name)
+    return sharded[1] if sharded else name.rpartition(".")[2]
 
 
 def _expand_folder(folder: _Folder, named: str | None) -> list[tuple[str, str]]:
@@ -196,7 +196,7 @@ def _files_in(folder: _Folder, named: str | None) -> list[tuple[str, str]]:
     files = [name for name in folder.files if name[0] not in "._"]
     if named is not None and files:
         return [(named, os.path.join(path, name)) for name in files]
-    known = [name for name in files if compression_of(name) is not None or _known(name)]
+    known = [name for name in files if compression_of(name) is not None or _extension(name) in _EXTENSIONS]
     if known:
         return [(_format_of(os.path.join(path, name)), os.path.join(path, name)) for name in known]
     if named is None and folder.images():
@@ -207,11 +207,6 @@ def _files_in(folder: _Folder, named: str | None) -> list[tuple[str, str]]:
         f"the folder {path} holds no data that convert can read. {what}. Expected files, a Hugging Face dataset, an MDS "
         "folder, or images. Name files with a glob, and their format with --format."
     )
-
-
-def _known(name: str) -> bool:
-    lower = name.lower()
-    return lower.rpartition(".")[2] in _EXTENSIONS or _SHARDED.search(lower) is not None
 
 
 class RemoteInput(NamedTuple):

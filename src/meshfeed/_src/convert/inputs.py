@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from meshfeed._src.base.errors import SourceError
+from meshfeed._src.base.errors import SettingsError, SourceError
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -148,13 +148,15 @@ def choose(schema: pa.Schema, columns: Sequence[str] | None) -> pa.Schema:
     """Returns the chosen columns of a schema, in their order there.
 
     Raises:
-      SourceError: there is no such column.
+      SettingsError: there is no such column.
     """
     import pyarrow as pa
 
     unknown = [name for name in columns or () if name not in schema.names]
     if unknown:
-        raise SourceError(f"unknown columns {unknown}; the data has {schema.names}. Choose some of these.")
+        raise SettingsError(
+            f"unknown columns {unknown}; the data has {schema.names}. Choose some of these.", setting="columns"
+        )
     return schema if columns is None else pa.schema([field for field in schema if field.name in columns])
 
 

@@ -33,7 +33,7 @@ import numpy as np
 
 from meshfeed._src.base.errors import SettingsError, SourceError
 from meshfeed._src.convert.example import feature_kinds
-from meshfeed._src.convert.formats import download, open_format, path_of
+from meshfeed._src.convert.formats import FORMATS, download, path_of
 from meshfeed._src.convert.inputs import Input, Scan, TypesChanged, align, choose, read_schema
 from meshfeed._src.convert.writers import ArrayRecordFile, OutputFile, Settings, TokenWriter, check_column
 from meshfeed._src.sources.files.formats import compression_of, decompress
@@ -105,7 +105,7 @@ class Conversion:
     @functools.cached_property
     def input(self) -> Input:
         """The format."""
-        found = open_format(self.description["format"], self.settings.columns)
+        found = FORMATS[self.description["format"]](self.settings.columns)
         found.scratch = self.folder / "parts"
         return found
 
@@ -188,7 +188,7 @@ class Conversion:
         Raises:
           SourceError: there are no records, or inputs have different columns.
           TypesChanged: a column that was named may be in later blocks only.
-          SettingsError: there are more output files than records, or a column does not fit the encoding.
+          SettingsError: there are more output files than records, or a column is unknown or does not fit the encoding.
         """
         path = self.folder / "plan.json"
         if not path.exists():
@@ -266,7 +266,8 @@ class Conversion:
                         count[shard] = first + batch.num_rows - low
                 file.close()
                 sync(part)
-                write_json(self._entry_path(shard), self._describe(part, target, file.num_records))
+                entry = dataclasses.asdict(describe_file(str(part), file.num_records))
+                write_json(self._entry_path(shard), entry | {"path": str(target)})
         except TypesChanged as error:
             if self.plan.all_types:
                 raise SourceError(f"{error}. Expected values of one type per column. Correct the file.") from error
@@ -297,15 +298,10 @@ class Conversion:
     def _entry_path(self, shard: int) -> pathlib.Path:
         return self.folder / "entries" / f"{shard:05}.json"
 
-    def _describe(self, part: pathlib.Path, target: pathlib.Path, num_records: int) -> dict[str, Any]:
-        """Returns the file's row of the manifest, without its details."""
-        entry = describe_file(str(part), num_records)
-        return {"path": str(target), "num_bytes": entry.num_bytes, "num_records": num_records, "digest": entry.digest}
-
     def entries(self, details: dict[str, Any]) -> list[FileEntry]:
         """Returns the rows of the manifest once all output files are written."""
         rows = [json.loads(self._entry_path(shard).read_text()) for shard in range(self.plan.num_shards)]
-        return [FileEntry(**row, details=details) for row in rows]
+        return [FileEntry(**row | {"details": details}) for row in rows]
 
     def _open(self, path: str) -> OutputFile:
         settings = self.settings
@@ -356,22 +352,17 @@ class Conversion:
         before = int(np.diff(bounds)[done].sum())
         return int(bounds[-1]), lambda: before + int(counts.sum())
 
-    def run(self, phase: Phase, number: int) -> None:
-        """Runs a task."""
-        (self.scan if phase == "scan" else self.write)(number)
+
+def run_task(directory: str, phase: Phase, number: int) -> None:
+    """Runs a task: scans an input, or writes an output file."""
+    job = Conversion(directory)
+    (job.scan if phase == "scan" else job.write)(number)
 
 
-class Task:
-    """Runs tasks of one phase, in a worker. Here, so that workers import no more than they need."""
-
-    def __init__(self, directory: str, phase: Phase) -> None:
-        os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # there is a process per core
-        self._directory = directory
-        self._phase: Phase = phase
-
-    def __call__(self, number: int) -> None:
-        """Runs a task."""
-        Conversion(self._directory).run(self._phase, number)
+def make_task(directory: str, phase: Phase) -> Callable[[int], None]:
+    """Returns :func:`run_task` for a worker. Here, and not in run.py, because workers import what the task needs only."""
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # there is a process per core
+    return functools.partial(run_task, directory, phase)
 
 
 def _compression(path: str) -> str | None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import abc
 import bisect
+import collections
 import csv
 import dataclasses
 import io
@@ -306,6 +307,8 @@ class Csv(LineInput):
         """See :class:`LineInput`."""
         self._path, self._delimiter = path, "\t" if path.endswith(".tsv") else ","
         line = file.readline()
+        while line and not line.strip(b"\r\n"):
+            line = file.readline()
         while line.count(b'"') % 2 and (more := file.readline()):
             line += more
         try:
@@ -315,9 +318,14 @@ class Csv(LineInput):
                 f"{path}:1: the header is not text in UTF-8: {error}. Convert the file with iconv -t utf-8.", path=path
             ) from error
         names = next(csv.reader([text], delimiter=self._delimiter), [])
-        if len(set(names)) < len(names) or not all(names):
+        repeated = [name for name, count in collections.Counter(filter(None, names)).items() if count > 1]
+        if repeated or not all(names):
+            what = f"names the columns {repeated} more than once"
+            if not repeated:
+                what = f"has no name for column {names.index('') + 1} of {len(names)}"
             raise SourceError(
-                f"{path} has the header {names}. Expected a first line with a different name for each column. Add one."
+                f"{path}: the first line, which is the header, {what}. Expected a different name for each column. If it is a "
+                "record, add a line with names before it."
             )
         return names
 

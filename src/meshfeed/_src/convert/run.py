@@ -9,6 +9,7 @@ import functools
 import json
 import os
 import pathlib
+import pickle
 import shutil
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -18,31 +19,28 @@ import numpy as np
 
 from meshfeed._src.base.errors import MeshfeedError, SettingsError, SourceError, StalledError, missing_package
 from meshfeed._src.convert.example import KIND_NAMES, feature_kinds
-from meshfeed._src.convert.formats import open_format, recognize, remote_files
+from meshfeed._src.convert.formats import FORMATS, recognize, remote_files
 from meshfeed._src.convert.inputs import Input, TypesChanged
 from meshfeed._src.convert.job import (
     FOLDER,
     Conversion,
     Phase,
-    Task,
     discard_plan,
+    make_task,
     remove_unfinished,
+    run_task,
     sync,
     write_json,
 )
 from meshfeed._src.convert.writers import Settings, eod_id, load_tokenizer, manifest_details, token_format
-from meshfeed._src.reading.workers import WorkerPool, pickle_task
+from meshfeed._src.reading.workers import WorkerPool
 from meshfeed._src.sources.decode import BYTES, FLOAT, INT64, parse_example
 from meshfeed._src.sources.files.manifest import NAME, digest_of, read_manifest, write_manifest
 from meshfeed._src.sources.files.paths import identify_files, in_threads, is_url
 
 _POLL_SECONDS = 0.02
-
-
-_SAMPLE = 100
-
-
-_VERSION = 1
+_SAMPLE = 100  # records that show the features of Examples that are copied
+_VERSION = 1  # of job.json and of what the manifest keeps of a job
 
 
 class Engine(Protocol):
@@ -155,7 +153,7 @@ def _check(settings: Settings) -> None:
 
 def _describe(kind: str, paths: Sequence[str], settings: Settings) -> dict[str, Any]:
     """Returns the job as JSON: what must be the same for it to be continued."""
-    reader = open_format(kind, settings.columns)
+    reader = FORMATS[kind](settings.columns)
     inputs = in_threads(lambda path: _input(reader, path), paths)
     made = dataclasses.asdict(settings) | {"columns": None if settings.columns is None else list(settings.columns)}
     return {
@@ -204,7 +202,9 @@ def _finished(directory: str, description: dict[str, Any]) -> Converted | None:
     if (path / FOLDER).exists():
         return None
     count = len(list(path.iterdir()))
-    what = "the result of another conversion" if converted else f"{count:,} other file{'' if count == 1 else 's'}"
+    what = f"{count:,} other file{'' if count == 1 else 's'}"
+    if converted is not None:
+        what = f"the result of a conversion {_difference(converted, _identity(description))}"
     raise SettingsError(
         f"the folder {directory} holds {what}. Name a new folder, or remove what it holds.", setting="to"
     )
@@ -249,28 +249,35 @@ def _prepare(directory: str, description: dict[str, Any]) -> Conversion:
     remove_unfinished(job.folder)
     for name in ("scans", "inputs", "parts", "entries"):
         (job.folder / name).mkdir(exist_ok=True)
-    if path.exists():
-        _check_same(job.description, description, directory)
-    else:
+    if not path.exists():
         write_json(path, description)
+    elif difference := _difference(job.description, description):
+        raise SettingsError(
+            f"the folder {directory} holds an unfinished conversion {difference}. Use the same to continue, name another "
+            "folder, or remove this one.",
+            setting="to",
+        )
     return job
 
 
-def _check_same(found: dict[str, Any], given: dict[str, Any], directory: str) -> None:
-    for name in ("version", "format", "inputs"):
-        if found[name] != given[name]:
-            what = {"inputs": "other or changed files", "format": "another format"}.get(name, "another version")
-            raise SettingsError(
-                f"the folder {directory} holds an unfinished conversion of {what}. Name another folder, or remove this one.",
-                setting="to",
-            )
-    for name, value in found["settings"].items():
-        if value != given["settings"].get(name):
-            raise SettingsError(
-                f"the folder {directory} holds an unfinished conversion with {name}={value!r}, and this one has "
-                f"{given['settings'].get(name)!r}. Use the same to continue, name another folder, or remove this one.",
-                setting="to",
-            )
+def _difference(found: dict[str, Any], given: dict[str, Any]) -> str:
+    """Returns what distinguishes the conversion in the folder from the given one; nothing if they are the same."""
+    for name, what in (
+        ("version", "version"),
+        ("format", "format"),
+        ("inputs", "input, or of files that have changed"),
+    ):
+        if found.get(name) != given[name]:
+            return f"of another {what}"
+    before, now = found.get("settings", {}), given["settings"]
+    names = [name for name, value in now.items() if before.get(name) != value]
+    there, here = (", ".join(_option(name, settings.get(name)) for name in names) for settings in (before, now))
+    return f"{there}, and this one is {here}" if names else ""
+
+
+def _option(name: str, value: object) -> str:
+    text = ",".join(value) if isinstance(value, list) else value
+    return f"without --{name}" if value is None else f"with --{name} {text}"
 
 
 def _run(
@@ -342,7 +349,7 @@ def _result(directory: str, description: dict[str, Any], *, was_complete: bool) 
 def run_here(directory: str, phase: Phase, numbers: Sequence[int]) -> None:
     """An :class:`Engine`: one task after the other, in this process."""
     for number in numbers:
-        Conversion(directory).run(phase, number)
+        run_task(directory, phase, number)
 
 
 class RunInWorkers:
@@ -361,34 +368,27 @@ class RunInWorkers:
         if num_workers <= 1:
             run_here(directory, phase, numbers)
             return
-        run_in_workers(directory, phase, numbers, num_workers)
+        task = pickle.dumps(functools.partial(make_task, directory, phase))
+        pool: WorkerPool[int, None] = WorkerPool(num_workers, task, name="convert", gc_every=0)
+        try:
+            _work(pool, list(reversed(numbers)))
+        finally:
+            pool.close()
 
 
-def run_in_workers(directory: str, phase: Phase, numbers: Sequence[int], num_workers: int) -> None:
-    """Runs tasks of one phase in ``num_workers`` processes; raises the error of one that failed."""
-    make_task = functools.partial(Task, directory, phase)
-    pool: WorkerPool[int, None] = WorkerPool(num_workers, pickle_task(make_task), name="convert", gc_every=0)
-    try:
-        _work(pool, list(reversed(numbers)), num_workers)
-    finally:
-        pool.close()
-
-
-def _work(pool: WorkerPool[int, None], waiting: list[int], num_workers: int) -> None:
+def _work(pool: WorkerPool[int, None], waiting: list[int]) -> None:
     """Gives each worker the next number when it is done with one."""
-    busy = {worker for worker in range(num_workers) if waiting}
+    busy = set(range(pool.num_workers))
     for worker in busy:
         pool.submit(worker, waiting.pop())
     while busy:
         for worker in sorted(busy):
-            try:
+            with contextlib.suppress(StalledError):
                 pool.result(worker, _POLL_SECONDS)
-            except StalledError:
-                continue
-            if waiting:
-                pool.submit(worker, waiting.pop())
-            else:
-                busy.remove(worker)
+                if waiting:
+                    pool.submit(worker, waiting.pop())
+                else:
+                    busy.remove(worker)
 
 
 class RunInBeam:
@@ -426,7 +426,7 @@ class RunInBeam:
 
         if not numbers:
             return
-        failures = pathlib.Path(Conversion(directory).folder) / "failures"
+        failures = Conversion(directory).folder / "failures"
         failures.mkdir(exist_ok=True)
         for path in failures.iterdir():
             path.unlink()
@@ -443,11 +443,10 @@ class RunInBeam:
 
 
 def _run_task(number: int, directory: str, phase: Phase) -> int:
-    job = Conversion(directory)
     try:
-        job.run(phase, number)
+        run_task(directory, phase, number)
     except MeshfeedError as error:
-        write_json(job.folder / "failures" / f"{number:05}.json", str(error))
+        write_json(Conversion(directory).folder / "failures" / f"{number:05}.json", str(error))
         raise
     return number
 

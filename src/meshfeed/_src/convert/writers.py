@@ -252,16 +252,14 @@ def check_column(schema: pa.Schema, encoding: str, column: str | None) -> pa.Sch
     import pyarrow as pa
 
     fitting = [field.name for field in schema if is_text_or_bytes(_leaf(field.type))]
-    name = column or (fitting[0] if len(fitting) == 1 else None)
-    if name is None or name not in fitting:
-        what = "No column" if column is None and not fitting else f"--column {column}" if column else "Several columns"
-        problem = "holds text or bytes" if column is None else "is not a column of text or bytes"
-        raise SettingsError(
-            f"{what} {problem if what != 'Several columns' else 'hold text or bytes'}. --encoding {encoding} writes one: "
-            f"give --column with one of {json.dumps(fitting)}.",
-            setting="column",
-        )
-    return pa.schema([schema.field(name)])
+    if column in fitting or (column is None and len(fitting) == 1):
+        return pa.schema([schema.field(column or fitting[0])])
+    if column is not None:
+        problem = f"--column {column} is not a column of text or bytes"
+    else:
+        problem = "Several columns hold text or bytes" if fitting else "No column holds text or bytes"
+    remedy = f"give --column with one of {json.dumps(fitting)}" if fitting else "use --encoding example"
+    raise SettingsError(f"{problem}. --encoding {encoding} writes one: {remedy}.", setting="column")
 
 
 def _leaf(kind: pa.DataType) -> pa.DataType:

@@ -195,6 +195,25 @@ def read_state(directory: Directory) -> dict[str, JsonValue]:
     return read_document(directory)["state"]
 
 
+def read_json(path: epath.Path) -> dict[str, JsonValue]:
+    """Returns the state in a JSON file: the result of ``get_state``, or a state file's document.
+
+    Raises:
+      CheckpointError: the file holds no JSON object.
+    """
+    value, problem = None, ""
+    try:
+        value = json.loads(path.read_text())
+    except ValueError as error:
+        problem = f": {error}"
+    if not isinstance(value, dict):
+        raise CheckpointError(
+            f"{path} holds no JSON object{problem}. Pass a file with json.dumps(feed.get_state()), or a checkpoint folder."
+        )
+    document = cast("dict[str, JsonValue]", value)
+    return cast("dict[str, JsonValue]", document["state"]) if "meshfeed_iterator" in document else document
+
+
 def merge_files(directory: Directory) -> None:
     """Merges the parts of all hosts into ``state.json`` and deletes them; call on one host, after all have written."""
     paths = state_paths(directory)

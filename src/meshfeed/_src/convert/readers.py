@@ -1,0 +1,268 @@
+"""Formats that a library or one of our sources reads: Parquet, Hugging Face datasets, tar archives, MDS, and images."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import tempfile
+from collections.abc import Iterable, Iterator, Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from meshfeed._src.base.errors import CorruptDataError, SourceError, missing_package
+from meshfeed._src.convert.inputs import Input, Scan, binary, integers
+from meshfeed._src.sources.files.open_files import Descriptor
+from meshfeed._src.sources.files.parquet import ParquetFile
+from meshfeed._src.sources.files.shard_cache import ShardCache
+from meshfeed._src.sources.files.shard_reader import read_spans
+
+if TYPE_CHECKING:
+    import datasets
+    import pyarrow as pa
+
+    from meshfeed._src.sources.mds import MDS
+    from meshfeed._src.sources.webdataset import TarIndex
+
+_IMAGES = (".jpg", ".jpeg", ".png", ".webp", ".gif", ".bmp", ".tif", ".tiff")
+
+
+def _row_blocks(start: int, stop: int, rows: int) -> Iterator[range]:
+    return (range(low, min(low + rows, stop)) for low in range(start, stop, rows))
+
+
+class ParquetFiles(Input):
+    """Rows of Parquet files."""
+
+    name = "parquet"
+
+    def scan(self, path: str, *, all_types: bool) -> Scan:
+        """See :class:`Input`."""
+        with ParquetFile(path) as file:
+            return Scan(file.metadata.num_rows, file.schema)
+
+    def read(self, path: str, scan: Scan, start: int, stop: int, schema: pa.Schema) -> Iterator[pa.RecordBatch]:
+        """See :class:`Input`."""
+        with ParquetFile(path) as file:
+            names = [name for name in schema.names if name in file.schema.names]
+            for _, batch in file.batches(start, stop, names):
+                yield batch
+
+
+class Datasets(Input):
+    """Hugging Face datasets: folders that ``save_to_disk`` wrote, and Arrow files."""
+
+    name = "huggingface"
+
+    def num_bytes(self, path: str) -> int:
+        """See :class:`Input`."""
+        if os.path.isfile(path):
+            return super().num_bytes(path)
+        return sum(entry.stat().st_size for entry in os.scandir(path) if entry.name.endswith(".arrow"))
+
+    def _open(self, path: str) -> datasets.Dataset:
+        try:
+            import datasets
+        except ImportError as error:
+            raise missing_package(f"reading {path}", error, "hf") from error
+        try:
+            found = datasets.Dataset.from_file(path) if os.path.isfile(path) else datasets.load_from_disk(path)
+        except Exception as error:  # whatever Arrow, json and datasets raise for a damaged folder
+            raise CorruptDataError(
+                f"{path} cannot be opened as a Hugging Face dataset: {error}. Save it again with save_to_disk.",
+                path=path,
+            ) from error
+        assert isinstance(found, datasets.Dataset)  # formats.py refuses a folder of several splits
+        return found.with_format("arrow")
+
+    def scan(self, path: str, *, all_types: bool) -> Scan:
+        """See :class:`Input`."""
+        dataset = self._open(path)
+        return Scan(len(dataset), dataset.features.arrow_schema.remove_metadata())
+
+    def read(self, path: str, scan: Scan, start: int, stop: int, schema: pa.Schema) -> Iterator[pa.RecordBatch]:
+        """See :class:`Input`."""
+        dataset = self._open(path)
+        for rows in _row_blocks(start, stop, 1000):
+            table: pa.Table = dataset[rows.start : rows.stop]  # type: ignore[assignment]  # formatted as Arrow
+            yield from table.select([name for name in schema.names if name in table.column_names]).to_batches()
+
+
+class WebDatasets(Input):
+    """Samples of tar archives: the key, and the bytes of each file by its extension."""
+
+    name = "webdataset"
+
+    def scan(self, path: str, *, all_types: bool) -> Scan:
+        """See :class:`Input`."""
+        import pyarrow as pa
+
+        _, index = _open_tar(path)
+        names = ["__key__", *sorted(name for name in index.names() if name)]
+        return Scan(index.num_samples, pa.schema([(name, pa.large_binary()) for name in names]))
+
+    def read(self, path: str, scan: Scan, start: int, stop: int, schema: pa.Schema) -> Iterator[pa.RecordBatch]:
+        """See :class:`Input`."""
+        import pyarrow as pa
+
+        archive, index = _open_tar(path)
+        for block in _row_blocks(start, stop, 256):
+            rows = np.array(block)
+            samples = index.records(rows, read_spans(archive, *index.bounds(rows)), path)
+            for sample in samples:
+                sample["__key__"] = sample["__key__"].encode("utf-8", "surrogateescape")
+            columns = [binary([sample.get(name) for sample in samples]) for name in schema.names]
+            yield pa.RecordBatch.from_arrays(columns, schema=schema)
+
+
+def _open_tar(path: str) -> tuple[Descriptor, TarIndex]:
+    from meshfeed._src.sources.webdataset import scan  # imports JAX too
+
+    archive = Descriptor(path)
+    return archive, scan(archive, path)
+
+
+class Mds(Input):
+    """Samples of Mosaic Streaming's MDS. JSON becomes text; images stay the bytes of their files."""
+
+    name = "mds"
+
+    def num_bytes(self, path: str) -> int:
+        """See :class:`Input`."""
+        return sum(shard["raw_data"]["bytes"] for shard in _mds_shards(path))
+
+    def scan(self, path: str, *, all_types: bool) -> Scan:
+        """See :class:`Input`."""
+        import pyarrow as pa
+
+        shard = _mds_shards(path)[0]
+        encodings = dict(zip(shard["column_names"], shard["column_encodings"], strict=True))
+        with self._opened(path) as source:
+            first, count = source[0], len(source)
+        kinds = {name: _mds_type(name, encodings[name], first[name]) for name in self.columns or first if name in first}
+        fields = [(name, kinds.get(name, pa.null())) for name in sorted(first)]
+        return Scan(count, pa.schema(fields), more=encodings)
+
+    def read(self, path: str, scan: Scan, start: int, stop: int, schema: pa.Schema) -> Iterator[pa.RecordBatch]:
+        """See :class:`Input`."""
+        import pyarrow as pa
+
+        with self._opened(path, [name for name in schema.names if name in scan.more]) as source:
+            for block in _row_blocks(start, stop, 256):
+                rows = source.__getitems__(block)
+                columns = [[_mds_value(row.get(name), scan.more.get(name)) for row in rows] for name in schema.names]
+                try:
+                    arrays = [pa.array(column, kind) for column, kind in zip(columns, schema.types, strict=True)]
+                except (pa.ArrowInvalid, pa.ArrowTypeError) as error:
+                    raise SourceError(
+                        f"{path}: records {block[0]} to {block[-1]} hold values that differ from record 0 in type or rank: "
+                        f"{error}. Leave the column out with --columns."
+                    ) from error
+                yield pa.RecordBatch.from_arrays(arrays, schema=schema)
+
+    @contextlib.contextmanager
+    def _opened(self, path: str, columns: Sequence[str] | None = None) -> Iterator[MDS]:
+        """Opens a data set; shards that are stored compressed are unpacked into a temporary folder of the job."""
+        from meshfeed._src.sources.mds import MDS  # imports JAX, which takes long in each worker
+
+        with contextlib.ExitStack() as stack:
+            cache = None
+            if any(shard.get("zip_data") for shard in _mds_shards(path)):
+                folder = tempfile.TemporaryDirectory(prefix="mds.", suffix=".part", dir=self.scratch)
+                cache = ShardCache(stack.enter_context(folder))
+            yield stack.enter_context(contextlib.closing(MDS(path, columns, image_bytes=True, cache=cache)))
+
+
+def _mds_shards(path: str) -> list[dict[str, Any]]:
+    with open(os.path.join(path, "index.json"), "rb") as file:
+        return json.load(file)["shards"]
+
+
+def _mds_type(name: str, encoding: str, value: object) -> pa.DataType:
+    """Returns the Arrow type of a column, by its encoding or its first value."""
+    import pyarrow as pa
+
+    if encoding == "json" or isinstance(value, str) or encoding == "str_decimal":
+        return pa.large_string()
+    if isinstance(value, bytes):
+        return pa.large_binary()
+    if isinstance(value, np.ndarray | np.generic):
+        kind = pa.from_numpy_dtype(value.dtype)
+        for _ in range(np.ndim(value)):
+            kind = pa.list_(kind)
+        return kind
+    if isinstance(value, list):
+        raise SourceError(
+            f"the column {name!r} holds lists ({encoding}), which convert does not read. Choose other columns with --columns."
+        )
+    return pa.float64() if isinstance(value, float) else pa.int64()
+
+
+def _mds_value(value: object, encoding: str | None) -> object:
+    if encoding == "json":
+        return json.dumps(value, ensure_ascii=False)
+    if encoding == "str_decimal":
+        return str(value)
+    return value.tolist() if isinstance(value, np.ndarray) and value.ndim > 1 else value
+
+
+class ImageFolder(Input):
+    """Images in a folder. Each subfolder is a class, numbered in order of name."""
+
+    name = "images"
+
+    def num_bytes(self, path: str) -> int:
+        """See :class:`Input`."""
+        return sum(os.path.getsize(os.path.join(path, name)) for name in image_names(path))
+
+    def scan(self, path: str, *, all_types: bool) -> Scan:
+        """See :class:`Input`."""
+        import pyarrow as pa
+
+        names = image_names(path)
+        classes = sorted({name.split("/", 1)[0] for name in names if "/" in name})
+        if classes and not all("/" in name for name in names):
+            stray = next(name for name in names if "/" not in name)
+            raise SourceError(
+                f"{path} has images in subfolders, which are classes, and outside of them: {stray}. Move it."
+            )
+        fields = [("filename", pa.large_binary()), ("image", pa.large_binary())]
+        fields += [("label", pa.int64())] if classes else []
+        return Scan(len(names), pa.schema(fields), more={"names": names, "classes": classes})
+
+    def read(self, path: str, scan: Scan, start: int, stop: int, schema: pa.Schema) -> Iterator[pa.RecordBatch]:
+        """See :class:`Input`."""
+        import pyarrow as pa
+
+        labels = {name: number for number, name in enumerate(scan.more["classes"])}
+        names: Sequence[str] = scan.more["names"]
+        for block in _row_blocks(start, stop, 16):
+            rows = names[block.start : block.stop]
+            columns = {
+                "filename": binary([os.fsencode(name) for name in rows]),
+                "image": binary([_content(path, name) for name in rows]),
+                "label": integers(np.array([labels.get(name.split("/", 1)[0], 0) for name in rows])),
+            }
+            yield pa.RecordBatch.from_arrays([columns[name] for name in schema.names], schema=schema)
+
+
+def image_names(path: str) -> list[str]:
+    """Returns the images in a folder and its subfolders, relative to it, sorted."""
+    return select_images(
+        os.path.relpath(os.path.join(folder, name), path).replace(os.sep, "/")
+        for folder, _, names in os.walk(path, followlinks=True)
+        for name in names
+    )
+
+
+def select_images(names: Iterable[str]) -> list[str]:
+    """Returns the paths that end in the name of an image, sorted."""
+    return sorted(
+        name for name in names if name.lower().endswith(_IMAGES) and not name.rpartition("/")[2].startswith(".")
+    )
+
+
+def _content(path: str, name: str) -> bytes:
+    with open(os.path.join(path, name), "rb") as file:
+        return file.read()
