@@ -8,6 +8,8 @@ import re
 import sys
 import tomllib
 
+import pytest
+
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 DISTRIBUTIONS = {
@@ -107,3 +109,19 @@ def test_the_lock_names_pypi_only_and_belongs_to_this_project() -> None:
     package = next(package for package in tomllib.loads(text)["package"] if package["name"] == "meshfeed")
     locked = {entry["name"] for entry in package["dependencies"]}
     assert locked == _names(PROJECT["dependencies"]), "run `uv lock`"
+
+
+@pytest.mark.parametrize(
+    ("file", "requirement"),
+    [
+        ("grain/internals.py", "grain"),
+        ("huggingface/internals.py", "datasets"),
+        ("tf_internals.py", "tensorflow"),
+    ],
+)
+def test_errors_of_private_names_advise_the_oldest_supported_version(file: str, requirement: str) -> None:
+    text = (ROOT / "src/meshfeed/_src/sources" / file).read_text()
+    advised = re.search(r'^OLDEST = "(.+)"', text, re.MULTILINE)
+    assert advised
+    wanted = [*PROJECT["dependencies"], *(w for extra in PROJECT["optional-dependencies"].values() for w in extra)]
+    assert any(line.startswith(f"{requirement}>={advised[1]}") for line in wanted)

@@ -91,6 +91,8 @@ def inspect_array(spec: object, leaf: str, window: int | None, *, fill_missing: 
         if isinstance(given, Mapping):
             resolved |= {key: given[key] for key in ("fill_missing_data_reads", "context") if key in given}
         store = _open(resolved, cache_bytes)
+    except ImportError:  # a broken installation of tensorstore is not a wrong path
+        raise
     except Exception as error:
         if _code(error) in _UNREACHABLE:
             raise OSError(f"{where} ({leaf}) cannot be opened: {_message(error)}") from error

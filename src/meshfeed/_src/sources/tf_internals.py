@@ -14,6 +14,7 @@ import numpy as np
 
 from meshfeed._src.base.errors import SourceError, missing_package
 
+OLDEST = "2.20"  # of pyproject.toml, with which the tests are run too
 _SEEDS = ("_seed", "_seed2")  # both 0: none was given
 
 
@@ -100,8 +101,9 @@ def _private(step: Dataset, name: str) -> Any:
 def _unknown(what: str) -> SourceError:
     return SourceError(
         f"TensorFlow {import_tensorflow().__version__} does not expose {what}, so a pipeline cannot be checked for "
-        "randomness that differs between hosts. Upgrade meshfeed, install an older version of TensorFlow, or read the "
-        "records with meshfeed.sources.Stream(open), where open returns an iterator."
+        f"randomness that differs between hosts. Upgrade meshfeed, or install TensorFlow {OLDEST}, the oldest one that it "
+        "supports. Or check the pipeline's seeds yourself, and read it with meshfeed.sources.Stream(lambda lane_index, "
+        "num_lanes: open(lane_index, num_lanes).as_numpy_iterator())."
     )
 
 

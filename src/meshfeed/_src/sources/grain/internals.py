@@ -89,13 +89,21 @@ CHANGE_NO_RECORD = {
 REDUNDANT = {"_selection_map", "_map_fn", "original_start", "original_len", "_paths", "_path"}
 """Attributes that a fingerprint leaves out because others, or ``datasets.py``, describe them."""
 
+OLDEST = "0.2.18"  # of pyproject.toml, with which the tests are run too
 HOW_TO_OPEN = """\
-Split it yourself instead, with one pipeline per lane:
+To split it yourself, open one pipeline per lane:
 
     def open(lane_index, num_lanes):
         return iter(make_dataset(files[lane_index::num_lanes]))
 
     source = meshfeed.sources.Stream(open)"""
+
+
+def _unsupported(what: str) -> SourceError:
+    return SourceError(
+        f"Grain {grain.__version__} {what}, so this version of meshfeed cannot split the pipeline into lanes. Upgrade "
+        f"meshfeed, or install the oldest version of Grain that it supports: pip install 'grain=={OLDEST}'. {HOW_TO_OPEN}"
+    )
 
 
 class ReadsMany(RandomAccessSource, Protocol):
@@ -128,10 +136,7 @@ def check_known(node: Node) -> None:
       SourceError: the class is one of Grain's that is not listed here, or lacks a private attribute.
     """
     if isinstance(node, grain.IterDataset) and is_unknown(node):
-        raise SourceError(
-            f"Grain {grain.__version__} has a {type(node).__name__}, and this version of meshfeed does not support "
-            f"splitting it into lanes. Upgrade meshfeed, or install an older version of Grain. {HOW_TO_OPEN}"
-        )
+        raise _unsupported(f"has a {type(node).__name__}, which is not known")
     for kind in type(node).__mro__:
         for name in _ATTRIBUTES.get(kind.__name__, ()):
             private(node, name)
@@ -146,10 +151,7 @@ def private(node: Node, name: str) -> Any:
     try:
         return getattr(node, f"_{name}")
     except AttributeError:
-        raise SourceError(
-            f"{type(node).__name__} of Grain {grain.__version__} has no attribute _{name}, which meshfeed needs to split "
-            f"it into lanes. Upgrade meshfeed, or install an older version of Grain. {HOW_TO_OPEN}"
-        ) from None
+        raise _unsupported(f"has no {type(node).__name__}._{name}") from None
 
 
 def parents(node: Node) -> Sequence[Node]:
@@ -231,10 +233,7 @@ def inherit_options(outer: GrainIterator, inner: GrainIterator) -> None:
         context = inner._ctx
         context.dataset_options = outer._ctx.dataset_options.merge(context.dataset_options)
     except AttributeError as error:
-        raise SourceError(
-            f"Grain {grain.__version__} keeps the options of an iterator elsewhere ({error}), so they would be lost below "
-            f"an interleave. Upgrade meshfeed, or install an older version of Grain. {HOW_TO_OPEN}"
-        ) from None
+        raise _unsupported(f"keeps the options of an iterator elsewhere ({error})") from None
 
 
 def set_up(records: Records) -> None:

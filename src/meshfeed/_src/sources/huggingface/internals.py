@@ -18,14 +18,16 @@ from datasets import Dataset, Features, IterableDataset
 
 from meshfeed._src.base.errors import SourceError
 
-_REMEDY = (
-    "Upgrade meshfeed, install an older version of datasets, or open each lane yourself: "
-    "meshfeed.sources.Stream(lambda lane_index, num_lanes: iter(split_dataset_by_node(dataset, lane_index, num_lanes)))."
-)
+OLDEST = "5.0"  # of pyproject.toml, with which the tests are run too
 
 
-def _unknown(what: object) -> SourceError:
-    return SourceError(f"datasets {datasets.__version__} lacks parts that meshfeed needs ({what}). {_REMEDY}")
+def _unsupported(what: str) -> SourceError:
+    return SourceError(
+        f"datasets {datasets.__version__} {what}, so this version of meshfeed cannot read the dataset. Upgrade meshfeed, or "
+        f"install the oldest version of datasets that it supports: pip install 'datasets~={OLDEST}.0'. Or open each lane "
+        "yourself: meshfeed.sources.Stream(lambda lane_index, num_lanes: "
+        "iter(datasets.distributed.split_dataset_by_node(dataset, lane_index, num_lanes)))."
+    )
 
 
 try:
@@ -42,7 +44,7 @@ try:
     _FROM_CACHE_FILE = Dataset._generate_tables_from_cache_file
     _CAST_TABLE = Arrow._cast_table
 except (ImportError, AttributeError) as error:
-    raise _unknown(error) from error
+    raise _unsupported(f"lacks a function ({error})") from error
 
 State: TypeAlias = "dict[str, Any]"
 Example: TypeAlias = "dict[str, Any]"
@@ -148,7 +150,7 @@ def dataset_of(tree: Node, dataset: IterableDataset) -> IterableDataset:
     try:
         return IterableDataset(tree, info=dataset.info.copy(), token_per_repo_id=tokens)  # pyright: ignore[reportArgumentType]
     except TypeError as error:
-        raise _unknown(error) from error
+        raise _unsupported(f"makes datasets in another way ({error})") from error
 
 
 def private(dataset: Dataset | IterableDataset, name: str) -> Any:
@@ -160,7 +162,7 @@ def private(dataset: Dataset | IterableDataset, name: str) -> Any:
     try:
         return getattr(dataset, f"_{name}")
     except AttributeError:
-        raise _unknown(f"{type(dataset).__name__}._{name}") from None
+        raise _unsupported(f"has no {type(dataset).__name__}._{name}") from None
 
 
 def row_indices(dataset: Dataset) -> tuple[list[pa.Array] | None, bool]:
@@ -193,10 +195,10 @@ def check_known(node: Node) -> None:
       SourceError: the class is not listed here, or lacks an attribute.
     """
     if kind_of(node) not in _NODES:
-        raise _unknown(f"nodes that it knows, instead of {kind_of(node)}")
+        raise _unsupported(f"has a {kind_of(node)}, which is not known")
     for name in (*_NODES[kind_of(node)], *_METHODS):
         if not hasattr(node, name):
-            raise _unknown(f"{kind_of(node)}.{name}")
+            raise _unsupported(f"has no {kind_of(node)}.{name}")
 
 
 def children_of(node: Any) -> list[Node]:
