@@ -86,7 +86,7 @@ def simulate(num_hosts: int, windows: int, threads: int) -> dict[str, Any]:
     import jax
     from jax.experimental import multihost_utils
 
-    from meshfeed._src.agreement.window_report import WindowReport
+    from meshfeed._src.agreement.messages import WindowReport
     from meshfeed._src.agreement.windows import WindowAgreement, full_window
     from meshfeed._src.base import coordination
 

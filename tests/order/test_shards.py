@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from meshfeed._src.base.settings import BatchSchedule
-from meshfeed._src.order.shards import ShardOrder, default_num_lanes
+from meshfeed._src.order.shards import ShardOrder
 from meshfeed._src.order.steps import StepSchedule
 
 LENGTHS = st.lists(st.integers(0, 30), min_size=1, max_size=20).filter(any)
@@ -131,20 +131,3 @@ def test_positions_outside_the_stream_are_refused(wrong):
     order, _ = order_of([24], 2, (0, 1), num_epochs=2)
     with pytest.raises(IndexError, match=r"not all within the stream's \[0, 48\)"):
         order.ids_at(np.array(wrong))
-
-
-@pytest.mark.parametrize(
-    ("divisor", "num_shards", "expected"),
-    [
-        (256, 1000, 64),
-        (256, 100, 8),
-        (96, 1000, 48),
-        (7, 1000, 7),
-        (101, 1000, 1),
-        (256, 15, 1),
-        (256, 0, 1),
-        (12, 40, 4),
-    ],
-)
-def test_default_number_of_lanes(divisor, num_shards, expected):
-    assert default_num_lanes(divisor, num_shards) == expected

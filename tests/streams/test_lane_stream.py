@@ -21,7 +21,7 @@ from meshfeed._src.plan.plan import HostRows
 from meshfeed._src.state.state import parse_state, seal
 from meshfeed._src.streams import lane_stream
 from meshfeed._src.streams.lane import LaneEntry
-from meshfeed._src.streams.lane_stream import LaneGroup, LaneStream, default_num_lanes
+from meshfeed._src.streams.lane_stream import LaneGroup, LaneStream
 
 CHANGED = "The state was changed or damaged; use an earlier checkpoint."
 
@@ -114,13 +114,6 @@ def test_settings_that_a_stream_cannot_have(changes: dict[str, Any], setting: st
     with pytest.raises(SettingsError) as caught:
         LaneStream(Numbers([1] * 8), settings_of(**changes))
     assert (str(caught.value), caught.value.setting) == (message, setting)
-
-
-@pytest.mark.parametrize(
-    ("sizes", "lanes"), [((8,), 8), ((64,), 64), ((128,), 64), ((130,), 26), ((67,), 1), ((12, 18), 6), ((1, 64), 1)]
-)
-def test_the_default_number_of_lanes(sizes: tuple[int, ...], lanes: int) -> None:
-    assert default_num_lanes(sizes) == lanes
 
 
 def test_a_source_can_refuse_a_number_of_lanes() -> None:

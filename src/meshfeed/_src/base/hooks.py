@@ -194,11 +194,11 @@ class WaitsForReads(Protocol):
     """Threads that read if the feed has no ``num_threads=``."""
 
 
-class StagedOrder(RecordOrder, Protocol):
-    """An order that may change after the saved position: a mixture with stages."""
+class ChecksSaved(Protocol):
+    """An order or a stream that may change after the saved position: a mixture with stages."""
 
     def check_saved(self, saved_mixture: JsonValue, position: int, step: int | None = None) -> None:
-        """Checks that a stream saved at ``position`` with ``saved_mixture`` can resume with this order.
+        """Checks that a stream saved at ``position`` with ``saved_mixture`` can resume with this one.
 
         Raises:
           StateMismatchError: something that determined the delivered records has changed.
@@ -223,7 +223,7 @@ class NumbersRecords(Protocol):
         """Id of the record from which to infer the structure."""
         ...
 
-    def make_order(self, **settings: Unpack[OrderSettings]) -> StagedOrder:
+    def make_order(self, **settings: Unpack[OrderSettings]) -> RecordOrder:
         """Returns the order for a feed's settings."""
         ...
 
@@ -305,7 +305,7 @@ class LimitsLanes(Protocol):
         """Raises SettingsError for a number of lanes that the source cannot serve."""
 
 
-class StagedStream(StreamSource, Protocol):
+class StagedStream(StreamSource, ChecksSaved, Protocol):
     """A stream that may change after the saved position: a mixture with stages. Its lanes cover all epochs."""
 
     def bind(self, *, seed: int, num_epochs: int | None, position_of_step: Callable[[int], int]) -> StagedStream:
@@ -314,9 +314,6 @@ class StagedStream(StreamSource, Protocol):
 
     def mixture_config(self) -> JsonValue:
         """Returns stages and components, for the fingerprint."""
-
-    def check_saved(self, saved_mixture: JsonValue, position: int, step: int | None = None) -> None:
-        """See :meth:`StagedOrder.check_saved`."""
 
 
 class Resumable(Protocol):

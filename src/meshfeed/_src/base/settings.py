@@ -86,6 +86,22 @@ class BatchSchedule:
         return f"BatchSchedule({list(self.stages)!r})"
 
 
+_MAX_LANES = 64  # each is an open iterator on a host, and an entry of every state
+_SHARDS_PER_LANE = 8  # the shard at the cut between two lanes is read by both: at most one in 8 is read twice
+
+
+def default_num_lanes(sizes: Sequence[int], num_shards: int | None = None) -> int:
+    """Returns the default of ``num_lanes``: the largest common divisor of ``sizes`` that is at most 64.
+
+    Args:
+      sizes: global batch sizes.
+      num_shards: for ``shuffle="shards"``, the number of shards that have records; each lane gets at least 8.
+    """
+    limit = _MAX_LANES if num_shards is None else min(_MAX_LANES, num_shards // _SHARDS_PER_LANE)
+    common = math.gcd(*sizes)
+    return max((lanes for lanes in range(1, limit + 1) if common % lanes == 0), default=1)
+
+
 @public("meshfeed")
 @dataclasses.dataclass(frozen=True)
 class Retry:

@@ -12,10 +12,10 @@ import numpy as np
 from numpy.typing import ArrayLike
 
 from meshfeed._src.base.errors import SettingsError
-from meshfeed._src.base.settings import BatchSchedule
+from meshfeed._src.base.settings import BatchSchedule, default_num_lanes
 from meshfeed._src.base.types import RecordIds, RecordOrder
 from meshfeed._src.order.epochs import EpochOrder
-from meshfeed._src.order.shards import ShardOrder, default_num_lanes
+from meshfeed._src.order.shards import ShardOrder
 from meshfeed._src.order.steps import StepSchedule
 
 _MAX_HOSTS = 16  # with different rows that are simulated
@@ -139,7 +139,7 @@ class ShardSet:
         if self.shuffle != "shards":
             assert not isinstance(self.shuffle, str)
             return EpochOrder(int(lengths.sum()), shuffle=self.shuffle, seed=0, num_epochs=2)
-        num_lanes = self.num_lanes or default_num_lanes(batch_size, self.num_shards)
+        num_lanes = self.num_lanes or default_num_lanes([batch_size], self.num_shards)
         if batch_size % num_lanes:
             raise SettingsError(
                 f"--num-lanes {num_lanes} does not divide --global-batch-size {batch_size}.", setting="num_lanes"

@@ -79,9 +79,6 @@ class BucketOrder:
             "buckets": {"global_batch_size": self._size, "num_epochs": self._num_epochs},
         }
 
-    def check_saved(self, saved_mixture: JsonValue, position: int, step: int | None = None) -> None:
-        """Does nothing: there are no stages."""
-
     def ids_between(self, start: int, stop: int) -> tuple[RecordIds, RecordIds]:
         """Returns :meth:`ids_at` for positions ``[start, stop)``."""
         return self.ids_at(np.arange(start, stop, dtype=np.int64))

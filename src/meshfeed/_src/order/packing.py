@@ -372,9 +372,6 @@ class PlaceOrder:
         """The part of the fingerprint that describes the order."""
         return {"algorithm": "packing", "version": PACKING_VERSION, "shuffle": True, "seed": self.seed}
 
-    def check_saved(self, saved_mixture: JsonValue, position: int, step: int | None = None) -> None:
-        """Does nothing: there are no stages."""
-
     def ids_at(self, positions: RecordIds) -> tuple[RecordIds, RecordIds]:
         """Returns the positions themselves, and their epochs; int64[n] each.
 

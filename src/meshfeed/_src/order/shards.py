@@ -36,7 +36,6 @@ VERSION = 1
 _SHARDS, _WINDOW = 6, 7  # purpose of a derived key; disjoint from those of epochs.py
 _OPEN_SHARDS = 2  # per lane
 _CHUNK_BITS = 12  # ids are computed in chunks of 4,096
-_MAX_LANES = 64  # of the default
 
 
 @dataclasses.dataclass(frozen=True)
@@ -174,17 +173,3 @@ class ShardOrder:
         at = start + permute(offsets, stop - start, key)
         piece = np.searchsorted(layout.piece_starts, at, side="right") - 1
         return layout.piece_ids[piece] + at - layout.piece_starts[piece]
-
-
-def default_num_lanes(batch_size_divisor: int, num_shards: int) -> int:
-    """The default number of lanes: the largest that divides every batch size and leaves each lane 8 shards.
-
-    Args:
-      batch_size_divisor: greatest common divisor of the batch sizes.
-      num_shards: number of shards that have records.
-
-    Returns:
-      At least 1, and at most 64.
-    """
-    limit = min(_MAX_LANES, num_shards // 8)
-    return max((lanes for lanes in range(1, limit + 1) if batch_size_divisor % lanes == 0), default=1)

@@ -20,7 +20,7 @@ import numpy as np
 from meshfeed._src.base import hooks
 from meshfeed._src.base.errors import DAMAGED_STATE, SettingsError, SourceError, StateMismatchError
 from meshfeed._src.base.hooks import find
-from meshfeed._src.base.settings import FeedSettings, Workers
+from meshfeed._src.base.settings import FeedSettings, Workers, default_num_lanes
 from meshfeed._src.base.threads import Threads
 from meshfeed._src.base.types import JsonValue, PyTree, RecordIds, StreamSource
 from meshfeed._src.order.steps import Segment, StepSchedule, parse_segments, position_at
@@ -219,15 +219,6 @@ class WorkerLanes:
         self._pool.close()
 
 
-_MAX_LANES = 64
-
-
-def default_num_lanes(sizes: tuple[int, ...]) -> int:
-    """Returns the largest common divisor of the batch sizes that is at most 64."""
-    common = math.gcd(*sizes)
-    return next(lanes for lanes in range(min(_MAX_LANES, common), 0, -1) if common % lanes == 0)
-
-
 @dataclasses.dataclass(frozen=True)
 class LaneCursor(Cursor):
     """The cursor of a stream read as lanes.
@@ -237,18 +228,11 @@ class LaneCursor(Cursor):
         at steps.
       entries: lane → its state.
       ended: lane → length in records, for the lanes of all hosts known to have ended.
-      lanes: number of lanes.
     """
 
     source: StreamSource
     entries: Mapping[str, LaneEntry]
     ended: Mapping[int, int] = dataclasses.field(default_factory=dict[int, int])
-    lanes: int = dataclasses.field(kw_only=True)
-
-    @property
-    def num_lanes(self) -> int:
-        """Number of lanes."""
-        return self.lanes
 
 
 class LaneStream:
@@ -333,14 +317,14 @@ class LaneStream:
         num_lanes = self.num_lanes if like is None else like.num_lanes
         entries = {str(lane): LaneEntry() for lane in range(num_lanes)}
         step_schedule = StepSchedule(self.schedule)
-        return LaneCursor(step_schedule, 0, 0, self._source_under(step_schedule), entries, lanes=num_lanes)
+        return LaneCursor(step_schedule, 0, 0, self._source_under(step_schedule), entries, num_lanes=num_lanes)
 
     def restore(self, state: FeedState) -> LaneCursor:
         """Returns the state's cursor, with the lanes that the state contains."""
         num_lanes = self._settings.num_lanes or state.num_lanes
         if state.num_lanes is None or state.step is None or state.lanes is None or not num_lanes:
             raise StateMismatchError("lanes", None, "num_lanes, step and lanes of a stream", DAMAGED_STATE)
-        here = dataclasses.replace(self.start(), lanes=num_lanes)
+        here = dataclasses.replace(self.start(), num_lanes=num_lanes)
         mixture = check_fingerprint(state, self.fingerprint(here), self.source)
         self._check_num_lanes(num_lanes, state.num_lanes)
         segments = parse_segments(state.segments)
@@ -357,7 +341,7 @@ class LaneStream:
             source,
             entries,
             {int(key): entry.records for key, entry in entries.items() if entry.ended},
-            lanes=num_lanes,
+            num_lanes=num_lanes,
             skipped=Ledgers.of_state(state),
             num_skipped=count_skipped(state),
         )
@@ -701,7 +685,7 @@ class LaneReader:
             cursor.source,
             batch.entries,
             {**cursor.ended, **ended} if ended else cursor.ended,
-            lanes=cursor.lanes,
+            num_lanes=cursor.num_lanes,
             skipped=cursor.skipped.after(batch.bad, batch.step) if batch.bad else cursor.skipped,
             num_skipped=num_skipped,
         )

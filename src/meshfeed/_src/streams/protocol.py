@@ -69,6 +69,7 @@ class Cursor:
       position: real records delivered over all hosts.
       skipped: ledgers of the replaced records in delivered batches.
       num_skipped: number of bad records replaced in delivered batches, over all hosts.
+      num_lanes: number of lanes; 0 for streams without lanes.
     """
 
     step_schedule: StepSchedule
@@ -76,11 +77,7 @@ class Cursor:
     position: int
     skipped: Ledgers = dataclasses.field(default_factory=Ledgers, kw_only=True)
     num_skipped: int = dataclasses.field(default=0, kw_only=True)
-
-    @property
-    def num_lanes(self) -> int:
-        """Number of lanes; 0 for streams without lanes."""
-        return 0
+    num_lanes: int = dataclasses.field(default=0, kw_only=True)
 
     def to_state(self, kind: str, fingerprint: dict[str, JsonValue], **fields: JsonValue) -> FeedState:
         """Returns the state; ``fields`` are the fields that only this kind of stream has."""

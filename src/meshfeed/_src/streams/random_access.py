@@ -16,10 +16,10 @@ import numpy as np
 from meshfeed._src.base import hooks
 from meshfeed._src.base.errors import DAMAGED_STATE, SettingsError, SourceError, StateMismatchError
 from meshfeed._src.base.hooks import find
-from meshfeed._src.base.settings import FeedSettings
+from meshfeed._src.base.settings import FeedSettings, default_num_lanes
 from meshfeed._src.base.types import JsonValue, PyTree, RandomAccessSource, RecordIds, RecordOrder
 from meshfeed._src.order.epochs import EpochOrder
-from meshfeed._src.order.shards import ShardOrder, default_num_lanes
+from meshfeed._src.order.shards import ShardOrder
 from meshfeed._src.order.steps import StepSchedule, derive_step, parse_segments
 from meshfeed._src.plan.plan import HostRows
 from meshfeed._src.reading.identity import identify_within, kind_of
@@ -97,16 +97,16 @@ class RandomAccessStream:
 
     def _num_lanes(self, num_shards: int, saved: JsonValue) -> int:
         """The number of lanes for ``shuffle="shards"``: from the settings, else from the state, else the default."""
-        divisor = math.gcd(*self.schedule.sizes)
+        sizes = self.schedule.sizes
         chosen = self._settings.num_lanes
-        num_lanes = chosen or (default_num_lanes(divisor, num_shards) if saved is None else saved)
-        if isinstance(num_lanes, int) and num_lanes >= 1 and divisor % num_lanes == 0:
+        num_lanes = chosen or (default_num_lanes(sizes, num_shards) if saved is None else saved)
+        if isinstance(num_lanes, int) and num_lanes >= 1 and math.gcd(*sizes) % num_lanes == 0:
             return num_lanes
-        sizes = f"every global batch size, here {', '.join(map(str, sorted(set(self.schedule.sizes))))}"
+        expected = f"every global batch size, here {', '.join(map(str, sorted(sizes)))}"
         if chosen is None:
             remedy = "Choose batch sizes that the saved number of lanes divides."
-            raise StateMismatchError("num_lanes", saved, f"a divisor of {sizes}", remedy)
-        raise SettingsError(f"num_lanes={chosen}; it must divide {sizes}.", setting="num_lanes")
+            raise StateMismatchError("num_lanes", saved, f"a divisor of {expected}", remedy)
+        raise SettingsError(f"num_lanes={chosen}; it must divide {expected}.", setting="num_lanes")
 
     def _order_of(self, step_schedule: StepSchedule, saved_num_lanes: JsonValue = None) -> RecordOrder:
         settings = self._settings
@@ -159,8 +159,9 @@ class RandomAccessStream:
         if self._numbering is not None or self._shard_lengths is not None:  # the order depends on the steps
             step = derive_step(segments, position, position, pad=self._pad)
             order = self._order_of(StepSchedule(self.schedule, past=segments, step=step, position=position), num_lanes)
-            if self._numbering is not None:
-                cast("hooks.StagedOrder", order).check_saved(mixture, position, step)
+            staged = find(order, hooks.ChecksSaved)
+            if staged is not None:
+                staged.check_saved(mixture, position, step)
         # With fewer epochs than at the save, a position past the end is valid: the stream has ended.
         beyond = order.total is not None and position > order.total
         if beyond and self._settings.num_epochs == state.fingerprint.get("num_epochs"):
