@@ -56,18 +56,29 @@ def open_file(file: readers.DirectFile) -> readers.OpenFile:
     return readers.OpenFile("", os.stat("/"), lambda: None, file)
 
 
+def footer_of(path: str, number: int) -> tuple[np.ndarray, np.ndarray]:
+    """The offsets and the sizes of the records of a file."""
+    with open(path, "rb") as file:
+        footer = readers._read_footer(file.fileno(), os.path.getsize(path), number)
+    assert footer is not None
+    return footer[0], footer[1]
+
+
 def read_directly(path: str, number: int, rows: list[int] | np.ndarray) -> list[bytes] | None:
-    """Rows without any help of the library, into a buffer and as bytes; None if they cannot be read this way."""
+    """Rows without any help of the library, as bytes and, by size, into buffers; None if they cannot be read this way."""
     file, rows = some_file(path, number), np.asarray(rows, np.int64)
-    sizes = file.sizes(rows)
-    ends = np.cumsum(sizes)
+    found = read_direct([open_file(file)], None, rows)
+    sizes = footer_of(path, number)[1][rows]
     guard = 7  # bytes on both sides that must not be written
-    out = np.full(int(ends[-1]) + 2 * guard, 0xA5, np.uint8)
-    done = read_into([file], None, rows, ends - sizes + guard, out)
-    assert (out[:guard] == 0xA5).all()
-    assert (out[len(out) - guard :] == 0xA5).all()
-    found = [out[e - s + guard : e + guard].tobytes() for s, e in zip(sizes, ends, strict=True)] if done else None
-    assert read_direct([open_file(file)], None, rows) == found
+    for size in np.unique(sizes[sizes > 0]).tolist():
+        alike = np.flatnonzero(sizes == size)
+        out = np.full(len(alike) * size + 2 * guard, 0xA5, np.uint8)
+        done = read_into([file], None, rows[alike], np.arange(len(alike)) * size + guard, out, width=size)
+        assert (out[:guard] == 0xA5).all()
+        assert (out[len(out) - guard :] == 0xA5).all()
+        if found is not None:
+            assert done
+            assert out[guard:-guard].tobytes() == b"".join([found[slot] for slot in alike.tolist()])
     return found
 
 
@@ -113,18 +124,11 @@ def test_the_hash_of_known_bytes() -> None:
     assert riegeli.hash(b"\0") != stored[5]
 
 
-def offsets_of(path: str, number: int) -> np.ndarray:
-    with open(path, "rb") as file:
-        footer = readers._read_footer(file.fileno(), os.path.getsize(path), number)
-    assert footer is not None
-    return footer[0]
-
-
 def test_chunks_begin_at_every_place_before_the_edge_of_a_block(folder: pathlib.Path) -> None:
     """So that the header of the next block falls into each byte of a chunk's own header, and of what follows it."""
     records = random_bytes([65_466] * 240)  # chunks of a block less one byte: each begins one byte before the last
     path = write(folder / "edges", records, PLAIN)
-    before = -offsets_of(path, 240) % 65_536
+    before = -footer_of(path, 240)[0] % 65_536
     assert set(range(1, 100)) <= set(before.tolist())
     assert read_directly(path, 240, np.arange(240)) == records
 
@@ -145,10 +149,9 @@ def test_no_flipped_bit_gives_other_bytes(folder: pathlib.Path, options: str) ->
         if file is not None:
             opened += 1
             for row in range(4):
-                size = int(file.sizes(np.array([row]))[0])
-                out = np.zeros(size, np.uint8)
-                if read_into([file], None, np.array([row]), np.array([0]), out):
-                    assert out[:size].tobytes() == records[row]
+                out = np.zeros(len(records[row]), np.uint8)
+                if read_into([file], None, np.array([row]), np.array([0]), out, width=len(out)):
+                    assert out.tobytes() == records[row]
                 else:
                     refused += 1
         try:
@@ -167,7 +170,7 @@ def test_offsets_and_sizes_that_are_wrong_touch_no_other_memory(folder: pathlib.
     rng, sound = np.random.default_rng(1), 0
     for options in (PLAIN, *([ZSTD] if riegeli.HAS_ZSTD else [])):
         path = write(folder / "harm", records, options)
-        right, num_bytes = offsets_of(path, 300), os.path.getsize(path)
+        right, num_bytes = footer_of(path, 300)[0], os.path.getsize(path)
         for trial in range(600):
             offsets = np.sort(rng.integers(0, num_bytes, 41))
             if trial % 2:  # real places, other sizes
@@ -176,21 +179,16 @@ def test_offsets_and_sizes_that_are_wrong_touch_no_other_memory(folder: pathlib.
             offsets[1:] += np.maximum.accumulate(offsets)[:-1] == offsets[1:]
             if (np.diff(offsets) <= 0).any():
                 continue
-            sizes = rng.integers(0, 5000, 40)
+            sizes = rng.integers(1, 5000, 40)
             opened = Descriptor(path)
             index = riegeli.Index(offsets, sizes, options == ZSTD)
             file = readers.DirectFile(index, lambda opened=opened: opened)
             for row in range(40):
                 out = np.full(int(sizes[row]) + 64, 0xA5, np.uint8)
-                sound += read_into([file], None, np.array([row]), np.array([32]), out)
+                sound += read_into([file], None, np.array([row]), np.array([32]), out, width=int(sizes[row]))
                 assert (out[:32] == 0xA5).all()
                 assert (out[len(out) - 32 :] == 0xA5).all()
-            out = np.full(int(sizes.sum()) + 64, 0xA5, np.uint8)
-            together = read_into([file], None, np.arange(40), np.cumsum(sizes) - sizes + 32, out)
-            assert (read_direct([open_file(file)], None, np.arange(40)) is not None) == together
-            sound += together
-            assert (out[:32] == 0xA5).all()
-            assert (out[len(out) - 32 :] == 0xA5).all()
+            sound += read_direct([open_file(file)], None, np.arange(40)) is not None
     assert sound < 100
 
 
@@ -316,41 +314,40 @@ def test_records_of_many_files_by_one_call(folder: pathlib.Path) -> None:
     assert source.read_raw(ids) == [records[i] for i in ids]
     assert source.read_raw(np.arange(600)) == records
     opened = [some_file(path, 5) for path in paths]
-    out, places = np.empty(sum(sizes), np.uint8), np.cumsum([0, *sizes[:-1]])
-    assert read_into(opened, np.repeat(np.arange(120), 5), np.tile(np.arange(5), 120), places, out)
-    assert out.tobytes() == b"".join(records)
+    assert read_direct(list(map(open_file, opened)), np.repeat(np.arange(120), 5), np.tile(np.arange(5), 120)) == records
 
 
 def test_arguments_that_would_touch_other_memory_are_refused(folder: pathlib.Path) -> None:
     path = write(folder / "arguments", random_bytes([24] * 10), PLAIN)
     index, fds = [some_file(path, 10).index], np.array([os.open(path, os.O_RDONLY)])
     out, rows, places = np.empty(48, np.uint8), np.arange(2), np.array([0, 24])
-    assert riegeli.read(index, fds, None, rows, places, out, 0) == 2
+    assert riegeli.read(index, fds, None, rows, places, out, 24) == 2
     for wrong in (np.array([0, 25]), np.array([-1, 24]), np.array([0, 1 << 62])):
         with pytest.raises(ValueError, match="no room for a record"):
-            riegeli.read(index, fds, None, rows, wrong, out, 0)
+            riegeli.read(index, fds, None, rows, wrong, out, 24)
     with pytest.raises(ValueError, match="no room for a record"):
         riegeli.read(index, fds, None, rows, places, out, 25)
     for files, numbers, wanted in ((index, None, places[:1]), (index * 2, None, places), (index, rows[:1], places)):
         with pytest.raises(ValueError, match="differ in length"):
-            riegeli.read(files, fds, numbers, rows, wanted, out, 0)
+            riegeli.read(files, fds, numbers, rows, wanted, out, 24)
     with pytest.raises(IndexError, match="file index"):
-        riegeli.read(index, fds, np.array([0, 1]), rows, places, out, 0)
-    with pytest.raises(IndexError, match="a row is not in the file"):
-        index[0].sizes(np.array([10]), np.empty(1, np.int64))
+        riegeli.read(index, fds, np.array([0, 1]), rows, places, out, 24)
+    for width in (0, -1):
+        with pytest.raises(ValueError, match="width is not positive"):
+            riegeli.read(index, fds, None, rows, places, out, width)
     assert riegeli.read(index, fds, None, rows, None, None, 0) == [out[:24].tobytes(), out[24:].tobytes()]
     for numbers, error in ((rows[:1], ValueError), (np.array([0, 1]), IndexError), (rows.astype(np.int32), TypeError)):
         with pytest.raises(error):
             riegeli.read(index, fds, numbers, rows, None, None, 0)
     with pytest.raises(TypeError, match="sequence of Index"):
-        riegeli.read([3], fds, None, rows, places, out, 0)
+        riegeli.read([3], fds, None, rows, places, out, 24)
     with pytest.raises(TypeError, match="int64"):
-        riegeli.read(index, fds, None, rows.astype(np.int32), places, out, 0)
+        riegeli.read(index, fds, None, rows.astype(np.int32), places, out, 24)
     with pytest.raises(TypeError, match="int64"):
-        riegeli.read(index, fds, None, rows, places.astype(np.float64), out, 0)
+        riegeli.read(index, fds, None, rows, places.astype(np.float64), out, 24)
     out.flags.writeable = False
     with pytest.raises(ValueError, match="read-only"):
-        riegeli.read(index, fds, None, rows, places, out, 0)
+        riegeli.read(index, fds, None, rows, places, out, 24)
     os.close(int(fds[0]))
     for offsets, sizes in (([0, 0], [1]), ([5, 3], [1]), ([0, 9], [-1]), ([0, 9], [1, 2]), ([-1, 9], [1]), ([], [])):
         with pytest.raises(ValueError, match="not the offsets and sizes"):
@@ -410,10 +407,10 @@ def test_rows_that_the_file_has_not_are_refused(folder: pathlib.Path) -> None:
     path = write(folder / "few", random_bytes([24] * 10), PLAIN)
     file, out = some_file(path, 10), np.zeros(240, np.uint8)
     places = np.arange(10) * 24
-    assert read_into([file], None, np.arange(10), places, out)
+    assert read_into([file], None, np.arange(10), places, out, width=24)
     for rows in ([10], [9, 10], [0, 1, 2, 1 << 40], [-1], [3, 1 << 62]):
         rows = np.array(rows, np.int64)
-        assert not read_into([file], None, rows, places[: len(rows)], out)
+        assert not read_into([file], None, rows, places[: len(rows)], out, width=24)
         assert read_direct([open_file(file)], None, rows) is None
     few = write(folder / "same-name", random_bytes([24] * 10), PLAIN)
     os.utime(few, ns=(0, 0))

@@ -345,8 +345,8 @@ typedef struct {
   const int64_t *file_index; /* NULL: all rows are in the first file */
   const int64_t *rows, *places;
   int64_t count, width;
-  uint8_t *out;      /* each record goes to `out + places[i]` */
-  uint8_t **targets; /* or, if not NULL, to `targets[i]` */
+  uint8_t *out;      /* each record, of `width` bytes, goes to `out + places[i]` */
+  uint8_t **targets; /* or, if not NULL, to `targets[i]`; with `width` 0 */
   int64_t *pending; /* first index of each group that was not in the page cache */
   int64_t num_pending;
   atomic_llong next_pending, num_finished;
@@ -581,35 +581,8 @@ static PyObject *index_nbytes(PyObject *self, void *closure) {
 }
 
 static PyGetSetDef index_properties[] = {
-    {"width", index_width, NULL, "Bytes of every record; 0 where they differ or there are none.", NULL},
+    {"width", index_width, NULL, "Bytes of every record; 0 if they differ or there are none.", NULL},
     {"nbytes", index_nbytes, NULL, "Bytes of memory that offsets and sizes take.", NULL},
-    {0},
-};
-
-static PyObject *index_sizes(PyObject *self, PyObject *args) {
-  index_object *index = (index_object *)self;
-  PyObject *arrays[2];
-  Py_buffer rows, out;
-  int64_t count, room;
-  if (!PyArg_ParseTuple(args, "OO:sizes", &arrays[0], &arrays[1])) return NULL;
-  if (!get_integers(arrays[0], &rows, &count, 0)) return NULL;
-  if (!get_integers(arrays[1], &out, &room, PyBUF_WRITABLE)) {
-    PyBuffer_Release(&rows);
-    return NULL;
-  }
-  const int64_t *wanted = rows.buf;
-  int64_t *sizes = out.buf, done = 0;
-  for (; done < count && done < room && wanted[done] >= 0 && wanted[done] < index->count; done++)
-    sizes[done] = size_of(index, wanted[done]);
-  PyBuffer_Release(&rows);
-  PyBuffer_Release(&out);
-  if (done == count) Py_RETURN_NONE;
-  PyErr_SetString(PyExc_IndexError, "a row is not in the file, or out is too short");
-  return NULL;
-}
-
-static PyMethodDef index_methods[] = {
-    {"sizes", index_sizes, METH_VARARGS, "sizes(rows, out)\n--\n\nPuts the bytes of records `rows`, int64[n], in `out`, int64[n]."},
     {0},
 };
 
@@ -617,7 +590,6 @@ static PyType_Slot index_slots[] = {
     {Py_tp_new, index_new},
     {Py_tp_dealloc, index_dealloc},
     {Py_tp_getset, index_properties},
-    {Py_tp_methods, index_methods},
     {Py_tp_doc, "Index(offsets, sizes, compressed)\n--\n\n"
                 "Where the records of a file are, one per chunk.\n\n"
                 "offsets: int64[n + 1], where chunks begin and where the last one ends. sizes: int64[n], bytes of records."},
@@ -646,8 +618,7 @@ static bool check_batch(batch *b, int64_t num_files, int64_t num_bytes) {
     }
     __builtin_prefetch(&index->offsets[b->rows[i]]); /* in random order, every look-up in a large index is a cache miss */
     if (!b->places) continue;
-    int64_t size = b->width ? b->width : size_of(index, b->rows[i]);
-    if (b->places[i] < 0 || size > num_bytes || b->places[i] > num_bytes - size) {
+    if (b->places[i] < 0 || b->width > num_bytes || b->places[i] > num_bytes - b->width) {
       PyErr_SetString(PyExc_ValueError, "out has no room for a record at its place");
       return false;
     }
@@ -733,11 +704,11 @@ static PyObject *py_read(PyObject *module, PyObject *args) {
   bool in_place = arrays[PLACES] != Py_None;
   if (got == ARRAYS && (!in_place || !PyObject_GetBuffer(target, &out, PyBUF_C_CONTIGUOUS | PyBUF_WRITABLE))) {
     batch b = {.fds = views[FDS].buf, .file_index = views[FILES].buf, .rows = views[ROWS].buf, .places = views[PLACES].buf,
-               .count = counts[ROWS], .width = width, .out = out.buf, .lock = PTHREAD_MUTEX_INITIALIZER,
+               .count = counts[ROWS], .width = in_place ? width : 0, .out = out.buf, .lock = PTHREAD_MUTEX_INITIALIZER,
                .finished = PTHREAD_COND_INITIALIZER};
     bool alike = (!in_place || counts[PLACES] == b.count) && (!views[FILES].obj || counts[FILES] == b.count);
-    if (!alike || counts[FDS] != PyTuple_Size(indexes) || width < 0)
-      PyErr_SetString(PyExc_ValueError, "arrays differ in length, or width is negative");
+    if (!alike || counts[FDS] != PyTuple_Size(indexes) || (in_place && width <= 0))
+      PyErr_SetString(PyExc_ValueError, "arrays differ in length, or width is not positive");
     else
       result = read_checked(&b, indexes, out.len);
     PyBuffer_Release(&out);
@@ -823,9 +794,9 @@ static PyMethodDef functions[] = {
      "Reads records of several files, without the interpreter's lock.\n\n"
      "indexes: sequence of Index, one per file. fds: int64[files], their descriptors, which the caller keeps open.\n"
      "file_index: int64[n], each record's file, or None for the first. rows: int64[n], rows of their files. places:\n"
-     "int64[n], the byte of `out` at which each record goes. width: bytes that each record must have, 0 for any.\n"
-     "Returns n, or the first place whose record cannot be read; `out` is undefined then. If places is None, `out` is\n"
-     "ignored: returns the records as a list of bytes, or None if one cannot be read."},
+     "int64[n], the byte of `out` at which each record goes. width: bytes that each record must have.\n"
+     "Returns n, or the first place whose record cannot be read; `out` is undefined then. If places is None, `out`\n"
+     "and `width` are ignored: returns the records as a list of bytes, or None if one cannot be read."},
     {0},
 };
 

@@ -80,12 +80,6 @@ class DirectFile:
         """Number of 8-byte entries of the index in memory."""
         return self.index.nbytes // 8
 
-    def sizes(self, rows: np.ndarray) -> np.ndarray:
-        """Returns the sizes in bytes of records ``rows``, int64[n]."""
-        sizes = np.empty(len(rows), np.int64)
-        self.index.sizes(np.ascontiguousarray(rows, np.int64), sizes)
-        return sizes
-
 
 def open_direct(open_file: Callable[[], Descriptor], num_records: int) -> DirectFile | None:
     """Returns a file for the extension, or None if the file needs the library.

@@ -215,14 +215,14 @@ def read_into(
     places: np.ndarray,
     out: np.ndarray,
     *,
-    width: int = 0,
+    width: int,
 ) -> bool:
-    """Reads records of several files into ``out``, uint8, each at its byte offset in ``places``, int64[n].
+    """Reads records of ``width`` bytes of several files into ``out``, uint8, each at its byte offset in ``places``, int64[n].
 
-    The other arguments are those of :func:`read_direct`; ``width`` is the size that each record must have, 0 for any.
+    The other arguments are those of :func:`read_direct`.
 
     Returns:
-      Whether all records were read and are intact; otherwise the content of ``out`` is undefined.
+      Whether all records have that size, were read and are intact; otherwise the content of ``out`` is undefined.
     """
     handles = _handles(files)
     if handles is None:
