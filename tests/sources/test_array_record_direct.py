@@ -21,7 +21,7 @@ from meshfeed._src.base.memory import is_aligned
 from meshfeed._src.reading.records import SourceReader
 from meshfeed._src.sources.array_record import readers
 from meshfeed._src.sources.array_record.rows import read_direct, read_into
-from meshfeed._src.sources.files import shards as files_shards
+from meshfeed._src.sources.files import open_files as pool_of_files
 from meshfeed._src.sources.files.open_files import Descriptor, ShardPool
 from meshfeed.sources import ArrayRecord, DecodeRaw
 
@@ -314,7 +314,9 @@ def test_records_of_many_files_by_one_call(folder: pathlib.Path) -> None:
     assert source.read_raw(ids) == [records[i] for i in ids]
     assert source.read_raw(np.arange(600)) == records
     opened = [some_file(path, 5) for path in paths]
-    assert read_direct(list(map(open_file, opened)), np.repeat(np.arange(120), 5), np.tile(np.arange(5), 120)) == records
+    assert (
+        read_direct(list(map(open_file, opened)), np.repeat(np.arange(120), 5), np.tile(np.arange(5), 120)) == records
+    )
 
 
 def test_arguments_that_would_touch_other_memory_are_refused(folder: pathlib.Path) -> None:
@@ -487,7 +489,7 @@ def test_files_are_closed_when_nobody_holds_them(folder: pathlib.Path) -> None:
 
 
 def test_most_of_the_files_that_a_process_may_open_are_left_to_others(monkeypatch) -> None:
-    monkeypatch.setattr(files_shards.resource, "getrlimit", lambda _: (1024, 1024))
-    assert files_shards.max_open_files() == 256
-    monkeypatch.setattr(files_shards.resource, "getrlimit", lambda _: (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
-    assert files_shards.max_open_files() == 1024
+    monkeypatch.setattr(pool_of_files.resource, "getrlimit", lambda _: (1024, 1024))
+    assert pool_of_files.max_open_files() == 256
+    monkeypatch.setattr(pool_of_files.resource, "getrlimit", lambda _: (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+    assert pool_of_files.max_open_files() == 1024

@@ -241,10 +241,13 @@ def test_what_the_command_refuses(tmp_path: pathlib.Path) -> None:
     pattern = make_parquet(tmp_path)
     (tmp_path / "b").mkdir()
     array_record_files.write(tmp_path / "b" / "a.array_record", [b"a"])
-    (tmp_path / "b" / "x.mds").touch()
+    for name in ("x.mds", "x.txt", "x.npy.gz"):
+        (tmp_path / "b" / name).touch()
     for arguments, message in [
         ([pattern, f"{tmp_path}/b/a.array_record"], "2 folders"),
         ([f"{tmp_path}/b/x.mds"], "is read by MDS"),
+        ([f"{tmp_path}/b/x.txt"], "is read by no source"),
+        ([f"{tmp_path}/b/x.npy.gz"], "compressed file"),
         ([f"{tmp_path}/b/a.array_record", "--lengths", "x"], "--lengths x of files for ArrayRecord"),
         ([f"{tmp_path}/b/a.array_record", "--eod", "0"], "eod=0 is for token files"),
         ([pattern, "--source", "Tokens"], "has no header"),

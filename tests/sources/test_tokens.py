@@ -433,7 +433,7 @@ def test_compressed_files_are_read_from_a_copy_in_the_cache(tmp_path: pathlib.Pa
         source = Tokens(tmp_path / name, 16, dtype=dtype, cache=cache)
         check(source, windows(tokens, 16, 16))
         [file] = source._shards.files
-        assert files.listed(*file.describe(), "", None) == file  # what a host knows that did not look at it
+        assert files.listed(file.entry(), file.version, "", None) == file  # what a host knows that did not look at it
         documents = Tokens.documents(tmp_path / name, dtype=dtype, eod=int(tokens[50]), cache=cache)
         np.testing.assert_array_equal(np.concatenate([record["tokens"] for record in documents]), tokens)
     (tmp_path / "x.jsonl.gz").write_bytes(gzip.compress(b"{}" * 50))

@@ -125,7 +125,7 @@ class Parquet(ShardReader[ParquetShard, _CheckedFile]):
         *,
         cache: ShardCache | None = None,
     ) -> None:
-        form = FileFormat("Parquet", lambda name: inspect(name, cache), ParquetShard.describe, ParquetShard.from_entry)
+        form = FileFormat("Parquet", lambda name: inspect(name, cache), ParquetShard.from_entry)
         shards = find_shards(paths, cache, form)
         self._columns = _choose(shards.files, columns)
         super().__init__(shards, cache, self._check_footer)
@@ -211,7 +211,7 @@ class Parquet(ShardReader[ParquetShard, _CheckedFile]):
         """Returns the identity: files, columns, number of records, and a digest of 4 records spread over the source."""
         return {
             "kind": "parquet",
-            "files": self._shards.identity(),
+            "files": self._identity_of_files(),
             "columns": list(self._columns),
             "records": len(self),
             "content": probe_digest(len(self), self._digest),

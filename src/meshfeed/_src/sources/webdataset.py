@@ -114,7 +114,6 @@ class WebDataset(ShardReader[TarShard, _CheckedTar]):
         form = FileFormat(
             "WebDataset",
             lambda name: inspect(name, cache),
-            TarShard.describe,
             lambda entry, version, manifest: _listed(entry, version, manifest, cache),
             archives,
         )
@@ -150,7 +149,7 @@ class WebDataset(ShardReader[TarShard, _CheckedTar]):
         """Returns the identity: files, number of records, and a digest of 4 records spread over the source."""
         return {
             "kind": "webdataset",
-            "files": self._shards.identity(),
+            "files": self._identity_of_files(),
             "records": len(self),
             "content": probe_digest(len(self), self._digest),
         }

@@ -73,7 +73,7 @@ class ArrayRecord(RecordFiles):
                 )
         self.decode = decode
         self.decode_batch = decode_batch
-        form = FileFormat("ArrayRecord", lambda name: inspect(name, cache), ShardFile.describe, ShardFile.from_entry)
+        form = FileFormat("ArrayRecord", lambda name: inspect(name, cache), ShardFile.from_entry)
         super().__init__(find_shards(paths, cache, form), cache)
 
     def concatenate(self, others: Sequence[object]) -> ArrayRecord | None:
@@ -111,13 +111,13 @@ class ArrayRecord(RecordFiles):
 
     def fingerprint_files(self) -> JsonValue:
         """Returns the identity of the files: count, total bytes, digest of base names and sizes in order."""
-        return self._shards.identity()
+        return self._identity_of_files()
 
     def fingerprint(self) -> JsonValue:
         """Returns the identity: files, number of records, and a digest of 4 records spread over the source."""
         return {
             "kind": "array_record",
-            "files": self.fingerprint_files(),
+            "files": self._identity_of_files(),
             "records": len(self),
             "content": probe_digest(len(self), lambda ids: digest_raw(self.read_raw(ids))),
         }

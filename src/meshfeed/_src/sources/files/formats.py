@@ -7,57 +7,80 @@ import os
 import re
 import shutil
 from types import ModuleType
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, NamedTuple
 
 from meshfeed._src.base.errors import CorruptDataError, MeshfeedError, SourceError
 
+
+class _Format(NamedTuple):
+    """What files with some extension are.
+
+    Attributes:
+      what: the kind of file, for errors.
+      reader: what to pass to the feed.
+      source: the class in ``meshfeed.sources`` that reads them; None if a library does.
+    """
+
+    what: str
+    reader: str
+    source: str | None = None
+
+
 _LOAD = "datasets.load_dataset({format!r}, data_files={path!r}, split='train')"
-_ARRAY_RECORD = ("an ArrayRecord file", "meshfeed.sources.ArrayRecord({path!r}, decode=…)")
-_JSON = ("a JSON file", _LOAD.replace("{format!r}", "'json'"))
-_NUMPY = (
-    "a numpy file",
-    "meshfeed.sources.Memory(numpy.load({path!r}, mmap_mode='r')), or meshfeed.sources.Tokens({path!r}, sequence_length) "
-    "if it holds one run of tokens",
-)
-_TAR = ("a tar archive", "meshfeed.sources.WebDataset({path!r}, decode=…)")
-_TFRECORD = (
+_ARRAY_RECORD = _Format("an ArrayRecord file", "meshfeed.sources.ArrayRecord({path!r}, decode=…)", "ArrayRecord")
+_JSON = _Format("a JSON file", _LOAD.replace("{format!r}", "'json'"))
+_TFRECORD = _Format(
     "a TFRecord file",
     "meshfeed.sources.TFData(open), where open(lane_index, num_lanes) makes a tf.data.Dataset, or convert it with meshfeed "
     "convert, which needs no TensorFlow",
 )
-_ZARR = ("a zarr array", "meshfeed.sources.TensorStore({path!r})")
+_ZARR = _Format("a zarr array", "meshfeed.sources.TensorStore({path!r})", "TensorStore")
 
-# file name extension → what the file is, and what to pass to the feed
-_READERS = {
+_FORMATS = {  # by file name extension
     "array_record": _ARRAY_RECORD,
     "arrayrecord": _ARRAY_RECORD,
-    "arrow": ("an Arrow file", "datasets.Dataset.from_file({path!r})"),
-    "bin": (
-        "a file of tokens",
-        "meshfeed.sources.Tokens({path!r}, sequence_length, dtype=…)",
-    ),
-    "csv": ("a CSV file", _LOAD.replace("{format!r}", "'csv'")),
+    "arrow": _Format("an Arrow file", "datasets.Dataset.from_file({path!r})"),
+    "bin": _Format("a file of tokens", "meshfeed.sources.Tokens({path!r}, sequence_length, dtype=…)", "Tokens"),
+    "csv": _Format("a CSV file", _LOAD.replace("{format!r}", "'csv'")),
+    "idx": _Format("a Megatron index", "meshfeed.sources.Tokens({path!r}, sequence_length)", "Tokens"),
     "json": _JSON,
     "jsonl": _JSON,
-    "mds": ("a shard of Mosaic Streaming", "meshfeed.sources.MDS(folder), with the folder of its index.json"),
-    "npy": _NUMPY,
-    "parquet": ("a Parquet file", "meshfeed.sources.Parquet({path!r})"),
-    "tar": _TAR,
+    "mds": _Format(
+        "a shard of Mosaic Streaming", "meshfeed.sources.MDS(folder), with the folder of its index.json", "MDS"
+    ),
+    "npy": _Format(
+        "a numpy file",
+        "meshfeed.sources.Memory(numpy.load({path!r}, mmap_mode='r')), or meshfeed.sources.Tokens({path!r}, "
+        "sequence_length) if it holds one run of tokens",
+        "Tokens",
+    ),
+    "parquet": _Format("a Parquet file", "meshfeed.sources.Parquet({path!r})", "Parquet"),
+    "tar": _Format("a tar archive", "meshfeed.sources.WebDataset({path!r}, decode=…)", "WebDataset"),
     "tfrecord": _TFRECORD,
     "tfrecords": _TFRECORD,
-    "txt": ("a text file", _LOAD.replace("{format!r}", "'text'")),
+    "txt": _Format("a text file", _LOAD.replace("{format!r}", "'text'")),
     "zarr": _ZARR,
     "zarr3": _ZARR,
 }
-_ENDING = re.compile(rf"\.({'|'.join(sorted(_READERS, key=len, reverse=True))})(?=$|[.-])", re.IGNORECASE)
+_EXTENSION = re.compile(rf"\.({'|'.join(sorted(_FORMATS, key=len, reverse=True))})(?=$|[.-])", re.IGNORECASE)
+
+
+def _format_of(name: str) -> _Format | None:
+    extensions = _EXTENSION.findall(os.path.basename(name.rstrip("/")))  # "x.array_record-00000-of-00016", "x.csv.gz"
+    return _FORMATS[extensions[-1].lower()] if extensions else None
 
 
 def source_of(path: str) -> str | None:
     """Returns the name of the class in ``meshfeed.sources`` that reads a file, by its name; None if there is none."""
-    endings = _ENDING.findall(os.path.basename(path))
-    reader = _READERS[endings[-1].lower()][1] if endings else ""
-    found = re.search(r"meshfeed\.sources\.(ArrayRecord|Parquet|WebDataset|MDS)\(", reader)
-    return found[1] if found else "Tokens" if re.search(r"\.(bin|idx|npy)$", path) else None
+    found = _format_of(path)
+    return None if found is None else found.source
+
+
+def names_other_format(path: str, source: str) -> bool:
+    """Whether the last extension of a name, except of a compression, is that of a format that ``source`` does not read."""
+    stem = path.rpartition(".")[0] if compression_of(path) else path
+    found = _FORMATS.get(stem.rpartition(".")[2].lower())
+    return found is not None and found.source != source
 
 
 def reader_hint(path: object, *, unless: str = "") -> str:
@@ -71,23 +94,19 @@ def reader_hint(path: object, *, unless: str = "") -> str:
     if not isinstance(path, str | os.PathLike):
         return ""
     name = os.fspath(path)
-    endings = _ENDING.findall(os.path.basename(name.rstrip("/")))  # "x.array_record-00000-of-00016", "x.csv.gz"
-    if not endings:
+    found = _format_of(name)
+    if found is None or found.source == unless:
         return ""
-    what, reader = _READERS[endings[-1].lower()]
-    reader = reader.format(path=name)
-    if unless and f"meshfeed.sources.{unless}(" in reader:
-        return ""
-    return f" Its name suggests {what}: pass {reader}."
+    return f" Its name suggests {found.what}: pass {found.reader.format(path=name)}."
 
 
 _CHUNK_BYTES = 1 << 20
-_ENDINGS = {"gz": "gz", "bz2": "bz2", "xz": "xz", "zst": "zstd", "zstd": "zstd", "br": "br", "snappy": "snappy"}
+_COMPRESSIONS = {"gz": "gz", "bz2": "bz2", "xz": "xz", "zst": "zstd", "zstd": "zstd", "br": "br", "snappy": "snappy"}
 
 
 def compression_of(name: str) -> str | None:
     """Returns the compression that the last extension of a file name stands for, or None."""
-    return _ENDINGS.get(name.rsplit(".", 1)[-1].lower())
+    return _COMPRESSIONS.get(name.rsplit(".", 1)[-1].lower())
 
 
 def decompress(compression: str, source: str, target: str, num_bytes: int | None, *, what: str) -> None:

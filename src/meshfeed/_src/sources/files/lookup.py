@@ -37,41 +37,29 @@ if TYPE_CHECKING:
     from meshfeed._src.sources.files.shard_cache import ShardCache
 
 _log = logging.getLogger("meshfeed.sources.lookup")
-F = TypeVar("F")
 S = TypeVar("S", bound=Shard)
 
 
 @dataclasses.dataclass(frozen=True)
-class FileFormat(Generic[F]):
+class FileFormat(Generic[S]):
     """How a source describes its files.
 
     Attributes:
       source: name of the source, such as "ArrayRecord".
       inspect: looks at a file, given its path or URL.
-      describe: returns what :meth:`inspect` found as a manifest lists it, and the version of the file.
       rebuild: returns the same without looking, given what a manifest lists of the file, its version (see ``Shard``), and
         the path of the manifest.
       select: returns the files that hold records, of those that the user's paths expand to.
     """
 
     source: str
-    inspect: Callable[[str], F]
-    describe: Callable[[F], tuple[FileEntry, str]]
-    rebuild: Callable[[FileEntry, str, str], F]
+    inspect: Callable[[str], S]
+    rebuild: Callable[[FileEntry, str, str], S]
     select: Callable[[Sequence[str]], list[str]] = list
 
 
-@dataclasses.dataclass(frozen=True)
-class FoundFiles(Generic[F]):
-    """What is in each file of a source, the paths and URLs of the files, and those of the manifests that list some."""
-
-    files: list[F]
-    names: list[str]
-    manifests: tuple[str, ...]
-
-
-def find_files(paths: file_paths.Paths, cache: ShardCache | None, form: FileFormat[F]) -> FoundFiles[F]:
-    """Expands ``paths`` to files, and finds out what is in each.
+def find_files(paths: file_paths.Paths, cache: ShardCache | None, form: FileFormat[S]) -> tuple[list[S], list[str]]:
+    """Returns the files that ``paths`` expand to, with what is in each, and the paths of the manifests that list some.
 
     A path that ends in ``.json`` is a manifest, and stands for the files that it lists. A manifest in the folder of the
     files is used too, for those that it lists. All other files are looked at.
@@ -89,13 +77,13 @@ def find_files(paths: file_paths.Paths, cache: ShardCache | None, form: FileForm
     listed = {entry.path: (entry, one.path) for one in found for entry in one.files}
     if cache is not None:
         cache.expect({path: entry.digest for path, (entry, _) in listed.items() if entry.digest and is_url(path)})
-    return FoundFiles(_find_each(names, listed, form), names, tuple(one.path for one in found))
+    return _find_each(names, listed, form), [one.path for one in found]
 
 
-def _find_each(names: Sequence[str], listed: Mapping[str, tuple[FileEntry, str]], form: FileFormat[F]) -> list[F]:
+def _find_each(names: Sequence[str], listed: Mapping[str, tuple[FileEntry, str]], form: FileFormat[S]) -> list[S]:
     """Returns what is in each file, given those that manifests list, each with the path of its manifest."""
 
-    def find(name: str) -> F:
+    def find(name: str) -> S:
         if name not in listed:
             return form.inspect(name)
         entry, manifest = listed[name]
@@ -108,11 +96,11 @@ def _find_each(names: Sequence[str], listed: Mapping[str, tuple[FileEntry, str]]
     return [known[name] if name in known else find(name) for name in names]
 
 
-def _look(names: Sequence[str], form: FileFormat[F]) -> dict[str, F]:
+def _look(names: Sequence[str], form: FileFormat[S]) -> dict[str, S]:
     """Looks at remote files, together with the other hosts of the job."""
-    here: dict[str, F] = {}
+    here: dict[str, S] = {}
 
-    def inspect(name: str) -> F:
+    def inspect(name: str) -> S:
         try:
             return form.inspect(name)
         except (MeshfeedError, OSError):
@@ -123,8 +111,7 @@ def _look(names: Sequence[str], form: FileFormat[F]) -> dict[str, F]:
         mine = [names[number] for number in numbers]
         found = file_paths.in_threads(inspect, mine)
         here.update(zip(mine, found, strict=True))
-        described = [form.describe(file) for file in found]
-        return [[entry.num_bytes, entry.num_records, version, dict(entry.details)] for entry, version in described]
+        return [[file.num_bytes, file.num_records, file.version, file.details()] for file in found]
 
     found = look_together(names, form.source, look) if names else []
     for name, (num_bytes, num_records, version, details) in zip(names, found, strict=True):
@@ -135,11 +122,11 @@ def _look(names: Sequence[str], form: FileFormat[F]) -> dict[str, F]:
 
 def find_shards(paths: file_paths.Paths, cache: ShardCache | None, form: FileFormat[S]) -> Shards[S]:
     """Returns the files of a source as :class:`Shards`; see :func:`find_files`."""
-    found = find_files(paths, cache, form)
-    return Shards(found.files, form.source, found.manifests)
+    files, found = find_files(paths, cache, form)
+    return Shards(files, form.source, found)
 
 
-def _expand(paths: file_paths.Paths, form: FileFormat[F]) -> tuple[list[str], list[DataManifest]]:
+def _expand(paths: file_paths.Paths, form: FileFormat[S]) -> tuple[list[str], list[DataManifest]]:
     """Returns the files, and the manifests that the user named."""
     items = [paths] if isinstance(paths, str | os.PathLike) or not isinstance(paths, Iterable) else list(paths)
     if not any(_names_manifest(item) for item in items):

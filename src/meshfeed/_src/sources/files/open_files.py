@@ -8,6 +8,7 @@ from __future__ import annotations
 import collections
 import errno
 import os
+import resource
 import threading
 import weakref
 from collections.abc import Callable, Hashable, Iterable, Sequence
@@ -15,13 +16,26 @@ from typing import Any, Generic, TypeVar
 
 from meshfeed._src.sources.files.shard import Shard, changed, local_copy
 from meshfeed._src.sources.files.shard_cache import ShardCache
-from meshfeed._src.sources.files.shards import max_open_files
 
+_MAX_OPEN_FILES = 1024
+_MAX_FILES_PER_CALL = 32
+_CALLS_AT_ONCE = 16  # threads whose calls may hold files open, beside those that the pool keeps
 _MAX_ENTRIES = 1 << 25  # of 8 bytes: the indexes of checked files in memory
 _LEAST_ENTRIES = 256  # charged per checked file, which bounds their number too
 T = TypeVar("T")
 K = TypeVar("K", bound=Hashable)
 V = TypeVar("V")
+
+
+def max_open_files() -> int:
+    """Returns a quarter of the process limit, at most 1024: the rest is for the program and for fetches."""
+    soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    return _MAX_OPEN_FILES if soft == resource.RLIM_INFINITY else max(1, min(_MAX_OPEN_FILES, soft // 4))
+
+
+def files_per_call() -> int:
+    """Returns the maximum number of files that one call may hold open."""
+    return max(1, min(_MAX_FILES_PER_CALL, max_open_files() // _CALLS_AT_ONCE))
 
 
 class Descriptor:

@@ -86,10 +86,6 @@ class Shard:
         """Returns what a manifest lists of the file."""
         return FileEntry(self.path, self.num_bytes, self.num_records, self.digest, self.details())
 
-    def describe(self) -> tuple[FileEntry, str]:
-        """Returns what a manifest lists of the file, and its version."""
-        return self.entry(), self.version
-
     def describe_change(self, path: str) -> str:
         """Returns what the file was and what it is now, for an error."""
         return f"{self.num_records:,} records in {self.num_bytes:,} bytes then, {os.path.getsize(path):,} now"

@@ -9,9 +9,10 @@ from typing import Generic, NamedTuple, TypeVar
 import numpy as np
 
 from meshfeed._src.base.errors import CorruptDataError
-from meshfeed._src.base.types import RecordIds
+from meshfeed._src.base.types import JsonValue, RecordIds
 from meshfeed._src.sources.files import paths as file_paths
 from meshfeed._src.sources.files.direct import READ_THREADS, ByteRange, RemoteBytes, read_ranges
+from meshfeed._src.sources.files.manifest import lengths_by_file
 from meshfeed._src.sources.files.open_files import Descriptor, ShardPool, shared_pool
 from meshfeed._src.sources.files.paths import is_url
 from meshfeed._src.sources.files.shard import Shard
@@ -56,6 +57,7 @@ class ShardSource(Generic[S]):
     def __init__(self, shards: Shards[S], cache: ShardCache | None) -> None:
         self._shards = shards
         self._cache = cache
+        self._has_copies = cache is not None and any(shard.is_cached for shard in shards.files)
         self._is_direct = cache is None and any(is_url(shard.path) for shard in shards.files)
         self._pool = shared_pool
 
@@ -69,7 +71,7 @@ class ShardSource(Generic[S]):
         self._pool = shared_pool
 
     def __repr__(self) -> str:
-        return f"{type(self).__name__}({self._shards!r})"
+        return f"{type(self).__name__}({self._shards.describe()})"
 
     def __len__(self) -> int:
         return len(self._shards)
@@ -84,20 +86,32 @@ class ShardSource(Generic[S]):
         return self._shards.lengths
 
     def stored_lengths(self, key: str) -> np.ndarray | None:
-        """Returns the length of the leaf ``key`` of each record, if a manifest lists them."""
-        return self._shards.stored_lengths(key)
+        """Returns the length of the leaf ``key`` of each record, if manifests list them; see ``StoredLengths``."""
+        found = lengths_by_file(self._shards.manifests, key)
+        parts = [found.get(name) for name in self.file_names()]
+        return None if any(part is None for part in parts) else np.concatenate(parts)  # type: ignore[arg-type]
 
     def file_of(self, record_id: int) -> str:
         """Returns the path or URL of the file that contains a record."""
-        return self._shards.file_of(record_id)
+        return self._shards.files[int(np.searchsorted(self._shards.ends, record_id, side="right"))].path
 
     def file_names(self) -> list[str]:
         """Returns the paths and URLs of the files, in record id order."""
-        return self._shards.names()
+        return [file.path for file in self._shards.files]
 
     def cached_files(self, record_ids: np.ndarray) -> list[RemoteFile] | None:
-        """Returns the files that hold these records, int64[n], and are read through the cache; None without one."""
-        return self._shards.cached_files(record_ids, self._cache)
+        """Returns the files that hold these records, int64[n], and are read through a cache that fetches ahead."""
+        if self._cache is None or not self._cache.ahead_bytes or not self._has_copies:
+            return None
+        numbers = np.unique(np.searchsorted(self._shards.ends, record_ids, side="right"))
+        files = [self._shards.files[number] for number in numbers]
+        return [
+            RemoteFile(self._cache, file.path, file.compression, file.num_bytes) for file in files if file.is_cached
+        ]
+
+    def _identity_of_files(self) -> JsonValue:
+        """Returns the identity of the files: count, total bytes, digest of base names and sizes in order."""
+        return file_paths.identify_files(self.file_names(), [file.num_bytes for file in self._shards.files])
 
     def close(self) -> None:
         """Closes the files; a later read opens them again."""

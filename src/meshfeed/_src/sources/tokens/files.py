@@ -20,7 +20,6 @@ import dataclasses
 import io
 import logging
 import os
-import re
 import sys
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -32,13 +31,12 @@ from meshfeed._src.base.errors import CorruptDataError, SettingsError, SourceErr
 from meshfeed._src.base.types import JsonValue
 from meshfeed._src.sources.files import paths as file_paths
 from meshfeed._src.sources.files.direct import RemoteBytes, SparseFile, identify, sparse_files
-from meshfeed._src.sources.files.formats import compression_of, reader_hint
+from meshfeed._src.sources.files.formats import compression_of, names_other_format, reader_hint
 from meshfeed._src.sources.files.manifest import FileEntry, damaged, lengths_by_file
-from meshfeed._src.sources.files.open_files import Descriptor, open_descriptor, shared_pool
+from meshfeed._src.sources.files.open_files import Descriptor, files_per_call, open_descriptor, shared_pool
 from meshfeed._src.sources.files.paths import is_url
 from meshfeed._src.sources.files.shard import Shard, inspect_copy
 from meshfeed._src.sources.files.shard_cache import ShardCache
-from meshfeed._src.sources.files.shards import files_per_call
 
 _NPY_MAGIC = b"\x93NUMPY"
 LLM_C_BYTES = 1024
@@ -115,11 +113,6 @@ class TokenFile(_TokenShard):
         return details
 
 
-_OTHER_FORMAT = re.compile(
-    r"\.(jsonl?|csv|parquet|arrow|array_?record|tfrecords?|tar|mds)(\.(gz|bz2|xz|zstd?|br|snappy))?$", re.IGNORECASE
-)
-
-
 def cut_short(path: str, what: str, record_id: int | None = None) -> CorruptDataError:
     """Returns the error for a file that lacks bytes."""
     return CorruptDataError(
@@ -185,7 +178,7 @@ def inspect(path: str, dtype: np.dtype[Any] | None, cache: ShardCache | None) ->
             f"Tokens: {path} has no header that tells the dtype of its tokens (numpy, llm.c, or a Megatron .idx beside "
             f"it).{reader_hint(path, unless='Tokens') or ' Pass dtype=, such as numpy.uint16.'}"
         )
-    if _OTHER_FORMAT.search(path):
+    if names_other_format(path, "Tokens"):
         raise SourceError(
             f"Tokens: {path} has no header of a token file, and would be read as bare {dtype}.{reader_hint(path)} If it "
             "does hold bare tokens, rename it to end with .bin."

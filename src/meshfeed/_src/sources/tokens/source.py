@@ -30,12 +30,10 @@ def _find(paths: file_paths.Paths, dtype: DTypeLike | None, cache: ShardCache | 
     form = FileFormat(
         "Tokens",
         lambda name: inspect(name, wanted, cache),
-        TokenFile.describe,
         lambda entry, version, manifest: listed(entry, version, manifest, wanted),
         token_files,
     )
-    found = find_files(paths, cache, form)
-    return TokenFiles(found.files, found.manifests, cache)
+    return TokenFiles(*find_files(paths, cache, form), cache)
 
 
 class _Pieces(NamedTuple):
@@ -165,7 +163,7 @@ class Tokens(ShardSource[TokenFile]):
         return _Pieces(file_index, first - (ends - windows) * self._stride, ends)
 
     def __repr__(self) -> str:
-        return f"Tokens({str(self._shards).replace('records', 'windows')} of {self._width:,} tokens)"
+        return f"Tokens({self._shards.describe('windows')} of {self._width:,} tokens)"
 
     def __getitem__(self, record_id: SupportsIndex) -> dict[str, np.ndarray]:
         """Window ``record_id``: ``{key: int32[sequence_length + next_token]}``."""
@@ -211,7 +209,7 @@ class Tokens(ShardSource[TokenFile]):
         """Returns the identity: files, windows, and a digest of 4 windows spread over the source."""
         return {
             "kind": "tokens",
-            "files": self._shards.identity(),
+            "files": self._identity_of_files(),
             "window": [self._width, self._stride],
             "content": probe_digest(len(self), lambda ids: digest_tree(self.read_batch(ids))),
         }
@@ -238,7 +236,7 @@ class TokenDocuments(ShardSource[TokenFile]):
         super().__init__(Shards(self._files.files, "Tokens", lengths=numbers), cache)
 
     def __repr__(self) -> str:
-        return f"Tokens.documents({str(self._shards).replace('records', 'documents')})"
+        return f"Tokens.documents({self._shards.describe('documents')})"
 
     def lengths(self) -> np.ndarray:
         """Returns the number of tokens of each document, uint32[documents]; int64 if one has 2**32 or more."""
@@ -289,7 +287,7 @@ class TokenDocuments(ShardSource[TokenFile]):
         """Returns the identity: files, documents, and a digest of all lengths."""
         return {
             "kind": "token_documents",
-            "files": self._shards.identity(),
+            "files": self._identity_of_files(),
             "records": len(self),
             "lengths": xxhash.xxh3_64(np.ascontiguousarray(self._lengths).data).hexdigest(),
         }
