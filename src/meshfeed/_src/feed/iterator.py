@@ -11,9 +11,9 @@ import logging
 import os
 import pathlib
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from types import TracebackType
-from typing import Literal, NamedTuple, NoReturn, Protocol, cast
+from typing import Literal, NamedTuple, NoReturn, cast
 
 import numpy as np
 
@@ -31,7 +31,6 @@ from meshfeed._src.base.errors import (
     suggests_keywords,
 )
 from meshfeed._src.base.fork import Finalizer, Owner, finalize
-from meshfeed._src.base.hooks import Resumable
 from meshfeed._src.base.reduction import ProgressReport
 from meshfeed._src.base.settings import (
     Balance,
@@ -45,6 +44,7 @@ from meshfeed._src.base.settings import (
 from meshfeed._src.base.stats import CACHES, PROGRESS, FeedStats, Sample, StatsRecorder, stats_since
 from meshfeed._src.base.threads import SingleCall
 from meshfeed._src.base.types import JsonValue, PyTree, RecordIds, public
+from meshfeed._src.feed.local_iterator import LocalIterator
 from meshfeed._src.feed.parts import make_pipeline, make_stream, replay_step
 from meshfeed._src.feed.pipeline import Pipeline, Ready
 from meshfeed._src.pictures.plan import MeshPlan, plan_of_batch
@@ -55,41 +55,6 @@ from meshfeed._src.sources.recognize import describe_source
 from meshfeed._src.state import state as feed_state
 from meshfeed._src.state.files import Checkpointable
 from meshfeed._src.streams.protocol import AnyReader, Cursor
-
-
-class ResumableIterator(Resumable, Protocol):
-    """The methods of a feed that :class:`LocalIterator` needs."""
-
-    def __iter__(self) -> Iterator[PyTree]: ...
-
-    def __next__(self) -> PyTree: ...
-
-
-class LocalIterator:
-    """A feed as the local iterator that checkpoint code written for Grain or MaxText expects.
-
-    Args:
-      feed: the feed.
-    """
-
-    def __init__(self, feed: ResumableIterator) -> None:
-        self._feed = feed
-
-    def __iter__(self) -> LocalIterator:
-        iter(self._feed)
-        return self
-
-    def __next__(self) -> PyTree:
-        return next(self._feed)
-
-    def get_state(self) -> JsonValue:
-        """Returns the feed's state after the last delivered batch."""
-        return self._feed.get_state()
-
-    def set_state(self, state: JsonValue) -> None:
-        """Sets the feed's state; discards its read-ahead."""
-        self._feed.set_state(state)
-
 
 _log = logging.getLogger("meshfeed.feed")
 

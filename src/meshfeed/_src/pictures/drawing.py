@@ -269,24 +269,25 @@ def line_chart(
     ticks = nice_ticks(max([*known, least_top, 1e-9]))
     left = max(text_width(y_text(tick), 12) for tick in ticks) + 10
     drawing = Drawing(title, [Text(0, 12, title, bold=True, size=14)])
-    top, bottom = 48.0, 48.0 + _HEIGHT
+    bottom = 48.0 + _HEIGHT
+
+    def point(x: float, y: float) -> tuple[float, float]:
+        """Places a fraction of the x axis, and a value."""
+        return left + x * (_WIDTH - left), bottom - y / ticks[-1] * _HEIGHT
+
     for tick in ticks:
-        y = bottom - tick / ticks[-1] * _HEIGHT
+        _, y = point(0, tick)
         drawing.shapes.append(Line([(left, y), (_WIDTH, y)], "rule", 1))
         drawing.shapes.append(Text(left - 8, y + 4, y_text(tick), "muted", 12, "end"))
     for x, label in _time_ticks(seconds):
-        x = left + x * (_WIDTH - left)
-        drawing.shapes.append(Text(x, bottom + 18, label, "muted", 12, "middle"))
+        drawing.shapes.append(Text(point(x, 0)[0], bottom + 18, label, "muted", 12, "middle"))
     at = 0.0
     for line, color in zip(series, _LINE_COLORS, strict=False):
         if len(series) > 1:
             drawing.shapes += [Box(at, 25, 14, 4, color, 2), Text(at + 19, 32, line.name, "ink", 12)]
             at += 19 + text_width(line.name, 12) + 16
         for part in _parts(line.values):
-            points = [
-                (left + x / max(len(line.values) - 1, 1) * (_WIDTH - left), bottom - y / ticks[-1] * (bottom - top))
-                for x, y in part
-            ]
+            points = [point(x / max(len(line.values) - 1, 1), y) for x, y in part]
             if len(points) == 1:  # a line of one point is invisible
                 points.append((points[0][0] + 2, points[0][1]))
             drawing.shapes.append(Line(points, color, 2))
@@ -322,7 +323,7 @@ def bar_chart(title: str, bars: Sequence[Bar], *, text: Callable[[float], str]) 
         drawing.shapes.append(Line([(x, bottom), (x, bottom + 5)], "rule", 1))
         drawing.shapes.append(Text(x, bottom + 20, text(tick) if tick else "0", "muted", 12, "middle"))
     for number, (bar, note) in enumerate(zip(bars, notes, strict=True)):
-        y, length = 34 + 30 * number, max(bar.value / ticks[-1] * width, 1.0)
+        y, length = 34 + 30 * number, max(bar.value / ticks[-1] * width, 1.0)  # a bar of 0 is still visible
         drawing.shapes += [
             Text(left - 10, y + 15, bar.name, "ink", 13, "end"),
             Box(left, y, length, 20, "accent", 2),

@@ -215,15 +215,9 @@ def _stage_bar(hosts: Sequence[dict[str, JsonValue]], stage: str) -> Bar:
 
 def _host_table(feed: dict[str, JsonValue]) -> str:
     hosts = sorted(feed["hosts"], key=lambda host: (-host["lag_seconds"], host["host"]))
-    heads = ("host", "step", "stall", *_STAGES.values(), "lag", "bytes", "retries", "bad", "cache hits")
-    rows = ["".join(f"<th>{head}</th>" for head in heads)]
-    for host in hosts[:_SHOWN_HOSTS]:
-        hits = _hit_fraction([host])
-        cells = [str(host["host"]), f"{host['step']:,}", f"{host['stall_fraction']:.1%}"]
-        cells += [_duration(_per_batch(host, stage)) for stage in _STAGES]
-        cells += [_duration(host["lag_seconds"]), _bytes(host["bytes"]), f"{host['retries']:,}"]
-        cells += [f"{host['skipped_records']:,}", "–" if hits is None else f"{hits:.1%}"]
-        rows.append("".join(f"<td>{cell}</td>" for cell in cells))
+    shown = [_cells(host) for host in hosts[:_SHOWN_HOSTS]]
+    rows = ["".join(f"<th>{head}</th>" for head in shown[0])]
+    rows += ["".join(f"<td>{cell}</td>" for cell in cells.values()) for cells in shown]
     more = len(hosts) - _SHOWN_HOSTS
     note = f'<p class="muted">{more:,} more hosts, with less lag; --json has all of them.</p>' if more > 0 else ""
     how = (
@@ -232,6 +226,21 @@ def _host_table(feed: dict[str, JsonValue]) -> str:
     )
     note += f'<p class="muted">{how}</p>'
     return f'<div class="wide"><table>{"".join(f"<tr>{row}</tr>" for row in rows)}</table></div>{note}'
+
+
+def _cells(host: dict[str, JsonValue]) -> dict[str, str]:
+    hits = _hit_fraction([host])
+    return {
+        "host": str(host["host"]),
+        "step": f"{host['step']:,}",
+        "stall": f"{host['stall_fraction']:.1%}",
+        **{name: _duration(_per_batch(host, stage)) for stage, name in _STAGES.items()},
+        "lag": _duration(host["lag_seconds"]),
+        "bytes": _bytes(host["bytes"]),
+        "retries": f"{host['retries']:,}",
+        "bad": f"{host['skipped_records']:,}",
+        "cache hits": "–" if hits is None else f"{hits:.1%}",
+    }
 
 
 def _count(value: int) -> str:
@@ -243,11 +252,8 @@ def _number(value: float) -> str:
 
 
 def _bytes(value: float) -> str:
-    for unit in ("B", "kB", "MB", "GB", "TB"):
-        if value < 1000 or unit == "TB":
-            break
-        value /= 1000
-    return f"{value:.3g} {unit}"
+    power = min(int(math.log10(max(value, 1)) / 3), 4)
+    return f"{value / 1000**power:.3g} {('B', 'kB', 'MB', 'GB', 'TB')[power]}"
 
 
 def _duration(seconds: float) -> str:

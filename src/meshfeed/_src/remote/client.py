@@ -17,6 +17,7 @@ import json
 import math
 import operator
 import struct
+from collections.abc import Callable
 from typing import Any
 
 import cloudpickle
@@ -149,13 +150,12 @@ class Endpoint:
 
     def begin(self, request: jax.Array) -> jax.Array:
         """Creates the target over the mesh of ``request``; returns one header per device."""
-        flag = OK
-        try:
+
+        def make() -> None:
             self._target = cloudpickle.loads(self._payload)(request.sharding.mesh)  # pyright: ignore[reportAttributeAccessIssue] # the request is sharded over a mesh
             self._spec = self._target.spec()
-        except Exception as error:
-            flag, self._answer = ERROR, encode_error(error)
-        return _header(self, request, flag)
+
+        return _outcome(self, request, make)
 
     def take(self, request: jax.Array) -> tuple[jax.Array, PyTree]:
         """Returns a header and the next batch.
@@ -164,31 +164,30 @@ class Endpoint:
           request: ``[devices, 1]`` if the structure of a batch is unknown; then no batch is returned. Otherwise
             ``[devices, 1 + n]``, with a different n for each batch size seen so far.
         """
-        flag, batch = OK, None
+        batch: PyTree | None = None
         size = 0
-        try:
+
+        def advance() -> None:
+            nonlocal batch, size
             size = self._target.numbers()[2]  # before next(), which advances it to the following batch
             batch = self._target.next()
-        except StopIteration:
-            flag = END
-        except Exception as error:
-            flag, self._answer = ERROR, encode_error(error)
+
+        header = _outcome(self, request, advance)
         if request.shape[1] == 1:
-            return _header(self, request, flag), ()
+            return header, ()
         if batch is None:  # the compiled call must return the same structure at the end and after an error too
             batch = jax.tree.map(lambda leaf: zeros(leaf, size), self._spec)
-        return _header(self, request, flag), batch
+        return header, batch
 
     def stage(self, request: jax.Array) -> jax.Array:
         """Runs a call and keeps the answer for :meth:`fetch`; the header holds its length."""
-        flag = OK
-        try:
+
+        def call() -> None:
             name, args = json.loads(rows_of(request)[0].tobytes())
             value = self._spec is not None if name == "knows_spec" else self._target.calls[name](*args)
             self._answer = encode_answer(value)
-        except Exception as error:
-            flag, self._answer = ERROR, encode_error(error)
-        return _header(self, request, flag)
+
+        return _outcome(self, request, call)
 
     def fetch(self, buffer: jax.Array) -> jax.Array:
         """Returns the answer, prefixed with the process index and padded to the length of ``buffer``."""
@@ -196,14 +195,18 @@ class Endpoint:
         return to_rows(padded(answer, buffer.shape[1]), buffer.sharding, buffer.shape[0])
 
 
-def _header(endpoint: Endpoint, request: jax.Array, flag: int) -> jax.Array:
+def _outcome(endpoint: Endpoint, request: jax.Array, function: Callable[[], None]) -> jax.Array:
+    """Calls ``function`` and returns one header per device; keeps an exception as the answer."""
+    flag = OK
     numbers: tuple[int, int, int] = (0, 0, 0)
     try:
-        if endpoint._target is not None:  # None if begin() failed
-            numbers = endpoint._target.numbers()
+        try:
+            function()
+        except StopIteration:
+            flag = END
+        numbers = endpoint._target.numbers()
     except Exception as error:
-        if flag != ERROR:
-            flag, endpoint._answer = ERROR, encode_error(error)
+        flag, endpoint._answer = ERROR, encode_error(error)
     header = Header(flag, len(endpoint._answer), *numbers, coordination.process_index())
     return to_rows(header.to_row(), request.sharding, request.shape[0])
 

@@ -30,7 +30,8 @@ from meshfeed._src.base.settings import Balance, BatchSchedule, Retry, SkipBad, 
 from meshfeed._src.base.stats import FeedStats, stats_since
 from meshfeed._src.base.trees import tree_from_json, tree_to_json
 from meshfeed._src.base.types import PyTree, RecordIds, public
-from meshfeed._src.feed.iterator import Feed, LocalIterator, SecondPass
+from meshfeed._src.feed.iterator import Feed, SecondPass
+from meshfeed._src.feed.local_iterator import LocalIterator
 from meshfeed._src.pictures.plan import MeshPlan, plan_of_batch
 from meshfeed._src.pictures.report import report_figures, report_page
 from meshfeed._src.plan.plan import normalize_sharding, sharding_leaves
@@ -67,12 +68,11 @@ class FeedTarget:
                 setting="make_source",
             )
         self._size = 0
-        # A constant size is looked up only once.
         self._varies = isinstance(feed.config()["global_batch_size"], list)
         self.calls: dict[str, Any] = {
             "get_state": lambda: json.dumps(feed.get_state()),
-            "set_state": self._set_state,
-            "reset": self._reset,
+            "set_state": lambda text: feed.set_state(json.loads(text)),
+            "reset": feed.reset,
             "close": feed.close,
             "len": feed.__len__,
             "element_spec": self._element_spec,
@@ -86,12 +86,12 @@ class FeedTarget:
 
     def next(self) -> PyTree:
         """Returns the next batch of the feed."""
-        batch = next(self._feed)
-        self._update_size()
-        return batch
+        return next(self._feed)
 
     def numbers(self) -> tuple[int, int, int]:
         """Returns the step, the position, and the rows of the next batch."""
+        if self._varies and self._size:  # a constant size is looked up only once
+            self._size = _num_rows(self._feed.element_spec)
         return self._feed.step, self._feed.position, self._size
 
     def spec(self) -> PyTree | None:
@@ -100,25 +100,17 @@ class FeedTarget:
             spec = self._feed.element_spec
         except SourceError:  # next() raises it, or finds that other hosts have records
             return None
-        self._size = jax.tree.leaves(spec)[0].shape[0]
+        self._size = _num_rows(spec)
         return spec
-
-    def _update_size(self) -> None:
-        if self._varies:
-            self._size = jax.tree.leaves(self._feed.element_spec)[0].shape[0]
-
-    def _set_state(self, text: str) -> None:
-        self._feed.set_state(json.loads(text))
-        self._update_size()
-
-    def _reset(self) -> None:
-        self._feed.reset()
-        self._update_size()
 
     def _element_spec(self) -> dict[str, Any]:
         """Returns structure, shapes, dtypes and PartitionSpec entries as JSON, without device references."""
         tree = self._feed.element_spec
         return {"tree": tree_to_json(tree), "specs": [tuple(leaf.sharding.spec) for leaf in jax.tree.leaves(tree)]}
+
+
+def _num_rows(spec: PyTree) -> int:
+    return jax.tree.leaves(spec)[0].shape[0]
 
 
 @public("meshfeed.remote")
