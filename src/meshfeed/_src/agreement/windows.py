@@ -34,7 +34,7 @@ from meshfeed._src.base.reduction import Patience, ProgressReport, Reduction, St
 from meshfeed._src.base.threads import Background
 from meshfeed._src.base.types import JsonValue
 
-_MIN_WINDOW = 8
+_MIN_WINDOW = 8  # steps; spreads the three requests of a window, of up to 0.8 ms each, over short steps
 # With 320 hosts or more and 20 ms per step, 2 requests per host and window are 4,000 requests per second. One coordinator
 # should get at most 5,000; the rest is left for repeated polls and for the rest of the job.
 _HOSTS_PER_STEP = 40
@@ -43,8 +43,8 @@ Reduce = Callable[[Mapping[int, WindowReport], int, int], tuple[AnnouncedContent
 """Merges the contents of all hosts' reports on a window: (host → report, first step, end of the window) → (contents of
 the announcement, failure of all hosts or None). A failure without a step prevents the whole window."""
 _log = logging.getLogger("meshfeed.agree")
-_ERROR_GRACE_SECONDS = 4.0
-_CLOSE_SECONDS = 5.0
+_ERROR_GRACE_SECONDS = 4.0  # after the first failure; all hosts are to raise within 10 s of it
+_CLOSE_SECONDS = 5.0  # a coordinator that has exited may never reply
 
 
 def full_window(num_participants: int, batch_bytes: int, byte_limit: int) -> int:

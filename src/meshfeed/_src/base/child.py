@@ -400,7 +400,7 @@ Packed: TypeAlias = tuple[bytes, list[memoryview]]
 _HEADER = struct.Struct("<BBIQ")  # kind, whether a descriptor is attached, number of arrays, bytes of the pickle
 _SIZE = struct.Struct("<Q")
 _MAX_WRITE = 1 << 30  # Linux writes at most 2 GiB per call
-_RECEIVE_BYTES = 1 << 18
+_RECEIVE_BYTES = 1 << 18  # more than Linux buffers in a socket by default, so one call empties it
 
 
 class _Pickler(pickle.Pickler):

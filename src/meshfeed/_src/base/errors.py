@@ -46,6 +46,7 @@ DAMAGED_STATE = "The state was changed or damaged; use an earlier checkpoint."
 LEFT = "left"
 """The kind of a leave notice, published by a host that leaves early. The message states what it did and at which step."""
 _MAX_MESSAGE = 2000
+_MAX_REASON = 200  # every state lists up to 256 reasons
 VARIABLE = "MESHFEED_FULL_TRACEBACK"
 _ROOT = str(pathlib.Path(__file__).resolve().parents[2]) + os.sep  # the package's folder
 _EXAMPLES = os.path.join(_ROOT, "_examples") + os.sep  # user code, which the demo runs
@@ -275,6 +276,11 @@ class Failure:
             if str(error) == self.message:
                 return error
         return None
+
+
+def reason_of(error: Exception) -> str:
+    """Returns why a record is bad, for the ledger, in at most 200 characters."""
+    return f"{type(error).__name__}: {error}"[:_MAX_REASON]
 
 
 def _is_json(value: object) -> bool:

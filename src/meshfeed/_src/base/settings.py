@@ -14,6 +14,7 @@ import numpy as np
 from meshfeed._src.base.errors import SettingsError
 from meshfeed._src.base.types import public
 
+GC_EVERY = 100
 T = TypeVar("T")
 
 Balance: TypeAlias = "Literal['attention', 'tokens'] | Callable[[np.ndarray], float]"
@@ -149,7 +150,7 @@ class Workers(int):
 
     gc_every: int
 
-    def __new__(cls, count: int, *, gc_every: int = 100) -> Workers:
+    def __new__(cls, count: int, *, gc_every: int = GC_EVERY) -> Workers:
         """See the class."""
         value = super().__new__(cls, _integer("num_workers", count, 0, "a number of processes of at least 0"))
         value.gc_every = _integer("num_workers.gc_every", gc_every, 0, "a number of reads of at least 0")

@@ -173,4 +173,6 @@ class MeshDevice(Protocol):
 Decode: TypeAlias = Callable[..., Record]
 DecodeBatch: TypeAlias = Callable[..., PyTree]
 RecordIds: TypeAlias = "np.ndarray[Any, np.dtype[np.int64]]"
+MAX_POSITION = 1 << 62
+"""End of an endless stream: the sum of two positions still fits into an int64."""
 Rngs: TypeAlias = Sequence[np.random.Generator]

@@ -28,7 +28,7 @@ ALGORITHM = "length-buckets"
 VERSION = 1
 
 _RECORDS, _BATCHES = 121, 122  # purpose of a derived key
-_CHUNK = 4096  # batches whose places are computed together
+_CHUNK = 4096  # batches whose places are computed together: a few take a third as long
 
 
 class BucketOrder:
@@ -67,7 +67,7 @@ class BucketOrder:
         }
         self.total = None if num_epochs is None else self._per_epoch * num_epochs
         self._num_full = None if num_epochs is None else self._num_before(num_epochs)
-        self._places = cached(self._compute_places, 64)
+        self._places = cached(self._compute_places, 4)  # two for the reader, and for the plan of files to fetch
 
     def config(self) -> dict[str, JsonValue]:
         """The part of the fingerprint that describes the order."""

@@ -12,7 +12,7 @@ import functools
 import numpy as np
 
 from meshfeed._src.base.errors import SettingsError, SourceError
-from meshfeed._src.base.types import JsonValue, RecordIds
+from meshfeed._src.base.types import MAX_POSITION, JsonValue, RecordIds
 from meshfeed._src.order.permutation import (
     ALGORITHM,
     EPOCH,
@@ -23,8 +23,6 @@ from meshfeed._src.order.permutation import (
     permute_blocks,
     permute_each,
 )
-
-MAX_POSITION = 1 << 62
 
 
 def check_positions(positions: RecordIds, total: int | None) -> tuple[int, int]:
@@ -193,7 +191,7 @@ def _repeated(epoch: int, count: int) -> RecordIds:
     return epochs
 
 
-@functools.lru_cache(maxsize=256)  # at most 8 MiB; enough for the components of a mixture
+@functools.lru_cache(maxsize=256)  # at most 8 MiB; each component of a mixture needs one or two
 def _chunk(order: EpochOrder, epoch: int, chunk_index: int) -> RecordIds:
     """Ids of one aligned chunk of an epoch; cached because a small batch takes as long as a whole chunk."""
     start = chunk_index * TABLE_RECORDS

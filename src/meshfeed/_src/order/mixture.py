@@ -25,9 +25,9 @@ from typing import TypeVar, cast
 import numpy as np
 
 from meshfeed._src.base.errors import DAMAGED_STATE, SettingsError, StateMismatchError
-from meshfeed._src.base.types import JsonValue, RecordIds
+from meshfeed._src.base.types import MAX_POSITION, JsonValue, RecordIds
 from meshfeed._src.order.caching import cached
-from meshfeed._src.order.epochs import MAX_POSITION, EpochOrder, checked_positions
+from meshfeed._src.order.epochs import EpochOrder, checked_positions
 from meshfeed._src.order.permutation import ALGORITHM, derive_key, sorted_permutation
 
 _log = logging.getLogger("meshfeed.mixture")
@@ -309,7 +309,10 @@ def _check_components(
 
 MIXTURE_VERSION = 1
 COMPONENT_SHIFT = 48
-"""A record id of a mixture is ``component << 48 | id``."""
+"""A record id of a mixture is ``component << 48 | id``: 2**15 components of 2**48 records fit into an int64.
+
+States list ids of bad records, so the shift cannot change.
+"""
 
 _CHUNK_POSITIONS = 4096  # computed together: a batch of 35 components takes as long as a chunk
 _LAYOUT, _COMPONENT_SEED = 101, 102  # purpose of a derived key; disjoint from those of epochs.py
@@ -343,7 +346,7 @@ def group_by(values: RecordIds) -> list[tuple[int, RecordIds]]:
     return [(int(ordered[a]), order[a:b]) for a, b in itertools.pairwise(cuts) if a < b]
 
 
-@functools.lru_cache(maxsize=256)
+@functools.lru_cache(maxsize=256)  # at most 8 MiB in blocks of 2,048; lanes are each in a block of their own
 def _layout(key: int, counts: tuple[int, ...]) -> tuple[RecordIds, RecordIds]:
     """Component of each slot of a block, and its rank among the slots of that component; int64[block] each."""
     labels = np.repeat(np.arange(len(counts)), counts)
@@ -502,7 +505,7 @@ class MixtureOrder:
                 )
         check_end(on_end, num_epochs)
         self._blocks = StagedBlocks(self._names, self._stages, block, derive_key(seed, _LAYOUT))
-        self._chunk = cached(self._compute_chunk, 2)
+        self._chunk = cached(self._compute_chunk, 2)  # the reader's, and that of the plan of files to fetch
         self._on_end, self._seed = on_end, seed
         self._identities = identities
         self.num_records = sum(num_records.values())

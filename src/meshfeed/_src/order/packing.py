@@ -32,8 +32,8 @@ except ImportError as error:  # installed without a C compiler, or built for ano
 
 PACKING_VERSION = 1
 _BLOCKS, _DOCUMENTS, _SEQUENCES = 111, 112, 113  # purpose of a derived key
-_CACHED_BLOCKS = 8
-_CACHED_EPOCHS = 4
+_CACHED_BLOCKS = 8  # threads read batches of neighboring blocks at the same time; 3 MiB per block of 65,536 documents
+_CACHED_EPOCHS = 2  # a batch may touch two epochs
 
 
 @dataclasses.dataclass(frozen=True)

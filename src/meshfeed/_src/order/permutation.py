@@ -27,10 +27,10 @@ _Uint64Array = np.ndarray[Any, np.dtype[np.uint64]]
 _Network = tuple[int, int, tuple[_Uint64Array, ...]]
 
 _MASK = (1 << 64) - 1
-_GOLDEN = 0x9E3779B97F4A7C15
-_ODD = 0xD1342543DE82EF95
+_GOLDEN = 0x9E3779B97F4A7C15  # the increment of splitmix64, 2**64 divided by the golden ratio
+_ODD = 0xD1342543DE82EF95  # a good 64-bit multiplier (Steele and Vigna, 2021); must be odd, to lose no bit
 _ROUND_PAIRS = 3
-TABLE_RECORDS = 4096  # the largest domain that is argsorted
+TABLE_RECORDS = 4096  # the largest domain that is argsorted, which at this size takes as long as the network
 _SLICE = 16384  # ids per pass; keeps the four work arrays in the L2 cache
 
 # Purpose of a derived key; makes the keys of one (seed, epoch) unrelated.
@@ -84,7 +84,7 @@ def sorted_permutation(key: int, count: int) -> RecordIds:
     return np.argsort(mix64_array(mix64_array(np.arange(count, dtype=np.uint64)) ^ _u64(key)))
 
 
-@functools.lru_cache(maxsize=128)
+@functools.lru_cache(maxsize=128)  # each component of a mixture has its own key
 def _network(num_records: int, key: int) -> _Network:
     """Returns log2 of the columns, the rows, and the round constants (multiplier, offset, multiplier, …)."""
     bits = (num_records - 1).bit_length()

@@ -35,7 +35,7 @@ VERSION = 1
 
 _SHARDS, _WINDOW = 6, 7  # purpose of a derived key; disjoint from those of epochs.py
 _OPEN_SHARDS = 2  # per lane
-_CHUNK_BITS = 12  # ids are computed in chunks of 4,096
+_CHUNK_BITS = 12  # ids are computed in chunks of 4,096: a few ids take a third as long
 
 
 @dataclasses.dataclass(frozen=True)
@@ -80,7 +80,7 @@ class ShardOrder:
         segments = [(s.first_position, s.size) for s in step_schedule.segments]
         self._segment_starts, self._segment_sizes = np.array(segments, np.int64).T
         self._layout = cached(self._lay_out, 2)  # a batch may touch two epochs
-        self._chunk = cached(self._compute_chunk, 512)  # at most 16 MiB
+        self._chunk = cached(self._compute_chunk, 512)  # at most 16 MiB; each lane reads in a chunk of its own
 
     def config(self) -> JsonValue:
         """The part of the fingerprint that describes the order, as JSON."""

@@ -20,7 +20,7 @@ from meshfeed._src.base.threads import Background, Threads
 _log = logging.getLogger("meshfeed.ahead")
 _NUM_THREADS = 8  # files and connections; connections serve the nearest file first
 _MAX_USES = 1 << 16  # upcoming uses kept in memory
-_SCANNED_AT_ONCE = 64
+_SCANNED_AT_ONCE = 64  # batches; the reads get the interpreter in between
 _RECHECK_SECONDS = 5.0  # how often to look for files that other processes have evicted
 _FULL_SECONDS = 0.02  # shortest pause before a full cache is tried again, after the next batch
 

@@ -21,7 +21,7 @@ from meshfeed._src.base.types import JsonValue, PyTree, RandomAccessSource, Stre
 from meshfeed._src.reading.records import SourceReader, wants_rng
 
 _log = logging.getLogger("meshfeed.feed")
-_PROBES = 4
+_PROBES = 4  # part of every fingerprint: a different number would refuse all saved states
 
 
 def probe_ids(num_records: int) -> np.ndarray:

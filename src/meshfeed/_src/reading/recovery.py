@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import numpy as np
 
-from meshfeed._src.base.errors import CorruptDataError, SourceError
+from meshfeed._src.base.errors import CorruptDataError, SourceError, reason_of
 from meshfeed._src.base.retry import call_with_retry
 from meshfeed._src.base.settings import Retry
 from meshfeed._src.base.types import PyTree, RecordIds
@@ -98,8 +98,8 @@ class Recovery:
                     )
                     break
                 except BAD_RECORD as error:
-                    if attempt == 0:  # reasons are truncated because the ledger is part of every state
-                        bad.append((record_id, epoch, f"{type(error).__name__}: {error}"[:200]))
+                    if attempt == 0:
+                        bad.append((record_id, epoch, reason_of(error)))
             else:
                 raise SourceError(
                     f"record {record_id} is bad, and so are {_MAX_REPLACEMENTS - 1} candidates to replace it. Check the "

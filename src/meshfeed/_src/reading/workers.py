@@ -16,14 +16,13 @@ from meshfeed._src.base import child as child_process
 from meshfeed._src.base.child import ChildProcess, ErrorDescription
 from meshfeed._src.base.errors import MeshfeedError, SettingsError, SourceError, StalledError
 from meshfeed._src.base.fork import finalize
-from meshfeed._src.base.settings import Workers
+from meshfeed._src.base.settings import GC_EVERY, Workers
 from meshfeed._src.base.stats import CACHES, PROGRESS
 from meshfeed._src.base.types import ColumnSlices, RecordIds
 
 if TYPE_CHECKING:
     from meshfeed._src.reading.records import ReadRows, RecordReader
 
-GC_EVERY = 100
 Request = TypeVar("Request")
 Answer = TypeVar("Answer")
 

@@ -29,11 +29,10 @@ from typing import Self, cast
 from meshfeed._src.base import coordination
 from meshfeed._src.base.errors import DAMAGED_STATE, StateMismatchError
 from meshfeed._src.base.trees import OTHER
-from meshfeed._src.base.types import JsonValue, public
+from meshfeed._src.base.types import MAX_POSITION, JsonValue, public
 
 VERSION = 2
 _OF_VERSION_2 = (f'"{OTHER}"', '"num_unlisted"')
-_MAX_NUMBER = 1 << 62
 KINDS = ("random_access", "lanes", "host_batches")
 
 _DAMAGED = (
@@ -177,7 +176,7 @@ def _check_fields(fields: Mapping[str, JsonValue]) -> None:
         # bool is a subclass of int.
         if not isinstance(value, kind) or isinstance(value, bool) or (kind is int and value < 0):
             raise StateMismatchError(name, _shorten(value), kind.__name__, _DAMAGED)
-        if kind is int and value >= _MAX_NUMBER:
+        if kind is int and value >= MAX_POSITION:
             raise StateMismatchError(name, value, "a number below 2**62, the limit of every stream", _DAMAGED)
 
 

@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 from typing import cast
 
 from meshfeed._src.base import hooks, trees
-from meshfeed._src.base.errors import SourceError, StateMismatchError
+from meshfeed._src.base.errors import SourceError, StateMismatchError, reason_of
 from meshfeed._src.base.hooks import accepts_keyword, find
 from meshfeed._src.base.ownership import own_batch
 from meshfeed._src.base.retry import call_with_retry
@@ -313,7 +313,7 @@ class Lane:
                 if self._settings.bad_records is None:
                     error.add_note(f"while decoding record {self._taken} of lane {self.lane_index}")
                     raise
-                result.bad.append((record_id, self._epoch, f"{type(error).__name__}: {error}"[:200]))
+                result.bad.append((record_id, self._epoch, reason_of(error)))
                 self._bad_in_a_row += 1
                 if self._bad_in_a_row >= _MAX_BAD_IN_A_ROW:
                     raise SourceError(
