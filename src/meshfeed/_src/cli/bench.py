@@ -121,18 +121,17 @@ def _seconds_fed(feed: Feed, steps: int, step_seconds: float) -> float:
     return time.perf_counter() - start
 
 
-def report(result: dict[str, Any]) -> list[str]:
-    """Formats the result as lines of text."""
+def report(result: dict[str, Any]) -> Iterator[str]:
+    """Yields the result as lines of text."""
     stages = ", ".join(f"{name} {seconds * 1e3:.2f} ms" for name, seconds in result["seconds_per_batch"].items())
     sizes = f"{result['records']:,} records of {result['record_bytes']:,} bytes"
-    lines = [f"{sizes}, batches of {result['global_batch_size']:,} to {result['devices']} {result['platform']} devices"]
+    yield f"{sizes}, batches of {result['global_batch_size']:,} to {result['devices']} {result['platform']} devices"
     if paced := result["paced_records_per_second"]:
         steps = f"simulated steps of {result['step_seconds'] * 1e3:g} ms, which limits it to {paced:,.0f} records/s"
-        lines.append(f"the feed is paced by {steps}; without --step-ms it runs at full speed")
+        yield f"the feed is paced by {steps}; without --step-ms it runs at full speed"
     speed, marks = result["bytes_per_second"] / 1e6, ("  (paced)", ", not paced") if paced else ("", "")
-    lines += [
-        f"feed       {result['records_per_second']:>14,.0f} records/s  {speed:>10,.1f} MB/s{marks[0]}",
-        f"bare loop  {result['bare_records_per_second']:>14,.0f} records/s  (reading and decoding alone{marks[1]})",
-        f"per batch: {stages}",
-    ]
-    return lines + ([f"the loop waits for data {result['stall_fraction']:.1%} of the time"] if paced else [])
+    yield f"feed       {result['records_per_second']:>14,.0f} records/s  {speed:>10,.1f} MB/s{marks[0]}"
+    yield f"bare loop  {result['bare_records_per_second']:>14,.0f} records/s  (reading and decoding alone{marks[1]})"
+    yield f"per batch: {stages}"
+    if paced:
+        yield f"the loop waits for data {result['stall_fraction']:.1%} of the time"

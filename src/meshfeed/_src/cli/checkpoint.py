@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from typing import Any
 
 import click
 
 from meshfeed._src.base.types import JsonValue
-from meshfeed._src.cli.text import at_least, json_option, size_text
+from meshfeed._src.cli.text import at_least, json_option, show, size_text
 
 _step = at_least(0, "--step", help="One step only.")
 _SHOWN = 100
@@ -26,23 +27,22 @@ def inspect(directory: str, step: int | None, as_json: bool) -> None:
     from meshfeed._src.checkpoint import step as checkpoint_step
 
     found = checkpoint_step.inspect(directory, step)
-    click.echo(json.dumps(found) if as_json else "\n".join(_inspect_lines(found)))
+    show(found, _inspect_lines(found), as_json=as_json)
 
 
-def _inspect_lines(found: dict[str, Any]) -> list[str]:
-    lines = [f"{'step':>10}  {'position':>14}  {'feed step':>10}  {'bytes':>10}  leaves"]
+def _inspect_lines(found: dict[str, Any]) -> Iterator[str]:
+    yield f"{'step':>10}  {'position':>14}  {'feed step':>10}  {'bytes':>10}  leaves"
     for step in found["steps"]:
         if not step["intact"]:
-            lines.append(f"{step['step']:>10}  not intact: {step['problem']}")
+            yield f"{step['step']:>10}  not intact: {step['problem']}"
             continue
         leaves = step["leaves"]
         count = leaves if isinstance(leaves, int) else len(leaves)
         position, feed_step = _number(step["position"]), _number(step["feed_step"])
-        lines.append(f"{step['step']:>10}  {position:>14}  {feed_step:>10}  {size_text(step['bytes']):>10}  {count:,}")
+        yield f"{step['step']:>10}  {position:>14}  {feed_step:>10}  {size_text(step['bytes']):>10}  {count:,}"
         if not isinstance(leaves, int):
-            lines += ["", *(_leaf_line(leaf) for leaf in leaves)]
-            lines += ["", f"iterator: {json.dumps(step['iterator'])}" if step["iterator"] else "no iterator"]
-    return lines
+            yield from ("", *map(_leaf_line, leaves), "")
+            yield f"iterator: {json.dumps(step['iterator'])}" if step["iterator"] else "no iterator"
 
 
 def _leaf_line(leaf: dict[str, Any]) -> str:
@@ -62,18 +62,18 @@ def verify(directory: str, step: int | None, as_json: bool) -> None:
     from meshfeed._src.checkpoint import step as checkpoint_step
 
     found = checkpoint_step.verify_as_json(directory, step)
-    if as_json:
-        click.echo(json.dumps(found))
-    else:
-        for row in found["steps"]:
-            unchecked = f", {row['without_digest']} without a digest" if row["without_digest"] else ""
-            leaves = f"{row['leaves']:,} {'leaf' if row['leaves'] == 1 else 'leaves'}"
-            read = f"{leaves}, {size_text(row['bytes_read'])} in {row['seconds']:.1f} s{unchecked}"
-            click.echo(f"{row['path']}: {'intact' if row['intact'] else 'DAMAGED'}, {read}")
-            for problem in row["problems"]:
-                click.echo(f"  {problem}")
+    show(found, _verify_lines(found), as_json=as_json)
     if not found["intact"]:
         raise SystemExit(1)
+
+
+def _verify_lines(found: dict[str, Any]) -> Iterator[str]:
+    for row in found["steps"]:
+        unchecked = f", {row['without_digest']} without a digest" if row["without_digest"] else ""
+        leaves = f"{row['leaves']:,} {'leaf' if row['leaves'] == 1 else 'leaves'}"
+        read = f"{leaves}, {size_text(row['bytes_read'])} in {row['seconds']:.1f} s{unchecked}"
+        yield f"{row['path']}: {'intact' if row['intact'] else 'DAMAGED'}, {read}"
+        yield from (f"  {problem}" for problem in row["problems"])
 
 
 @click.command()
@@ -89,17 +89,18 @@ def diff(first: str, second: str, as_json: bool) -> None:
     from meshfeed._src.checkpoint import step as checkpoint_step
 
     found = checkpoint_step.diff(first, second)
-    if as_json:
-        click.echo(json.dumps(found))
-    elif found["same"]:
-        click.echo("the same")
-    else:
-        for field, (one, two) in found["state"].items():
-            click.echo(f"state {field}: {_short(one)} | {_short(two)}")
-        for name, (one, two) in found["leaves"].items():
-            click.echo(f"leaf {name}: {_leaf_difference(one, two)}")
+    show(found, _diff_lines(found), as_json=as_json)
     if not found["same"]:
         raise SystemExit(1)
+
+
+def _diff_lines(found: dict[str, Any]) -> Iterator[str]:
+    if found["same"]:
+        yield "the same"
+    for field, (one, two) in found["state"].items():
+        yield f"state {field}: {_short(one)} | {_short(two)}"
+    for name, (one, two) in found["leaves"].items():
+        yield f"leaf {name}: {_leaf_difference(one, two)}"
 
 
 def _leaf_difference(one: dict[str, Any] | None, two: dict[str, Any] | None) -> str:
@@ -146,13 +147,13 @@ def import_position(
 
     state = foreign.import_position(directory, template, output, global_batch_size=global_batch_size, **settings)
     steps = state["position"] // global_batch_size
-    if as_json:
-        found = {"path": f"{output}/state.json", "step": steps, "position": state["position"], "kind": state["kind"]}
-        click.echo(json.dumps(found))
-        return
-    click.echo(f"{output}: after step {steps:,}, position {state['position']:,} ({state['kind']})")
-    click.echo("It is exact if the old run read the records in the order of the template. In the new run:")
-    click.echo(f"  feed.set_state(json.load(open({f'{output}/state.json'!r}))['state'])")
+    path, position, kind = f"{output}/state.json", state["position"], state["kind"]
+    lines = (
+        f"{output}: after step {steps:,}, position {position:,} ({kind})",
+        "It is exact if the old run read the records in the order of the template. In the new run:",
+        f"  feed.set_state(json.load(open({path!r}))['state'])",
+    )
+    show({"path": path, "step": steps, "position": position, "kind": kind}, lines, as_json=as_json)
 
 
 def _number(value: int | None) -> str:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import json
 import os
 import sys
 import time
@@ -14,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from meshfeed._src.base.errors import MeshfeedError
-from meshfeed._src.cli.text import INTERRUPTED, counted, size_text
+from meshfeed._src.cli.text import INTERRUPTED, at_least, counted, json_option, show, size_text
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -40,8 +39,8 @@ def _names(_context: click.Context, _option: click.Parameter, value: str | None)
 )
 @click.argument("data", nargs=-1, required=True)
 @click.option("--to", "directory", type=click.Path(), required=True, help="Folder to write to; new or empty.")
-@click.option("--shards", type=click.IntRange(min=1), help="Number of output files; default: one per 256 MiB of input.")
-@click.option("--workers", type=click.IntRange(min=1), help="Number of processes; default: one per CPU core.")
+@at_least(1, "--shards", help="Number of output files; default: one per 256 MiB of input.")
+@at_least(1, "--workers", help="Number of processes; default: one per CPU core.")
 @click.option(
     "--encoding",
     type=click.Choice(["example", "bytes", "tokens"]),
@@ -69,7 +68,7 @@ def _names(_context: click.Context, _option: click.Parameter, value: str | None)
     metavar="OPTION",
     help="An option of the pipeline, as in a=b. Repeatable.",
 )
-@click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+@json_option()
 def convert(
     data: tuple[str, ...],
     directory: str,
@@ -92,10 +91,10 @@ def convert(
 
     start = time.monotonic()
     engine = _engine(workers, runner, options)
-    show = _hidden if as_json or not sys.stderr.isatty() else _shown()
+    progress = _hidden if as_json or not sys.stderr.isatty() else _shown()
     chosen = Settings(**settings)  # type: ignore[arg-type]  # click has checked them
     try:
-        result = run.convert(data, directory, chosen, engine, named_format=named_format, show=show)
+        result = run.convert(data, directory, chosen, engine, named_format=named_format, show=progress)
     except KeyboardInterrupt:
         click.echo("Interrupted. Run the same command again to continue.", err=True)
         raise SystemExit(INTERRUPTED) from None
@@ -108,11 +107,8 @@ def convert(
             "it is missing in the output. Add a line with names before it, and convert to a new folder.",
             err=True,
         )
-    click.echo(
-        json.dumps(dataclasses.asdict(result))
-        if as_json
-        else _summary(result, chosen.encoding, time.monotonic() - start)
-    )
+    lines = _summary(result, chosen.encoding, time.monotonic() - start)
+    show(dataclasses.asdict(result), lines, as_json=as_json)
 
 
 def _is_number(text: str) -> bool:
@@ -131,22 +127,18 @@ def _engine(workers: int | None, runner: str | None, options: tuple[str, ...]) -
     return RunInWorkers(workers or len(os.sched_getaffinity(0)))
 
 
-def _summary(result: Converted, encoding: str, seconds: float) -> str:
+def _summary(result: Converted, encoding: str, seconds: float) -> Iterator[str]:
     records, files = counted(result.num_records, "record"), counted(len(result.files), "file")
-    source = f"Read it with: {_source(result, encoding)}"
     if result.was_complete:
-        return f"{result.directory} is complete: {records} in {files}.\n{source}"
-    tokens = "" if result.num_tokens is None else f", {counted(result.num_tokens, 'token')}"
-    rate = result.num_records / max(seconds, 1e-3)
-    lines = [
-        f"{records}{tokens} of {counted(result.num_inputs, f'{result.format} input')} in "
-        f"{seconds:.1f} s ({rate:,.0f} records/s)",
-        f"{result.directory}: {files}, {size_text(result.num_bytes)}, and manifest.json",
-    ]
-    lines += [
-        f"  {name}: {feature['kind']}{' list' if feature['list'] else ''}" for name, feature in result.features.items()
-    ]
-    return "\n".join([*lines, source])
+        yield f"{result.directory} is complete: {records} in {files}."
+    else:
+        tokens = "" if result.num_tokens is None else f", {counted(result.num_tokens, 'token')}"
+        speed = f"{seconds:.1f} s ({result.num_records / max(seconds, 1e-3):,.0f} records/s)"
+        yield f"{records}{tokens} of {counted(result.num_inputs, f'{result.format} input')} in {speed}"
+        yield f"{result.directory}: {files}, {size_text(result.num_bytes)}, and manifest.json"
+        for name, feature in result.features.items():
+            yield f"  {name}: {feature['kind']}{' list' if feature['list'] else ''}"
+    yield f"Read it with: {_source(result, encoding)}"
 
 
 def _source(result: Converted, encoding: str) -> str:
@@ -208,8 +200,8 @@ def _shown() -> Callable[[Conversion, Phase], contextlib.AbstractContextManager[
 @click.option("--dtype", default=None, help="Integer dtype of tokens without a header: in files, records or bytes.")
 @click.option("--eod", type=int, default=None, help="Token that ends a document: also list the documents' lengths.")
 @click.option("--digests/--no-digests", default=True, show_default=True, help="Whether to read the files for digests.")
-@click.option("--workers", type=click.IntRange(1), default=16, show_default=True, help="Files that are read at once.")
-@click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+@at_least(1, "--workers", default=16, help="Files that are read at once.")
+@json_option()
 def manifest(files: tuple[str, ...], output: str | None, as_json: bool, **settings: Any) -> None:
     """Write a manifest: files, records, sizes and digests of a data set in one small file.
 
@@ -220,7 +212,6 @@ def manifest(files: tuple[str, ...], output: str | None, as_json: bool, **settin
 
     made = make_manifest(list(files), output, **settings)
     records, num_bytes = (sum(getattr(file, name) for file in made.files) for name in ("num_records", "num_bytes"))
-    if as_json:
-        click.echo(json.dumps({"path": made.path, "files": len(made.files), "records": records, "bytes": num_bytes}))
-        return
-    click.echo(f"{made.path}: {len(made.files):,} files, {records:,} records, {num_bytes:,} bytes")
+    found = {"path": made.path, "files": len(made.files), "records": records, "bytes": num_bytes}
+    line = f"{made.path}: {counted(len(made.files), 'file')}, {counted(records, 'record')}, {num_bytes:,} bytes"
+    show(found, [line], as_json=as_json)

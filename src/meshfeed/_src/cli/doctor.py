@@ -21,7 +21,7 @@ from typing import Literal
 import click
 
 from meshfeed import __version__
-from meshfeed._src.cli.text import counted, json_option, size_text
+from meshfeed._src.cli.text import counted, json_option, show, size_text
 
 _NEEDED = ("jax", "jaxlib", "numpy", "grain", "array-record", "orbax-checkpoint", "tensorstore")
 _OPTIONAL = ("datasets", "pyarrow", "tensorflow", "tensorflow-datasets", "tokenizers", "pillow", "rich", "fsspec")
@@ -88,10 +88,8 @@ def doctor(paths: tuple[str, ...], as_json: bool) -> None:
     findings = [_versions(), devices, *_variables(os.environ), describe_job(os.environ, kind)]
     findings += [*_limits(), *_extensions(), *_page_cache(paths)]
     failed = any(finding.status == "error" for finding in findings)
-    if as_json:
-        click.echo(json.dumps({"ok": not failed, "findings": [dataclasses.asdict(finding) for finding in findings]}))
-    else:
-        click.echo("\n".join(line for finding in findings for line in _lines(finding)))
+    found = {"ok": not failed, "findings": [dataclasses.asdict(finding) for finding in findings]}
+    show(found, (line for finding in findings for line in _lines(finding)), as_json=as_json)
     if failed:
         raise SystemExit(1)
 

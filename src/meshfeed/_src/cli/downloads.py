@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import heapq
+import itertools
 import math
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Literal, NamedTuple
@@ -184,17 +185,11 @@ def cache_json(found: dict[int, DownloadCounts]) -> list[dict[str, object]]:
     ]
 
 
-def cache_lines(found: dict[int, DownloadCounts], num_bytes: int) -> list[str]:
-    """Returns a table of the simulated hosts and a summary."""
-    table = [f"{'host':>8}  {'downloads':>10}  {'bytes per epoch':>18}  {'share of the set':>16}  {'hit rate':>8}"]
-    shown = list(found.items())[:_MAX_HOSTS]
-    table += [
-        f"{host:>8}  {one.num_downloads:>10,}  {one.num_bytes:>18,}  {one.num_bytes / num_bytes:>16.3f}  "
-        f"{one.hit_rate:>8.3f}"
-        for host, one in shown
-    ]
-    if len(shown) < len(found):
-        table.append(
-            f"{'…':>8}  {'':>10}  {len(found) - len(shown):,} more hosts read the same rows; --json shows them"
-        )
-    return table
+def cache_lines(found: dict[int, DownloadCounts], num_bytes: int) -> Iterator[str]:
+    """Yields a table of the simulated hosts."""
+    yield f"{'host':>8}  {'downloads':>10}  {'bytes per epoch':>18}  {'share of the set':>16}  {'hit rate':>8}"
+    for host, one in itertools.islice(found.items(), _MAX_HOSTS):
+        share = one.num_bytes / num_bytes
+        yield f"{host:>8}  {one.num_downloads:>10,}  {one.num_bytes:>18,}  {share:>16.3f}  {one.hit_rate:>8.3f}"
+    if (more := len(found) - _MAX_HOSTS) > 0:
+        yield f"{'…':>8}  {'':>10}  {more:,} more hosts read the same rows; --json shows them"

@@ -18,7 +18,7 @@ from meshfeed._src.cli import checkpoint as cli_checkpoint
 from meshfeed._src.cli import data as cli_data
 from meshfeed._src.cli import doctor as cli_doctor
 from meshfeed._src.cli import plan as cli_plan
-from meshfeed._src.cli.text import INTERRUPTED, at_least, counted, json_option
+from meshfeed._src.cli.text import INTERRUPTED, at_least, counted, json_option, show
 
 _EXAMPLE_WIDTH = 66  # 80 columns minus the command's name and click's margins
 
@@ -98,11 +98,8 @@ def replay(
     found = cli_replay.replay(parsed, batch_index, global_batch_size)
     records = cli_replay.describe_records(parsed, list(paths), found["record_ids"]) if paths else None
     found["record_ids"] = found["record_ids"].tolist()
-    click.echo(
-        json.dumps(found | ({"records": records} if records else {}))
-        if as_json
-        else "\n".join(cli_replay.lines(found, records))
-    )
+    as_found = found | ({"records": records} if records else {})
+    show(as_found, cli_replay.lines(found, records), as_json=as_json)
 
 
 @main.command(
@@ -136,7 +133,7 @@ def bench(
     with contextlib.ExitStack() as stack:
         files = list(paths) or stack.enter_context(cli_bench.example_files(20_000, record_bytes or 4096))
         result = cli_bench.bench(files, steps=steps, step_seconds=step_ms / 1e3, record_bytes=record_bytes, **settings)
-    click.echo(json.dumps(result) if as_json else "\n".join(cli_bench.report(result)))
+    show(result, cli_bench.report(result), as_json=as_json)
 
 
 @main.command(

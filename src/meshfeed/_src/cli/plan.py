@@ -11,7 +11,7 @@ import click
 
 from meshfeed._src.base.errors import SettingsError
 from meshfeed._src.cli.downloads import ShardSet, cache_json, cache_lines, downloads_of_hosts
-from meshfeed._src.cli.text import F, at_least, json_option
+from meshfeed._src.cli.text import F, at_least, json_option, show
 
 
 def _mesh(text: str) -> dict[str, int]:
@@ -124,8 +124,8 @@ def plan(
             raise SettingsError("--cache needs --shards, --shard-bytes and --shard-records.", setting="cache")
         dataset = ShardSet(*shards)
         found = downloads_of_hosts(dataset, made.table.row_ranges(), global_batch_size, cache)
-        as_text = "\n".join(cache_lines(found, dataset.num_shards * dataset.shard_bytes))
-        click.echo(json.dumps({"hosts": cache_json(found)}) if as_json else as_text)
+        lines = cache_lines(found, dataset.num_shards * dataset.shard_bytes)
+        show({"hosts": cache_json(found)}, lines, as_json=as_json)
         return
     for path in pictures:
         made.save(path)

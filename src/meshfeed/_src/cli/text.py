@@ -1,9 +1,10 @@
-"""What commands share: options, and numbers with their units as they are printed."""
+"""What commands share: options, and how results are printed."""
 
 from __future__ import annotations
 
+import json
 import signal
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any, TypeVar
 
 import click
@@ -21,6 +22,11 @@ def json_option(text: str = "Print JSON.") -> Callable[[F], F]:
 def at_least(minimum: int, *names: str, **settings: Any) -> Callable[[F], F]:
     """Returns an option that takes an integer; its default is shown if it has one."""
     return click.option(*names, type=click.IntRange(min=minimum), show_default="default" in settings, **settings)
+
+
+def show(found: object, lines: Iterable[str], *, as_json: bool) -> None:
+    """Prints a result as JSON, or as lines of text."""
+    click.echo(json.dumps(found) if as_json else "\n".join(lines))
 
 
 def size_text(num_bytes: float) -> str:
