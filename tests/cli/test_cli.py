@@ -59,20 +59,22 @@ def test_plan_spec_joins_axes_and_skips_dimensions() -> None:
     assert [host["rows"] for host in hosts] == [[[2 * h, 2 * h + 2], [8 + 2 * h, 10 + 2 * h]] for h in range(4)]
 
 
-def test_plan_with_a_cache_shows_downloads() -> None:
+def test_plan_with_a_cache_shows_downloads(tmp_path: pathlib.Path) -> None:
     line = f"{SMALL} --mesh data=8 --spec data --global-batch-size 32 --cache 1000 --shards 80 --shard-bytes 100"
+    line += f" --svg {tmp_path / 'mesh.svg'}"
     along = run(f"{line} --shard-records 32 --shuffle shards --num-lanes 4 --json")
     hosts = json.loads(along.output)["hosts"]
     assert [host["host"] for host in hosts] == [0, 1, 2, 3]
     assert 40 <= sum(host["downloads"] for host in hosts) <= 88  # caches keep 40 shards of the epoch before
     assert all(host["bytes"] == 100 * host["downloads"] for host in hosts)
+    assert (tmp_path / "mesh.svg").exists()
     uniform = run(f"{line} --shard-records 32")
     rows = [row.split() for row in uniform.output.splitlines()]
     assert rows[0] == ["host", "downloads", "bytes", "per", "epoch", "share", "of", "the", "set", "hit", "rate"]
     assert all(int(row[1]) > 80 for row in rows[1:5])
-    refused = run(f"{SMALL} --mesh data=8 --spec data --global-batch-size 32 --cache 1000")
-    assert refused.exit_code == 2
-    assert "--cache needs --shards" in refused.output
+    for part, message in (("--cache 1000", "--cache needs --shards"), ("--shards 3", "Add --cache BYTES.")):
+        refused = run(f"{SMALL} --mesh data=8 --spec data --global-batch-size 32 {part}")
+        assert (refused.exit_code, message in refused.output) == (2, True)
 
 
 def test_plan_leaves_out_the_middle_unless_asked() -> None:

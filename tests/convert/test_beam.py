@@ -61,7 +61,7 @@ def test_workers_of_a_job_server_write_the_same_bytes(job_server: str, tmp_path:
     assert beam == here
 
     pq.write_table(pa.table({"x": [[1, None]]}), tmp_path / "a.parquet")
-    with pytest.raises(meshfeed.SourceError, match=r"a.parquet, record 0: the list in column 'x' holds a null"):
+    with pytest.raises(meshfeed.SourceError, match=r"a.parquet, record 0: column 'x' holds a list with a null"):
         convert([str(tmp_path / "a.parquet")], str(tmp_path / "out"), Settings(), engine)
     assert not (tmp_path / "out").exists()
 
@@ -70,7 +70,7 @@ def test_errors_are_those_of_the_task(tmp_path: pathlib.Path) -> None:
     from meshfeed._src.convert.run import RunInBeam
 
     pq.write_table(pa.table({"x": [[1, None]]}), tmp_path / "a.parquet")
-    with pytest.raises(meshfeed.SourceError, match=r"a.parquet, record 0: the list in column 'x' holds a null"):
+    with pytest.raises(meshfeed.SourceError, match=r"a.parquet, record 0: column 'x' holds a list with a null"):
         convert([str(tmp_path / "a.parquet")], str(tmp_path / "out"), Settings(), RunInBeam("DirectRunner"))
     assert not (tmp_path / "out").exists()
     with pytest.raises(meshfeed.SettingsError, match="--runner NoSuch: "):

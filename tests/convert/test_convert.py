@@ -278,7 +278,7 @@ def test_types_of_columns(tmp_path: pathlib.Path) -> None:
     ("column", "message"),
     [
         ([[[1], [2, 3]]], "record 0: column 'x' holds lists of lists of different lengths"),
-        ([[1, None]], "record 0: the list in column 'x' holds a null"),
+        ([[1, None]], "record 0: column 'x' holds a list with a null"),
         (pa.array([1], pa.decimal128(5)), r"column 'x' has the type decimal128\(5, 0\)"),
         ([1e300], "record 0: column 'x' holds 1e\\+300"),
         (pa.array([2**63], pa.uint64()), "record 0: column 'x' holds 9223372036854775808"),

@@ -9,20 +9,21 @@ from typing import Any
 import click
 
 from meshfeed._src.base.types import JsonValue
-from meshfeed._src.cli.text import at_least, json_option, show, size_text
+from meshfeed._src.cli.text import at_least, example, json_option, show, size_text
 
-_step = at_least(0, "--step", help="One step only.")
+_step = at_least(0, "--step", help="One step only; default: all steps.")
 _SHOWN = 100
 
 
-@click.command()
+@click.command(epilog=example("inspect checkpoints/", "inspect checkpoints/ --step 800"))
 @click.argument("directory", type=click.Path())
 @_step
 @json_option()
 def inspect(directory: str, step: int | None, as_json: bool) -> None:
     """Show the steps of a checkpoint, or the leaves of one.
 
-    DIRECTORY is the folder passed to Checkpointer, or one of its steps. Reads no array values.
+    DIRECTORY is the folder passed to Checkpointer, or one of its steps. Of one step, also shows the feed's state. Reads
+    no array values.
     """
     from meshfeed._src.checkpoint import step as checkpoint_step
 
@@ -53,12 +54,15 @@ def _leaf_line(leaf: dict[str, Any]) -> str:
     return f"{leaf['name']}: {leaf['kind']} {leaf['dtype']}[{shape}], {size_text(leaf['bytes'])}{chunk}"
 
 
-@click.command()
+@click.command(short_help="Read and check every stored byte of a checkpoint.", epilog=example("verify checkpoints/"))
 @click.argument("directory", type=click.Path())
 @_step
 @json_option()
 def verify(directory: str, step: int | None, as_json: bool) -> None:
-    """Read and check every stored byte of a checkpoint. The exit status is 1 if anything is damaged."""
+    """Read and check every stored byte of a checkpoint. The exit status is 1 if anything is damaged.
+
+    DIRECTORY is the folder passed to Checkpointer, or one of its steps.
+    """
     from meshfeed._src.checkpoint import step as checkpoint_step
 
     found = checkpoint_step.verify_as_json(directory, step)
@@ -76,15 +80,15 @@ def _verify_lines(found: dict[str, Any]) -> Iterator[str]:
         yield from (f"  {problem}" for problem in row["problems"])
 
 
-@click.command()
+@click.command(epilog=example("diff checkpoints/800 checkpoints/900"))
 @click.argument("first", type=click.Path())
 @click.argument("second", type=click.Path())
 @json_option()
 def diff(first: str, second: str, as_json: bool) -> None:
     """Compare two steps, or two saved states. The exit status is 1 if they differ.
 
-    FIRST and SECOND are step or iterator folders, or JSON files with a state. Leaves are compared by their digests,
-    without reading values.
+    FIRST and SECOND are folders of steps or of saved iterators, or JSON files with the result of feed.get_state().
+    Leaves are compared by their digests, without reading values.
     """
     from meshfeed._src.checkpoint import step as checkpoint_step
 
@@ -117,14 +121,14 @@ def _leaf_difference(one: dict[str, Any] | None, two: dict[str, Any] | None) -> 
 
 @click.command(
     "import-position",
-    short_help="Continue from a position that MaxText or Grain saved.",
+    short_help="Convert a position that MaxText or Grain saved.",
     epilog='\b\nIn the new run:\n  feed.set_state(json.load(open("OUTPUT/state.json"))["state"])',
 )
 @click.argument("directory", type=click.Path())
 @click.argument("template", type=click.Path(exists=True, dir_okay=False))
 @click.argument("output", type=click.Path())
 @at_least(1, "--global-batch-size", required=True, help="Global batch size of the feed.")
-@at_least(0, "--step", help="Batches delivered by the old run; required for all but elastic files.")
+@at_least(0, "--step", help="Batches delivered by the old run; required unless DIRECTORY holds process_0.json.")
 @click.option("--unshuffled", is_flag=True, help="The old run did not shuffle; needed if num_epochs is not 1.")
 @json_option()
 def import_position(

@@ -13,13 +13,13 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from meshfeed._src.base.errors import MeshfeedError
-from meshfeed._src.cli.text import INTERRUPTED, at_least, counted, json_option, show, size_text
+from meshfeed._src.cli.text import INTERRUPTED, at_least, counted, example, json_option, show, size_text
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
 
     from meshfeed._src.convert.job import Conversion, Phase
-    from meshfeed._src.convert.run import Converted, Engine
+    from meshfeed._src.convert.run import Converted, Engine, Show
 
 
 _FORMATS = ("csv", "huggingface", "images", "jsonl", "mds", "parquet", "text", "tfrecord", "webdataset")
@@ -34,11 +34,19 @@ def _names(_context: click.Context, _option: click.Parameter, value: str | None)
 
 @click.command(
     short_help="Convert other formats to ArrayRecord or tokens.",
-    epilog="\b\nExamples:\n  meshfeed convert 'corpus/*.parquet' --to records\n"
-    "  meshfeed convert corpus.jsonl --to tokens --encoding tokens \\\n      --tokenizer tokenizer.json",
+    epilog=example(
+        "convert 'corpus/*.parquet' --to records",
+        "convert corpus.jsonl --to tokens --encoding tokens --tokenizer tokenizer.json",
+    ),
 )
 @click.argument("data", nargs=-1, required=True)
-@click.option("--to", "directory", type=click.Path(), required=True, help="Folder to write to; new or empty.")
+@click.option(
+    "--to",
+    "directory",
+    type=click.Path(),
+    required=True,
+    help="Folder to write to: new, empty, or that of the same command.",
+)
 @at_least(1, "--shards", help="Number of output files; default: one per 256 MiB of input.")
 @at_least(1, "--workers", help="Number of processes; default: one per CPU core.")
 @click.option(
@@ -48,10 +56,14 @@ def _names(_context: click.Context, _option: click.Parameter, value: str | None)
     show_default=True,
     help="Write tf.train.Example, one column as it is, or token files.",
 )
-@click.option("--columns", callback=_names, help="Columns to write, separated by commas; default: all.")
-@click.option("--column", help="The column to write with --encoding bytes or tokens.")
+@click.option(
+    "--columns", metavar="NAMES", callback=_names, help="Columns to write, separated by commas; default: all."
+)
+@click.option(
+    "--column", metavar="NAME", help="Column to write with --encoding bytes or tokens; default: the only one."
+)
 @click.option("--tokenizer", type=click.Path(), help="A tokenizer.json of Hugging Face tokenizers.")
-@click.option("--eod", metavar="TOKEN", help="Token to write after each record with --encoding tokens.")
+@click.option("--eod", metavar="TOKEN", help="Token, or its number, to write after each record of tokens.")
 @click.option(
     "--compression",
     type=click.Choice(["zstd", "none"]),
@@ -59,14 +71,14 @@ def _names(_context: click.Context, _option: click.Parameter, value: str | None)
     show_default=True,
     help="Compression of ArrayRecord files.",
 )
-@click.option("--format", "named_format", type=click.Choice(_FORMATS), help="Format of DATA; default: by its names.")
+@click.option("--format", "named_format", type=click.Choice(_FORMATS), help="Format of DATA; default: by the names.")
 @click.option("--runner", help="Run as an Apache Beam pipeline: DirectRunner, PrismRunner, FlinkRunner, …")
 @click.option(
     "--runner-option",
     "options",
     multiple=True,
     metavar="OPTION",
-    help="An option of the pipeline, as in a=b. Repeatable.",
+    help="An option of the pipeline, such as direct_num_workers=4. Repeatable.",
 )
 @json_option()
 def convert(
@@ -81,17 +93,18 @@ def convert(
 ) -> None:
     """Convert files to ArrayRecord or token files.
 
-    DATA are files, globs, folders or URLs of them: Parquet, JSON lines, CSV, text, TFRecord, WebDataset, MDS, Hugging
-    Face datasets on disk, or a folder of images with one subfolder per class.
+    DATA are files, globs, folders or URLs of them: Parquet, JSON lines, CSV with a header, text, TFRecord, WebDataset,
+    MDS, Hugging Face datasets on disk, or a folder of images with one subfolder per class.
 
-    The output is the same for any number of workers. After a crash or Ctrl-C, the same command continues.
+    The output is the same for any number of workers. After a crash or Ctrl-C, the same command continues; once
+    complete, it does nothing.
     """
     from meshfeed._src.convert import run
     from meshfeed._src.convert.writers import Settings
 
     start = time.monotonic()
     engine = _engine(workers, runner, options)
-    progress = _hidden if as_json or not sys.stderr.isatty() else _shown()
+    progress = run.hide_progress if as_json or not sys.stderr.isatty() else _shown()
     chosen = Settings(**settings)  # type: ignore[arg-type]  # click has checked them
     try:
         result = run.convert(data, directory, chosen, engine, named_format=named_format, show=progress)
@@ -149,18 +162,15 @@ def _source(result: Converted, encoding: str) -> str:
     return f'meshfeed.sources.ArrayRecord("{result.directory}/*.array_record"{decode})'
 
 
-@contextlib.contextmanager
-def _hidden(_job: Conversion, _phase: Phase) -> Iterator[None]:
-    yield
-
-
-def _shown() -> Callable[[Conversion, Phase], contextlib.AbstractContextManager[object]]:
+def _shown() -> Show:
     """Returns a function that shows a progress bar on standard error; nothing if rich is not installed."""
+    from meshfeed._src.convert.run import hide_progress
+
     try:
         from rich import progress
         from rich.console import Console
     except ImportError:
-        return _hidden
+        return hide_progress
 
     class Progress(progress.Progress):
         """Reads the count whenever it is drawn."""
@@ -186,19 +196,16 @@ def _shown() -> Callable[[Conversion, Phase], contextlib.AbstractContextManager[
     return show
 
 
-@click.command(short_help="List the files of a data set, so that it opens with one request.")
+@click.command(
+    short_help="List the files of a data set, to open it with one request.",
+    epilog=example("manifest 'data/*.array_record'"),
+)
 @click.argument("files", nargs=-1, required=True)
-@click.option(
-    "--output", type=click.Path(), default=None, help="Path or URL to write; default: manifest.json beside the files."
-)
-@click.option(
-    "--source", default=None, help="Source that reads the files, such as ArrayRecord; default: by their names."
-)
-@click.option(
-    "--lengths", default=None, metavar="KEY", help="Also list the length of this leaf per record, for Packed."
-)
-@click.option("--dtype", default=None, help="Integer dtype of tokens without a header: in files, records or bytes.")
-@click.option("--eod", type=int, default=None, help="Token that ends a document: also list the documents' lengths.")
+@click.option("--output", type=click.Path(), help="Path or URL to write; default: manifest.json beside the files.")
+@click.option("--source", help="Source that reads the files, such as ArrayRecord; default: by their names.")
+@click.option("--lengths", metavar="KEY", help="Also list the length of this leaf of each record, for sources.Packed.")
+@click.option("--dtype", help="Integer dtype of token files without a header, or of bytes that --lengths counts.")
+@click.option("--eod", type=int, help="Number of the token that ends a document: also list the documents' lengths.")
 @click.option("--digests/--no-digests", default=True, show_default=True, help="Whether to read the files for digests.")
 @at_least(1, "--workers", default=16, help="Files that are read at once.")
 @json_option()
@@ -206,7 +213,7 @@ def manifest(files: tuple[str, ...], output: str | None, as_json: bool, **settin
     """Write a manifest: files, records, sizes and digests of a data set in one small file.
 
     FILES are files, URLs or globs of ArrayRecord, Parquet, tar or token files. Sources find manifest.json beside the
-    files by themselves, or take its path, and then look at no file before they read it.
+    files, or take its path, and then open no other file before they read it.
     """
     from meshfeed._src.sources.manifest import make_manifest
 

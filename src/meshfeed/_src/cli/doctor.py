@@ -21,7 +21,7 @@ from typing import Literal
 import click
 
 from meshfeed import __version__
-from meshfeed._src.cli.text import counted, json_option, show, size_text
+from meshfeed._src.cli.text import counted, example, json_option, show, size_text
 
 _NEEDED = ("jax", "jaxlib", "numpy", "grain", "array-record", "orbax-checkpoint", "tensorstore")
 _OPTIONAL = ("datasets", "pyarrow", "tensorflow", "tensorflow-datasets", "tokenizers", "pillow", "rich", "fsspec")
@@ -74,18 +74,21 @@ class Diagnosis:
     fix: str = ""
 
 
-@click.command(short_help="Check this machine and environment for problems.")
+@click.command(
+    short_help="Check this machine and environment for problems.",
+    epilog=example("doctor", "doctor 'data/*.array_record'"),
+)
 @click.argument("paths", nargs=-1)
 @json_option()
 def doctor(paths: tuple[str, ...], as_json: bool) -> None:
-    """Check versions, devices, limits and the environment of a job, and say what to do about each problem.
+    """Check versions, devices, limits and the environment of a job, and suggest a fix for each problem.
 
     PATHS are data files or globs: shows how much of them is in the page cache. Reads no data and changes nothing.
 
     The exit status is 1 if a job could not run here.
     """
     devices, kind = _query_devices()
-    findings = [_versions(), devices, *_variables(os.environ), describe_job(os.environ, kind)]
+    findings = [_versions(), devices, _variables(os.environ), describe_job(os.environ, kind)]
     findings += [*_limits(), *_extensions(), *_page_cache(paths)]
     failed = any(finding.status == "error" for finding in findings)
     found = {"ok": not failed, "findings": [dataclasses.asdict(finding) for finding in findings]}
@@ -140,10 +143,9 @@ def _query_devices() -> tuple[Diagnosis, str]:
     return Diagnosis("devices", "ok", text), kind
 
 
-def _variables(variables: Mapping[str, str]) -> Iterator[Diagnosis]:
-    found = {name: value for name, value in sorted(variables.items()) if _VARIABLES.fullmatch(name)}
-    shown = ", ".join(f"{name}={value}" for name, value in found.items())
-    yield Diagnosis("environment", "ok", shown or "no variables of Slurm, MPI, Kubernetes, TPU pods or JAX")
+def _variables(variables: Mapping[str, str]) -> Diagnosis:
+    found = [f"{name}={value}" for name, value in sorted(variables.items()) if _VARIABLES.fullmatch(name)]
+    return Diagnosis("environment", "ok", ", ".join(found) or "no variables of Slurm, MPI, Kubernetes, TPU pods or JAX")
 
 
 def describe_job(variables: Mapping[str, str], devices: str) -> Diagnosis:

@@ -18,9 +18,7 @@ from meshfeed._src.cli import checkpoint as cli_checkpoint
 from meshfeed._src.cli import data as cli_data
 from meshfeed._src.cli import doctor as cli_doctor
 from meshfeed._src.cli import plan as cli_plan
-from meshfeed._src.cli.text import INTERRUPTED, at_least, counted, json_option, show
-
-_EXAMPLE_WIDTH = 66  # 80 columns minus the command's name and click's margins
+from meshfeed._src.cli.text import INTERRUPTED, at_least, counted, example, json_option, show
 
 
 class _Commands(click.Group):
@@ -38,18 +36,13 @@ class _Commands(click.Group):
             raise click.ClickException(str(missing)) from error
 
 
-def _example(arguments: str) -> str:
-    lines = arguments.replace(" --", " \\\n    --") if len(arguments) > _EXAMPLE_WIDTH else arguments
-    return f"\b\nExample:\n  meshfeed {lines}"  # \b keeps click from rewrapping the paragraph
-
-
 @click.group(cls=_Commands, context_settings={"help_option_names": ["-h", "--help"]})
 @click.version_option(__version__, prog_name="meshfeed")
 def main() -> None:
     """Feed a JAX device mesh: one stream of global batches on any number of hosts."""
 
 
-@main.command(short_help="Train, kill every host, continue, and compare.", epilog=_example("demo --directory demo-out"))
+@main.command(short_help="Train, kill every host, continue, and compare.", epilog=example("demo --directory demo-out"))
 @click.option("--quick", is_flag=True, help="A smaller training, on 2 hosts and then on 1: less than a minute.")
 @at_least(20, "--steps", help="Training steps; default: 160, or 24 with --quick.")
 @click.option(
@@ -70,15 +63,18 @@ def demo(quick: bool, steps: int | None, directory: str | None, how: str | None)
         raise SystemExit(1)
 
 
-@main.command(epilog=_example("replay checkpoints/ --batch-index 812 --array-record 'data/*.array_record'"))
+@main.command(epilog=example("replay checkpoints/ --batch-index 812 --array-record 'data/*.array_record'"))
 @click.argument("state", type=click.Path())
 @at_least(
     0, "--batch-index", "--step", "batch_index", help="Index of the batch, from 0; default: the last one delivered."
 )
-@at_least(1, "--global-batch-size", help="Batch size of steps after the state.")
+@at_least(
+    1, "--global-batch-size", help="Batch size of steps after the state; default: that of the last one delivered."
+)
 @click.option(
     "--array-record",
     "paths",
+    metavar="FILES",
     multiple=True,
     help="ArrayRecord files; shows each record's file and first bytes. Repeatable.",
 )
@@ -88,9 +84,9 @@ def replay(
 ) -> None:
     """Show which records a past or future batch contains.
 
-    STATE is a JSON file with the result of feed.get_state(), or a checkpoint folder. Reads no data unless
-    --array-record is given. A state has no balance= of the feed, which moves records between the rows of a batch;
-    feed.record_ids(step) gives them in row order.
+    STATE is a JSON file with the result of feed.get_state(), or a checkpoint folder, of which the newest step is used.
+    Reads no data unless --array-record is given. If the feed has balance=, which moves records between the rows of a
+    batch, the order of the rows differs: feed.record_ids(step) returns it.
     """
     from meshfeed._src.cli import replay as cli_replay
 
@@ -104,7 +100,7 @@ def replay(
 
 @main.command(
     short_help="Measure how fast this machine feeds its devices.",
-    epilog=_example("bench 'data/*.array_record' --global-batch-size 256 --step-ms 20"),
+    epilog=example("bench 'data/*.array_record' --global-batch-size 256 --step-ms 20"),
 )
 @click.argument("paths", nargs=-1)
 @at_least(1, "--global-batch-size", default=256, help="Records per batch.")
@@ -117,16 +113,17 @@ def replay(
 )
 @click.option("--shuffle/--no-shuffle", default=True, show_default=True, help="Whether to shuffle the records.")
 @at_least(0, "--prefetch", default=2, help="Batches kept ready on the devices.")
-@at_least(1, "--num-threads", help="Threads that read.")
+@at_least(1, "--num-threads", help="Threads that read; default: as for a feed.")
 @at_least(0, "--num-workers", default=0, help="Processes that read and decode.")
-@at_least(1, "--record-bytes", help="Bytes per row; default: the size of record 0.")
+@at_least(1, "--record-bytes", help="Bytes per row, to which records are cut or padded; default: the size of record 0.")
 @json_option()
 def bench(
     paths: tuple[str, ...], step_ms: float, steps: int, record_bytes: int | None, as_json: bool, **settings: object
 ) -> None:
     """Measure how fast this machine feeds its devices from ArrayRecord files.
 
-    PATHS are files or globs. Without PATHS, uses temporary files of 20,000 random records.
+    PATHS are files or globs, read in turns by a feed and by a bare loop, for comparison. Without PATHS, uses temporary
+    files of 20,000 random records.
     """
     from meshfeed._src.cli import bench as cli_bench
 
@@ -137,7 +134,7 @@ def bench(
 
 
 @main.command(
-    short_help="Show where a run's time went, from its logs.", epilog=_example("report logs/ --output report.html")
+    short_help="Show where a run's time went, from its logs.", epilog=example("report logs/ --output report.html")
 )
 @click.argument("logs", type=click.Path(), nargs=-1, required=True)
 @click.option(
@@ -166,10 +163,6 @@ def report(logs: tuple[str, ...], output: pathlib.Path, as_json: bool) -> None:
         click.echo(f"wrote {output}: {counted(len(figures['feeds']), 'feed')}, {counted(hosts, 'host')}")
 
 
-cli_plan.plan.epilog = _example(
-    "plan --hosts 4 --devices-per-host 2 --mesh data=4,model=2 --spec data --global-batch-size 64"
-)
-cli_data.manifest.epilog = _example("manifest 'data/*.array_record'")
 for _command in (
     cli_plan.plan,
     cli_data.convert,

@@ -11,7 +11,7 @@ import click
 
 from meshfeed._src.base.errors import SettingsError
 from meshfeed._src.cli.downloads import ShardSet, cache_json, cache_lines, downloads_of_hosts
-from meshfeed._src.cli.text import F, at_least, json_option, show
+from meshfeed._src.cli.text import F, at_least, example, json_option, show
 
 
 def _mesh(text: str) -> dict[str, int]:
@@ -58,15 +58,13 @@ def _picture(suffix: str, what: str) -> Callable[[F], F]:
     )
 
 
-@click.command()
+@click.command(
+    epilog=example("plan --hosts 4 --devices-per-host 2 --mesh data=4,model=2 --spec data --global-batch-size 64")
+)
 @at_least(1, "--hosts", required=True, help="Number of hosts (JAX processes).")
 @at_least(1, "--devices-per-host", required=True, help="Devices of each host.")
 @click.option(
-    "--mesh",
-    type=_mesh,
-    metavar="AXIS=SIZE,...",
-    required=True,
-    help="Axes and sizes, slowest first: data=8,model=4.",
+    "--mesh", type=_mesh, metavar="AXIS=SIZE,...", required=True, help="Axes and sizes, slowest first: data=8,model=4."
 )
 @click.option(
     "--spec",
@@ -118,7 +116,13 @@ def plan(
     shards = [options.pop(name) for name in ("shards", "shard_bytes", "shard_records", "shuffle", "num_lanes")]
     pictures = [path for suffix in ("svg", "html", "png") if (path := _checked_picture(suffix, options.pop(suffix)))]
     global_shape = [global_batch_size, *(shape or ())]
+    if cache is None and any(shards[:3]):
+        raise SettingsError(
+            "--shards, --shard-bytes and --shard-records need --cache. Add --cache BYTES.", setting="cache"
+        )
     made = make_plan(mesh, _checked_spec(spec, len(global_shape)), global_shape, **options)
+    for path in pictures:
+        made.save(path)
     if cache is not None:
         if None in shards[:3]:
             raise SettingsError("--cache needs --shards, --shard-bytes and --shard-records.", setting="cache")
@@ -127,8 +131,6 @@ def plan(
         lines = cache_lines(found, dataset.num_shards * dataset.shard_bytes)
         show({"hosts": cache_json(found)}, lines, as_json=as_json)
         return
-    for path in pictures:
-        made.save(path)
     if as_json:
         click.echo(json.dumps(made.to_json()))
     elif not pictures:

@@ -9,6 +9,7 @@ from typing import Any, TypeVar
 
 import click
 
+_WIDTH = 77  # 80 columns minus click's margins
 INTERRUPTED = 128 + signal.SIGINT  # the exit status, as shells report it
 
 F = TypeVar("F", bound=Callable[..., object])
@@ -22,6 +23,14 @@ def json_option(text: str = "Print JSON.") -> Callable[[F], F]:
 def at_least(minimum: int, *names: str, **settings: Any) -> Callable[[F], F]:
     """Returns an option that takes an integer; its default is shown if it has one."""
     return click.option(*names, type=click.IntRange(min=minimum), show_default="default" in settings, **settings)
+
+
+def example(*commands: str) -> str:
+    """Returns the end of a help text: commands to copy."""
+    whole = [f"  meshfeed {command}" for command in commands]
+    lines = [line if len(line) <= _WIDTH else line.replace(" --", " \\\n      --") for line in whole]
+    title = "Example:" if len(lines) == 1 else "Examples:"
+    return "\n".join(("\b", title, *lines))  # \b keeps click from rewrapping the paragraph
 
 
 def show(found: object, lines: Iterable[str], *, as_json: bool) -> None:

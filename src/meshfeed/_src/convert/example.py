@@ -115,12 +115,8 @@ def values_of(name: str, array: pa.Array, first_record: int) -> Values:
         lengths = _list_lengths(array, null=0)
         array = array.flatten()
         if array.null_count:
-            value = int(np.flatnonzero(flags(array.is_null()))[0])
-            row = int(np.searchsorted(np.cumsum(lengths), value, side="right"))
-            raise SourceError(
-                f"record {first_record + row}: the list in column {name!r} holds a null, which an Example cannot. "
-                f"{_CHOOSE}"
-            )
+            bad = flags(array.is_null())
+            _refuse(bad, np.cumsum(lengths), first_record, name, "a list with a null, which an Example cannot hold")
     kind = _kind(name, array.type)
     if kind == BYTES:
         return Values(kind, to_bytes(array), lengths, nulls)
@@ -163,8 +159,6 @@ def pack_varints(values: np.ndarray) -> tuple[bytes, np.ndarray]:
 def _flatten(name: str, array: pa.Array, first_record: int) -> Iterator[_Column]:
     import pyarrow as pa
 
-    if isinstance(array, pa.ChunkedArray):
-        array = array.combine_chunks()
     if isinstance(array, pa.ExtensionArray):
         array = array.storage
     if pa.types.is_dictionary(array.type):
@@ -228,13 +222,9 @@ def _flatten_nested(name: str, array: pa.Array, first_record: int) -> Iterator[_
         firsts = np.zeros(len(counts), np.int64)
         filled = counts > 0
         firsts[filled] = lengths[(np.cumsum(counts) - counts)[filled]]
-        ragged = np.flatnonzero((np.repeat(firsts, counts) != lengths) | (lengths < 0))
-        if len(ragged):
-            row = int(np.searchsorted(np.cumsum(counts), ragged[0], side="right"))
-            raise SourceError(
-                f"record {first_record + row}: column {name!r} holds lists of lists of different lengths, or nulls; an "
-                f"Example can hold arrays only. {_CHOOSE}"
-            )
+        ragged = (np.repeat(firsts, counts) != lengths) | (lengths < 0)
+        text = "lists of lists of different lengths, or nulls; an Example can hold arrays only"
+        _refuse(ragged, np.cumsum(counts), first_record, name, text)
         sizes.append(firsts)
         counts = counts * firsts
         values = values.flatten()
@@ -302,13 +292,8 @@ def _integers(name: str, array: pa.Array, ends: np.ndarray, first_record: int) -
         array = array.cast(pa.int32())
     if pa.types.is_uint64(array.type):
         values = _without_nulls(array, np.dtype(np.uint64))
-        large = np.flatnonzero(values > np.uint64(np.iinfo(np.int64).max))
-        if len(large):
-            row = int(np.searchsorted(ends, large[0], side="right"))
-            raise SourceError(
-                f"record {first_record + row}: column {name!r} holds {values[large[0]]}, and the integers of an Example have "
-                f"63 bits. {_CHOOSE}"
-            )
+        too_large = values > np.uint64(np.iinfo(np.int64).max)
+        _refuse(too_large, ends, first_record, name, ", and the integers of an Example have 63 bits", values)
         return values.view(np.int64)
     return _without_nulls(array.cast(pa.int64()), np.dtype(np.int64))
 
@@ -318,14 +303,29 @@ def _floats(name: str, array: pa.Array, ends: np.ndarray, first_record: int) -> 
     with np.errstate(over="ignore"):
         narrow = values.astype("<f4")
     if values.dtype.itemsize > 4:
-        large = np.flatnonzero(np.isinf(narrow) & np.isfinite(values))
-        if len(large):
-            row = int(np.searchsorted(ends, large[0], side="right"))
-            raise SourceError(
-                f"record {first_record + row}: column {name!r} holds {values[large[0]]}, and the floats of an Example "
-                f"have 32 bits. {_CHOOSE}"
-            )
+        too_large = np.isinf(narrow) & np.isfinite(values)
+        _refuse(too_large, ends, first_record, name, ", and the floats of an Example have 32 bits", values)
     return narrow
+
+
+def _refuse(
+    bad: np.ndarray, ends: np.ndarray, first_record: int, name: str, what: str, values: np.ndarray | None = None
+) -> None:
+    """Raises the error for the first value that an Example cannot hold, if there is one.
+
+    Args:
+      bad: bool[values].
+      ends: int64[rows], values up to the end of each row.
+      first_record: number of the first row.
+      name: the column.
+      what: what it holds; after the value, if there are ``values``.
+      values: the values, to show the one.
+    """
+    if bad.any():
+        value = int(bad.argmax())
+        record = first_record + int(np.searchsorted(ends, value, side="right"))
+        shown = "" if values is None else values[value]
+        raise SourceError(f"record {record}: column {name!r} holds {shown}{what}. {_CHOOSE}")
 
 
 _VALUES_TAG = b"\x0a"  # field 1, with a length

@@ -13,7 +13,7 @@ import pickle
 import shutil
 import time
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeAlias
 
 import numpy as np
 
@@ -78,6 +78,15 @@ class Converted:
     was_complete: bool
 
 
+Show: TypeAlias = Callable[[Conversion, Phase], contextlib.AbstractContextManager[object]]
+"""Returns a context in which the progress of a phase is shown."""
+
+
+def hide_progress(_job: Conversion, _phase: Phase) -> contextlib.AbstractContextManager[object]:
+    """A :data:`Show` without a display."""
+    return contextlib.nullcontext()
+
+
 def convert(
     data: Sequence[str],
     directory: str,
@@ -85,9 +94,7 @@ def convert(
     engine: Engine,
     *,
     named_format: str | None = None,
-    show: Callable[[Conversion, Phase], contextlib.AbstractContextManager[object]] = lambda job, phase: (
-        contextlib.nullcontext()
-    ),
+    show: Show = hide_progress,
 ) -> Converted:
     """Converts files to ArrayRecord or tokens.
 
@@ -98,7 +105,7 @@ def convert(
       settings: what to write.
       engine: runs the tasks.
       named_format: the format of the input; None to recognize it.
-      show: returns a context in which the progress of a phase is shown.
+      show: shows the progress.
 
     Raises:
       SettingsError: a setting is invalid, or the folder is in use or holds something else.
@@ -280,9 +287,7 @@ def _option(name: str, value: object) -> str:
     return f"without --{name}" if value is None else f"with --{name} {text}"
 
 
-def _run(
-    directory: str, engine: Engine, show: Callable[[Conversion, Phase], contextlib.AbstractContextManager[object]]
-) -> None:
+def _run(directory: str, engine: Engine, show: Show) -> None:
     """Runs the tasks that are missing; twice if the types of the first blocks were not enough."""
     while True:
         job = Conversion(directory)

@@ -213,10 +213,9 @@ def load_tokenizer(path: str) -> tokenizers.Tokenizer:
 
 def token_format(tokenizer: tokenizers.Tokenizer) -> tuple[int, int, np.dtype[Any]]:
     """Returns magic number, version and dtype of the smallest format that holds all tokens."""
-    for (magic, version), dtype in LLM_C_DTYPES.items():
-        if tokenizer.get_vocab_size() <= np.iinfo(dtype).max + 1:
-            return magic, version, np.dtype(dtype)
-    raise AssertionError("a vocabulary of more than 32 bits")
+    size = tokenizer.get_vocab_size()
+    formats = ((*kind, np.dtype(dtype)) for kind, dtype in LLM_C_DTYPES.items() if size <= np.iinfo(dtype).max + 1)
+    return next(formats)  # a tokenizer numbers its tokens with 32 bits, and so does the last format
 
 
 def eod_id(tokenizer: tokenizers.Tokenizer, eod: str) -> int:

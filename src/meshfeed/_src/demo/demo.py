@@ -181,15 +181,11 @@ class Corpus(NamedTuple):
     Attributes:
       pattern: glob of the files.
       paths: the files, in record id order.
-      num_records: number of records in all files.
-      record_bytes: bytes per record.
       num_sources: number of Python files from which the text was taken.
     """
 
     pattern: str
     paths: Sequence[pathlib.Path]
-    num_records: int
-    record_bytes: int
     num_sources: int
 
 
@@ -217,7 +213,7 @@ def build_corpus(directory: pathlib.Path, *, num_records: int, record_bytes: int
         for record in range(first, stop):
             writer.write(bytes(text[record * record_bytes : (record + 1) * record_bytes]))
         writer.close()
-    return Corpus(str(directory / "*.array_record"), paths, num_records, record_bytes, num_sources)
+    return Corpus(str(directory / "*.array_record"), paths, num_sources)
 
 
 def read_records(corpus: Corpus) -> list[bytes]:
@@ -314,23 +310,23 @@ def broken(plan: Plan, how: str) -> Plan:
     return dataclasses.replace(plan, legs=tuple(legs))
 
 
+@dataclasses.dataclass
 class Demo:
-    """Runs a plan and displays the progress and the result."""
+    """Runs a plan in a new folder, and displays the progress and the result."""
 
-    def __init__(self, plan: Plan, directory: pathlib.Path, console: Console) -> None:
-        self._plan = plan
-        self._directory = directory
-        self._console = console
-        self._jobs = 0
+    plan: Plan
+    directory: pathlib.Path
+    console: Console
+    _num_jobs: int = 0
 
     def run(self) -> bool:
         """Runs all jobs; returns whether all checks pass."""
         start = time.monotonic()
-        plan, show = self._plan, self._console.print
+        plan, show = self.plan, self.console.print
         shorter = "" if plan.legs == QUICK.legs else "; --quick is shorter"
-        corpus = build_corpus(self._directory / "corpus", num_records=plan.num_records, record_bytes=plan.record_bytes)
+        corpus = build_corpus(self.directory / "corpus", num_records=plan.num_records, record_bytes=plan.record_bytes)
         text = (
-            f"{corpus.num_records:,} records of {corpus.record_bytes} bytes, from {corpus.num_sources} modules of Python "
+            f"{plan.num_records:,} records of {plan.record_bytes} bytes, from {corpus.num_sources} modules of Python "
             f"{platform.python_version()}'s standard library, in {len(corpus.paths)} ArrayRecord files"
         )
         training = f"{plan.num_steps} steps of {plan.batch} records, a checkpoint every {plan.save_every} steps"
@@ -350,26 +346,26 @@ class Demo:
     # ------------------------------------------------------------------ one job
 
     def _run_leg(self, leg: Leg, corpus: Corpus, run: str) -> JobLog:
-        checkpoints = self._directory / f"checkpoints-{run}"
-        plan = self._plan
+        checkpoints = self.directory / f"checkpoints-{run}"
+        plan = self.plan
         arguments = ["--data", corpus.pattern, "--checkpoints", str(checkpoints), "--audit"]
         arguments += ["--steps", str(plan.num_steps), "--batch", str(plan.batch), "--save-every", str(plan.save_every)]
-        self._jobs += 1
-        name = f"job-{self._jobs}-{leg.topology.hosts}x{leg.topology.devices}"
-        with Job(leg.topology, self._directory / name, [*arguments, *leg.arguments]) as job:
+        self._num_jobs += 1
+        name = f"job-{self._num_jobs}-{leg.topology.hosts}x{leg.topology.devices}"
+        with Job(leg.topology, self.directory / name, [*arguments, *leg.arguments]) as job:
             killed_after = self._watch(job, leg, checkpoints)
             if killed_after is not None:
                 pids, several = ", ".join(map(str, job.pids)), len(job.pids) > 1
                 which = f"{'all ' * several}{len(job.pids)} process{'es' * several}"
-                self._console.print(f"  [red]SIGKILL[/] to {which} ({pids}) after step {killed_after}")
+                self.console.print(f"  [red]SIGKILL[/] to {which} ({pids}) after step {killed_after}")
         return read_job([job.log_path(host) for host in range(leg.topology.hosts)])
 
     def _watch(self, job: Job, leg: Leg, checkpoints: pathlib.Path) -> int | None:
         """Shows the job's progress until it ends or is killed; returns the last step seen before the kill, or None."""
-        kill_at = None if leg.kill_at is None else round(leg.kill_at * self._plan.num_steps)
+        kill_at = None if leg.kill_at is None else round(leg.kill_at * self.plan.num_steps)
         step, restored, last_news = 0, None, time.monotonic()
-        with _progress(self._console) as progress:
-            task = progress.add_task("", total=self._plan.num_steps, note=f"starting {leg.topology}")
+        with _progress(self.console) as progress:
+            task = progress.add_task("", total=self.plan.num_steps, note=f"starting {leg.topology}")
             while True:
                 running = job.running()
                 for line in job.new_lines():
@@ -377,7 +373,7 @@ class Demo:
                     if "restored" in line:
                         restored = line["restored"]
                         where = f"from step {restored}, record {line['position']:,}" if restored else "from the start"
-                        self._console.print(f"  {leg.topology}, {leg.topology.mesh}, {where}", highlight=False)
+                        self.console.print(f"  {leg.topology}, {leg.topology.mesh}, {where}", highlight=False)
                         progress.update(task, completed=restored, note="compiling")
                         continue
                     step = line["step"]
@@ -402,7 +398,7 @@ class Demo:
     # ------------------------------------------------------------------ the proof
 
     def _show_proof(self, reference: JobLog, jobs: Sequence[JobLog], checks: Sequence[Check]) -> None:
-        show = self._console.print
+        show = self.console.print
         show("\n[bold]Proof[/]")
         one, other = effective([reference]), effective(jobs)
         for name, digest in (("record ids", ids_digest), ("batches", batches_digest)):
