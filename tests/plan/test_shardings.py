@@ -17,10 +17,10 @@ from meshfeed._src.plan.plan import (
     axes_of,
     broadcast_shardings,
     check_divisible,
+    check_shape,
     cut_spec,
     normalize_sharding,
     participants,
-    sharded_dimensions,
     sharding_leaves,
 )
 from meshfeed._src.plan.topology import fake_devices, fake_mesh
@@ -105,14 +105,17 @@ def test_a_spec_is_cut_to_the_rank() -> None:
     assert cut_spec(sharding, 2).mesh is MESH
 
 
-def test_sharded_dimensions_are_those_with_axes_within_the_rank() -> None:
+def test_each_dimension_within_the_rank_must_be_divisible() -> None:
     sharding = NamedSharding(MESH, P(None, ("data", "model")))
-    assert list(sharded_dimensions(sharding, 2)) == [(1, ("data", "model"))]
-    assert list(sharded_dimensions(sharding, 1)) == []
-    assert list(sharded_dimensions(NamedSharding(MESH, P("data", None, "model")), 3)) == [
-        (0, ("data",)),
-        (2, ("model",)),
-    ]
+    parts = MESH.shape["data"] * MESH.shape["model"]
+    check_shape((7, 2 * parts, 5), sharding, "['x']")
+    check_shape((7,), sharding, "['x']")
+    with pytest.raises(PlanError, match=rf"^dimension 1 of leaf \['x'\] of size {parts + 1} cannot be divided evenly"):
+        check_shape((7, parts + 1), sharding, "['x']")
+    with pytest.raises(PlanError, match=r"^dimension 2 of leaf \(the only one\) of size 1 cannot"):
+        check_shape((MESH.shape["data"], 5, 1), NamedSharding(MESH, P("data", None, "model")), "")
+    with pytest.raises(PlanError, match=r"^the global batch of size 1 cannot"):
+        check_shape((1,), NamedSharding(MESH, P("data")), "")
     assert [axes_of(entry) for entry in (None, "data", ("data", "model"), ())] == [(), ("data",), ("data", "model"), ()]
 
 

@@ -24,12 +24,12 @@ from meshfeed._src.arrays.dtypes import narrow, narrowed_dtype, x64_types
 from meshfeed._src.base import memory
 from meshfeed._src.base.errors import SourceError
 from meshfeed._src.base.jax_internals import FastCall, probe_fast_call
-from meshfeed._src.base.trees import TreeDef, flatten_with_paths
+from meshfeed._src.base.trees import TreeDef
 from meshfeed._src.base.types import MeshDevice, PyTree
 from meshfeed._src.plan.plan import (
     HostPlan,
     LeafPlan,
-    broadcast_shardings,
+    leaves_with_shardings,
     plan_host,
 )
 
@@ -159,22 +159,17 @@ class Assembler:
     def _device_puts(
         self, host_tree: PyTree, leaves: list[np.ndarray], plan: HostPlan, record_shapes: _Shapes | None
     ) -> list[LeafDevicePut]:
-        shardings = broadcast_shardings(self._prefix, host_tree)
-        paths = [path for path, _ in flatten_with_paths(host_tree)[0]]
+        places = leaves_with_shardings(self._prefix, host_tree)
         widths: Sequence[tuple[int, ...]] = (
             [leaf.shape[1:] for leaf in leaves] if record_shapes is None else record_shapes
         )
         if len(widths) != len(leaves):
-            raise SourceError(f"the batch has {len(leaves)} leaves {paths}, but a record has {len(widths)}")
+            raise SourceError(
+                f"the batch has {len(leaves)} leaves {[place[0] for place in places]}, but a record has {len(widths)}"
+            )
         device_puts: list[LeafDevicePut] = []
-        for path, leaf, width, sharding in zip(paths, leaves, widths, shardings, strict=True):
-            if leaf.ndim == 0 or leaf.shape[0] != plan.num_rows:
-                raise SourceError(
-                    f"leaf {path or '(the only one)'} has shape {leaf.shape} and dtype {leaf.dtype}; expected "
-                    f"{plan.num_rows} rows first, the rows that host {plan.process_index} holds of a global batch of "
-                    f"{plan.global_batch_size}"
-                )
-            narrow(leaf[:0], path, self.x64)  # rejects an unsupported dtype before any work
+        for (path, _, sharding), leaf, width in zip(places, leaves, widths, strict=True):
+            check_leaf(leaf, plan, path, self.x64)
             leaf_plan = plan.leaf(sharding, (plan.global_batch_size, *width), path)
             local = _local_indices(leaf, leaf_plan, path)
             dtype = narrowed_dtype(leaf.dtype, self.x64)
@@ -375,6 +370,20 @@ def _key(index: Iterable[slice]) -> tuple[tuple[int, int], ...]:
 def contiguous(part: np.ndarray) -> np.ndarray:
     """Returns ``part`` if it is C-contiguous, else a new aligned copy."""
     return part if part.flags.c_contiguous else memory.copy(part)
+
+
+def check_leaf(leaf: np.ndarray, plan: HostPlan, path: str, x64: bool) -> None:
+    """Checks the rows and the dtype of a host array, before any work.
+
+    Raises:
+      SourceError: it has a different number of rows than the plan, or a dtype that JAX does not support.
+    """
+    if leaf.ndim == 0 or leaf.shape[0] != plan.num_rows:
+        raise SourceError(
+            f"leaf {path or '(the only one)'} has shape {leaf.shape} and dtype {leaf.dtype}; expected {plan.num_rows} rows "
+            f"first, the rows that host {plan.process_index} reads of a global batch of {plan.global_batch_size}"
+        )
+    narrow(leaf[:0], path, x64)
 
 
 def _local_indices(leaf: np.ndarray, plan: LeafPlan, path: str) -> list[tuple[slice, ...]]:

@@ -12,9 +12,9 @@ from jax.sharding import NamedSharding
 
 from meshfeed._src.base import memory
 from meshfeed._src.base.errors import SourceError
-from meshfeed._src.base.trees import flatten_with_paths
+from meshfeed._src.base.trees import flatten
 from meshfeed._src.base.types import PyTree
-from meshfeed._src.plan.plan import broadcast_shardings, check_divisible, cut_spec, sharded_dimensions
+from meshfeed._src.plan.plan import check_shape, cut_spec, leaves_with_shardings
 
 _NARROWED: dict[np.dtype, np.dtype] = {
     np.dtype(wide): np.dtype(narrow)
@@ -121,9 +121,7 @@ def leaf_spec(
       PlanError: a dimension is not divisible by the mesh axes of its sharding.
     """
     sharding = cut_spec(sharding, len(global_shape))
-    for dimension, axes in sharded_dimensions(sharding, len(global_shape)):
-        what = f"dimension {dimension} of leaf {path or '(the only one)'}" if dimension else "the global batch"
-        check_divisible(what, global_shape[dimension], axes, sharding.mesh.shape)
+    check_shape(global_shape, sharding, path)
     return jax.ShapeDtypeStruct(global_shape, narrowed_dtype(dtype, x64), sharding=sharding)
 
 
@@ -140,9 +138,7 @@ def batch_spec(prefix: PyTree, record_shapes: PyTree, global_batch_size: int, x6
       PlanError: a dimension is not divisible by the mesh axes of its sharding.
       SourceError: ``prefix`` does not match the structure of the record.
     """
-    specs, treedef = flatten_with_paths(record_shapes)
-    shardings = broadcast_shardings(prefix, record_shapes)
-    return treedef.unflatten(
+    return flatten(record_shapes)[1].unflatten(
         leaf_spec((global_batch_size, *spec.shape), spec.dtype, sharding, path, x64)
-        for (path, spec), sharding in zip(specs, shardings, strict=True)
+        for path, spec, sharding in leaves_with_shardings(prefix, record_shapes)
     )

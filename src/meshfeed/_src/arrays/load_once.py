@@ -27,18 +27,18 @@ import numpy.typing as npt
 from jax import lax
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
-from meshfeed._src.arrays.device_put import BlockDevicePut, DevicePut, contiguous
+from meshfeed._src.arrays.device_put import BlockDevicePut, DevicePut, check_leaf, contiguous
 from meshfeed._src.arrays.dtypes import batch_spec, leaf_spec, narrow, x64_types
 from meshfeed._src.arrays.reshard import bit_width, constraint_sharding, from_bits, without_ambient_mesh
 from meshfeed._src.base import memory
-from meshfeed._src.base.errors import PlanError, SettingsError, SourceError
-from meshfeed._src.base.trees import TreeDef, flatten, flatten_with_paths
+from meshfeed._src.base.errors import PlanError, SettingsError
+from meshfeed._src.base.trees import TreeDef, flatten
 from meshfeed._src.base.types import MeshDevice, PyTree, RecordIds
 from meshfeed._src.plan.plan import (
     HostPlan,
     HostRows,
     RowRange,
-    broadcast_shardings,
+    leaves_with_shardings,
     merge_ranges,
     participants,
     sharding_leaves,
@@ -318,16 +318,9 @@ class RowAssignment:
     ) -> tuple[tuple[jax.ShapeDtypeStruct, ...], list[_LoadedLeaf]]:
         plan, x64 = self._rows, self._device_put.x64
         specs, device_puts = [], []
-        paths = flatten_with_paths(host_tree)[0]
-        shardings = broadcast_shardings(self._prefix, host_tree)
-        for (path, _), leaf, sharding in zip(paths, leaves, shardings, strict=True):
-            if leaf.ndim == 0 or leaf.shape[0] != plan.num_rows:
-                raise SourceError(
-                    f"leaf {path or '(the only one)'} has shape {leaf.shape} and dtype {leaf.dtype}; expected "
-                    f"{plan.num_rows} rows first, the rows that host {plan.process_index} loads of a global batch of "
-                    f"{plan.global_batch_size}"
-                )
-            narrow(leaf[:0], path, x64)  # rejects an unsupported dtype before any work
+        places = leaves_with_shardings(self._prefix, host_tree)
+        for (path, _, sharding), leaf in zip(places, leaves, strict=True):
+            check_leaf(leaf, plan, path, x64)
             specs.append(leaf_spec((plan.global_batch_size, *leaf.shape[1:]), leaf.dtype, sharding, path, x64))
             assignment = self._assignments[_devices_of(sharding.mesh)]
             device_puts.append(_LoadedLeaf(self._device_put, plan, assignment, specs[-1], path))

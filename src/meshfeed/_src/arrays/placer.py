@@ -25,8 +25,8 @@ from meshfeed._src.plan.plan import (
     HostPlan,
     HostRows,
     axes_of,
-    broadcast_shardings,
     cut_spec,
+    leaves_with_shardings,
     normalize_sharding,
     participants,
     sharding_leaves,
@@ -142,11 +142,10 @@ class ShardedPlacer:
         """See :class:`Placer`."""
         plan = self.plan(global_batch_size)
         blocks: dict[str, np.ndarray] = {}
-        paths = flatten_with_paths(tree)[0]
         full = {
             path: spec.shape for path, spec in flatten_with_paths(self.put.record_shapes)[0]
         }  # of leaves read in columns
-        for (path, leaf), sharding in zip(paths, broadcast_shardings(self._prefix, tree), strict=True):
+        for path, leaf, sharding in leaves_with_shardings(self._prefix, tree):
             name = path or "(the record)"
             leaf_plan = plan.leaf(sharding, (global_batch_size, *full.get(path, leaf.shape[1:])), name)
             whole = leaf.shape[1:] == leaf_plan.global_shape[1:]
@@ -159,10 +158,9 @@ class ShardedPlacer:
 
 def columns_of(prefix: PyTree, record_shapes: PyTree, plan: HostPlan) -> dict[str, tuple[slice, ...]]:
     """Leaf path → the columns that this host holds; a source need not read the others."""
-    specs = flatten_with_paths(record_shapes)[0]
     return {
         path: plan.leaf(sharding, (plan.global_batch_size, *spec.shape), path).columns
-        for (path, spec), sharding in zip(specs, broadcast_shardings(prefix, record_shapes), strict=True)
+        for path, spec, sharding in leaves_with_shardings(prefix, record_shapes)
     }
 
 

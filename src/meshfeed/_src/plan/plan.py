@@ -13,7 +13,7 @@ from __future__ import annotations
 import bisect
 import functools
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, cast
 
@@ -143,9 +143,7 @@ class HostPlan:
                 f"leaf {path or '(the only one)'} has the global shape {global_shape}; expected "
                 f"({self.global_batch_size}, ...), rows first"
             )
-        for dimension, axes in sharded_dimensions(sharding, len(global_shape)):
-            what = "the global batch" if dimension == 0 else f"dimension {dimension} of leaf {path or '(the only one)'}"
-            check_divisible(what, global_shape[dimension], axes, sharding.mesh.shape)
+        check_shape(global_shape, sharding, path)
         # The map may contain slice(None); later arithmetic needs explicit bounds.
         indices = [
             (device, tuple(slice(*part.indices(size)[:2]) for part, size in zip(index, global_shape, strict=True)))
@@ -320,6 +318,12 @@ def broadcast_shardings(prefix: PyTree, tree: PyTree) -> list[NamedSharding]:
     return leaves
 
 
+def leaves_with_shardings(prefix: PyTree, tree: PyTree) -> list[tuple[str, Any, NamedSharding]]:
+    """Returns ``(path, leaf, sharding)`` of each leaf of ``tree``; see :func:`broadcast_shardings`."""
+    pairs = flatten_with_paths(tree)[0]
+    return [(*pair, sharding) for pair, sharding in zip(pairs, broadcast_shardings(prefix, tree), strict=True)]
+
+
 def _children(node: PyTree) -> dict[str, PyTree]:
     """Direct children by key path; empty for a leaf."""
     return {path: child for path, child in flatten_with_paths(node, lambda part: part is not node)[0] if path}
@@ -389,8 +393,12 @@ def device_indices(sharding: NamedSharding, global_shape: tuple[int, ...]) -> Ma
     return indices
 
 
-def sharded_dimensions(sharding: NamedSharding, ndim: int) -> Iterator[tuple[int, tuple[str, ...]]]:
-    """Yields ``(dimension, mesh axes)`` of each sharded dimension, in order."""
-    for dimension, entry in enumerate(tuple(sharding.spec)[:ndim]):
-        if axes := axes_of(entry):
-            yield dimension, axes
+def check_shape(global_shape: tuple[int, ...], sharding: NamedSharding, path: str) -> None:
+    """Checks that the mesh axes of ``sharding`` divide the shape of a leaf.
+
+    Raises:
+      PlanError: a dimension is not divisible; names the leaf by its path.
+    """
+    for dimension, (size, entry) in enumerate(zip(global_shape, sharding.spec, strict=False)):
+        what = f"dimension {dimension} of leaf {path or '(the only one)'}" if dimension else "the global batch"
+        check_divisible(what, size, axes_of(entry), sharding.mesh.shape)
