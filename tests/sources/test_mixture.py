@@ -242,7 +242,7 @@ def test_components_with_unlike_records_are_named():
     with pytest.raises(SourceError, match=r"'code' and 'web' have unlike records: \['value'\] int64.*int32"):
         rows(feed(Mixture({"web": memory("web"), "code": wide}, {"web": 1, "code": 1}, block=30)), 2)
     other = Memory({"component": np.zeros(50, np.int32), "tokens": np.zeros(50, np.int32)})
-    with pytest.raises(SourceError, match=r"has the leaves .*'tokens'.*has .*'value'"):
+    with pytest.raises(SourceError, match=r"'tokens'.*int32.* in 'code', .*'value'.* in 'web'"):
         rows(feed(Mixture({"web": memory("web"), "code": other}, {"web": 1, "code": 1}, block=30)), 2)
 
 

@@ -96,13 +96,13 @@ def test_a_mixture_of_mixtures_is_one_mixture() -> None:
         block = values(nested)[start : start + 8]
         assert [sum(low <= x < low + 100 for x in block) for low in (0, 100, 200)] == [3, 1, 4]
     deeper = Mixture({"all": nested, "more": stream(300)}, {"all": 1, "more": 1}, block=16)
-    assert list(deeper.components) == ["all/in/x", "all/in/y", "all/out", "more"]
+    assert list(deeper.components.sources) == ["all/in/x", "all/in/y", "all/out", "more"]
 
 
 def test_stages_of_both_mixtures_apply() -> None:
     inner = Mixture({"x": memory(0), "y": memory(100)}, [(0, {"x": 1}), (4, {"y": 1})], block=4)
     nested: Any = Mixture({"in": inner, "out": memory(200)}, [(0, {"in": 1}), (2, {"in": 1, "out": 3})], block=4)
-    assert nested.stages == (
+    assert nested.components.stages == (
         (0, {"in/x": 1.0}),
         (2, {"in/x": 1.0, "out": 3}),
         (4, {"in/y": 1.0, "out": 3}),

@@ -46,7 +46,7 @@ from meshfeed._src.reading.host_batch import num_rows, spec_of_batch
 from meshfeed._src.reading.identity import source_identity
 from meshfeed._src.reading.records import SourceReader, file_of, wants_rng
 from meshfeed._src.reading.stacking import RecordSpec, RecordStack
-from meshfeed._src.sources.checks import is_count
+from meshfeed._src.sources.checks import checked_count, is_count
 from meshfeed._src.sources.host_batches import HostBatches
 from meshfeed._src.sources.recognize import as_source
 from meshfeed._src.state.state import digest_of
@@ -117,25 +117,22 @@ def Mixture(
             'such as Mixture({"web": web, "code": code}, weights={"web": 3, "code": 1}).'
         )
     sources = {name: _component(name, component) for name, component in components.items()}
-    given = list(sources)
-    sources, stages, parts = _flatten(sources, parse_weights(weights, given), Parts.of(sources, take, repeat))
-    names = list(sources)
-    if not is_count(block):
-        raise SettingsError(f"block={block!r}; it takes a number of records of at least 1.", setting="block")
-    for _, stage_weights in stages:
-        block_counts(stage_weights, names, int(block))  # raises if a weight is too small for the block
-    check_all_named(weights, given)
+    mixed = Components.of(sources, parse_weights(weights, list(sources)), take, repeat).flattened()
+    block = checked_count(block, "block")
+    for _, stage_weights in mixed.stages:
+        block_counts(stage_weights, list(mixed.sources), block)  # raises if a weight is too small for the block
+    check_all_named(weights, list(sources))
     if on_end not in ("repeat", "stop"):
         raise SettingsError(f"on_end={on_end!r}; it takes 'repeat' or 'stop'.", setting="on_end")
-    if any(hooks.is_stream(source) for source in sources.values()):
-        return StreamMixture(sources, stages, int(block), on_end, shuffle, parts)
+    if any(map(hooks.is_stream, mixed.sources.values())):
+        return StreamMixture(mixed, block, on_end, shuffle)
     if shuffle is not False:
         raise SettingsError(
             f"shuffle={shuffle!r} of a Mixture is for mixtures with a stream among them. All components here are "
             "read at random: pass shuffle= to the feed.",
             setting="shuffle",
         )
-    return RandomMixture(sources, stages, int(block), on_end, parts)
+    return RandomMixture(mixed, block, on_end)
 
 
 def _component(name: object, component: object) -> Any:
@@ -154,79 +151,75 @@ def _component(name: object, component: object) -> Any:
     return source
 
 
-def _flatten(
-    sources: dict[str, Any], stages: StagedWeights, parts: Parts
-) -> tuple[dict[str, Any], StagedWeights, Parts]:
-    """Replaces components that are mixtures by their own components."""
-    for name, source in list(sources.items()):
-        if not isinstance(source, _Mixture):
-            continue
-        if name in parts.take or name in parts.repeat:
-            raise SettingsError(
-                f"component {name!r} is a mixture, to which take= and repeat= do not apply. Give them to that mixture.",
-                setting="take" if name in parts.take else "repeat",
-            )
-        inner = _within(name, source.components)
-        if clash := sorted(inner.keys() & sources.keys()):
-            raise SourceError(f"the component {clash[0]!r} is named twice: also as a part of {name!r}. Rename one.")
-        sources = {
-            key: component
-            for outer in sources
-            for key, component in (inner if outer == name else {outer: sources[outer]}).items()
-        }
-        stages = nest_stages(stages, name, source.stages)
-        own = source.parts
-        parts = Parts(parts.take | _within(name, own.take), parts.repeat | _within(name, own.repeat))
-    return sources, stages, parts
-
-
-def _within(outer: str, named: Mapping[str, T]) -> dict[str, T]:
-    return {f"{outer}/{name}": value for name, value in named.items()}
-
-
 @dataclasses.dataclass(frozen=True)
-class Parts:
-    """Which part of each component is used, and how often."""
+class Components:
+    """The components of a mixture with their weights, which part of each is used, and how often."""
 
+    sources: dict[str, Any]
+    stages: StagedWeights
     take: dict[str, int | float]  # component → number of records, or a fraction of them
     repeat: dict[str, int]  # component → times that it is read per epoch
 
     @classmethod
-    def of(cls, sources: Mapping[str, Any], take: object, repeat: object) -> Parts:
+    def of(cls, sources: dict[str, Any], stages: StagedWeights, take: object, repeat: object) -> Components:
         """Checks that the user's ``take`` and ``repeat`` map components to numbers in range."""
         for setting, value in (("take", take), ("repeat", repeat)):
             if value is not None and not (isinstance(value, Mapping) and value.keys() <= sources.keys()):
                 raise SettingsError(
                     f"{setting}={value!r}; it takes {{name: number}} with names among {list(sources)}.", setting=setting
                 )
-        found = cls(dict(cast("Mapping[str, Any]", take or {})), dict(cast("Mapping[str, Any]", repeat or {})))
-        for name, times in found.repeat.items():
+        takes, repeats = dict(cast("Mapping[str, Any]", take or {})), dict(cast("Mapping[str, Any]", repeat or {}))
+        for name, times in repeats.items():
             if not is_count(times):
                 raise SettingsError(f"repeat[{name!r}]={times!r}; it takes an int of at least 1.", setting="repeat")
-        for name, part in found.take.items():
+        for name, part in takes.items():
             if wanted := _wrong_take(part, sources[name]):
                 raise SettingsError(f"take[{name!r}]={part!r}; {wanted}", setting="take")
+        return cls(sources, stages, takes, repeats)
+
+    def flattened(self) -> Components:
+        """Replaces components that are mixtures by their own components."""
+        found = self
+        for name, source in self.sources.items():
+            if isinstance(source, _Mixture):
+                found = found._with_inner(name, source.components)
         return found
 
-    def length(self, name: str, source: Any) -> int:
+    def _with_inner(self, name: str, inner: Components) -> Components:
+        if name in self.take or name in self.repeat:
+            raise SettingsError(
+                f"component {name!r} is a mixture, to which take= and repeat= do not apply. Give them to that mixture.",
+                setting="take" if name in self.take else "repeat",
+            )
+
+        def within(named: Mapping[str, T]) -> dict[str, T]:
+            return {f"{name}/{key}": value for key, value in named.items()}
+
+        if clash := sorted(within(inner.sources).keys() & self.sources.keys()):
+            raise SourceError(f"the component {clash[0]!r} is named twice: also as a part of {name!r}. Rename one.")
+        sources: dict[str, Any] = {}  # the inner components take the place of their mixture
+        for outer, source in self.sources.items():
+            sources |= within(inner.sources) if outer == name else {outer: source}
+        stages = nest_stages(self.stages, name, inner.stages)
+        return Components(sources, stages, self.take | within(inner.take), self.repeat | within(inner.repeat))
+
+    def length(self, name: str) -> int:
         """Number of records of a random-access component that are used."""
-        part = self.take.get(name)
-        if part is None:
-            return len(source)
-        return int(part * len(source)) if isinstance(part, float) else part
+        part, whole = self.take.get(name), len(self.sources[name])
+        return int(part * whole) if isinstance(part, float) else whole if part is None else part
 
     def of_lane(self, name: str, lane_index: int, num_lanes: int) -> int | None:
         """Number of records per epoch of one lane of a stream; None for all."""
         part = self.take.get(name)
         return None if part is None else (int(part) + num_lanes - 1 - lane_index) // num_lanes
 
-    def identities(self, components: Mapping[str, Any]) -> dict[str, JsonValue]:
+    def identities(self) -> dict[str, JsonValue]:
         """Name → identity of each component, with long values replaced by digests: a state holds all of them."""
         used = {"take": self.take, "repeat": self.repeat}
         return {
             name: {key: _short(value) for key, value in source_identity(source).items()}
             | {key: part[name] for key, part in used.items() if name in part}
-            for name, source in components.items()
+            for name, source in self.sources.items()
         }
 
 
@@ -247,23 +240,24 @@ def _wrong_take(part: object, source: Any) -> str:
 
 
 class _Mixture:
-    """What both kinds of mixture share: the components with their weights, ``stages``, and how they are used, ``parts``."""
+    """What both kinds of mixture share."""
 
     kind = "mixture"
 
-    def __init__(
-        self, components: Mapping[str, Any], stages: StagedWeights, block: int, on_end: str, parts: Parts
-    ) -> None:
-        self.components, self.stages, self.parts = dict(components), stages, parts
-        self._block, self._on_end = block, on_end
+    def __init__(self, components: Components, block: int, on_end: str) -> None:
+        self.components, self._block, self._on_end = components, block, on_end
 
     @functools.cached_property
     def _identities(self) -> dict[str, JsonValue]:  # computing them may read records; copies keep them
-        return self.parts.identities(self.components)
+        return self.components.identities()
+
+    def _stages_at(self, positions: Sequence[int]) -> list[Stage]:
+        stages = self.components.stages
+        return [Stage(first, weights, step) for first, (step, weights) in zip(positions, stages, strict=True)]
 
     def close(self) -> None:
         """Closes the components that have a ``close``."""
-        for source in self.components.values():
+        for source in self.components.sources.values():
             hooks.close(source)
 
 
@@ -277,17 +271,15 @@ class RandomMixture(_Mixture):
 
     fresh_arrays = True  # SourceReader copies memory that a component may reuse
 
-    def __init__(
-        self, components: Mapping[str, Any], stages: StagedWeights, block: int, on_end: str, parts: Parts
-    ) -> None:
-        super().__init__(components, stages, block, on_end, parts)
-        self._names, self._sources = tuple(components), tuple(components.values())
+    def __init__(self, components: Components, block: int, on_end: str) -> None:
+        super().__init__(components, block, on_end)
+        self._names, self._sources = tuple(components.sources), tuple(components.sources.values())
         self.wants_rng = any(map(wants_rng, self._sources))
         self.reads_columns = all(getattr(source, "reads_columns", False) for source in self._sources)
         if self.reads_columns:  # column slices come from the first component's shapes and would truncate a wider one
-            Joiner().join([(name, _NO_IDS, _no_rows(source)) for name, source in components.items()], 0)
+            Joiner().join([(name, _NO_IDS, _no_rows(source)) for name, source in components.sources.items()], 0)
         self._joiner = Joiner()
-        self._lengths = np.array([parts.length(name, source) for name, source in components.items()], np.int64)
+        self._lengths = np.array([components.length(name) for name in self._names], np.int64)
         groups, self._group_of, self._first_id = _concatenate(self._sources)
         self._readers, self._group_readers = tuple(map(SourceReader, self._sources)), tuple(map(SourceReader, groups))
         self._rng_readers = {reader for reader in (*self._readers, *self._group_readers) if wants_rng(reader.source)}
@@ -308,19 +300,19 @@ class RandomMixture(_Mixture):
     @property
     def first_record_id(self) -> int:
         """Id of the record from which to infer the structure: the first of the first stage's first component."""
-        return join_ids(self._names.index(next(iter(self.stages[0][1]))), 0)
+        return join_ids(self._names.index(next(iter(self.components.stages[0][1]))), 0)
 
     def make_order(self, **settings: Unpack[hooks.OrderSettings]) -> MixtureOrder:
         """The order of the mixture for a feed's settings."""
         return MixtureOrder(
             dict(zip(self._names, self._lengths.tolist(), strict=True)),
-            stages=[Stage(settings["position_of_step"](step), weights, step) for step, weights in self.stages],
+            stages=self._stages_at([settings["position_of_step"](step) for step, _ in self.components.stages]),
             block=self._block,
             shuffle=settings["shuffle"],
             seed=settings["seed"],
             num_epochs=settings["num_epochs"],
             on_end=self._on_end,
-            repeat=self.parts.repeat,
+            repeat=self.components.repeat,
             identities=self._identities,
         )
 
@@ -501,27 +493,19 @@ def _caching(source: object) -> hooks.CachesFiles | None:
 class StreamMixture(_Mixture):
     """A :func:`meshfeed.sources.Mixture` with at least one stream component; made by that function."""
 
-    def __init__(
-        self,
-        components: Mapping[str, Any],
-        stages: StagedWeights,
-        block: int,
-        on_end: str,
-        shuffle: bool | int,
-        parts: Parts,
-    ) -> None:
-        super().__init__(components, stages, block, on_end, parts)
+    def __init__(self, components: Components, block: int, on_end: str, shuffle: bool | int) -> None:
+        super().__init__(components, block, on_end)
         self.shuffle = shuffle
-        for source in components.values():
+        for source in components.sources.values():
             if not hooks.is_stream(source):
                 EpochOrder(max(1, len(source)), shuffle=shuffle, seed=0, num_epochs=1)  # validates shuffle
         self._is_bound = False  # to a feed, which gives these settings:
-        self._first_positions: Sequence[int] = (0,) * len(stages)
+        self._first_positions: Sequence[int] = (0,) * len(components.stages)
         self._seed = 0
         self._num_epochs: int | None = 1
 
     def __repr__(self) -> str:
-        return f"Mixture({', '.join(self.components)}, read as lanes)"
+        return f"Mixture({', '.join(self.components.sources)}, read as lanes)"
 
     def bind(self, *, seed: int, num_epochs: int | None, position_of_step: Callable[[int], int]) -> StreamMixture:
         """A copy of this mixture with a feed's settings.
@@ -532,7 +516,7 @@ class StreamMixture(_Mixture):
         check_end(self._on_end, num_epochs)
         clone = copy.copy(self)
         clone._is_bound, clone._seed, clone._num_epochs = True, seed, num_epochs
-        clone._first_positions = [position_of_step(step) for step, _ in self.stages]
+        clone._first_positions = [position_of_step(step) for step, _ in self.components.stages]
         return clone
 
     def open(self, lane_index: int, num_lanes: int) -> MixtureLane:
@@ -541,23 +525,21 @@ class StreamMixture(_Mixture):
         Raises:
           SettingsError: the mixture has stages but is not bound to a feed, which maps their steps to positions.
         """
-        if not self._is_bound and len(self.stages) > 1:
+        if not self._is_bound and len(self._first_positions) > 1:
             raise SettingsError(
                 "a mixture with stages begins them at steps, so it can only be opened by a feed.", setting="weights"
             )
         # Stages start at positions of the global stream; each lane has 1 / num_lanes of these positions.
         stages = self._stages_at([first // num_lanes for first in self._first_positions])
         key = derive_key(self._seed, _LANE_LAYOUT, lane_index)
+        names = list(self.components.sources)
         return MixtureLane(
-            [ComponentLane(self, n, lane_index, num_lanes, self._seed) for n in range(len(self.components))],
-            StagedBlocks(list(self.components), stages, self._block, key),
+            [ComponentLane(self, number, lane_index, num_lanes, self._seed) for number in range(len(names))],
+            StagedBlocks(names, stages, self._block, key),
             stages[-1].weights,
             self._num_epochs,
             self._on_end == "stop",
         )
-
-    def _stages_at(self, positions: Sequence[int]) -> list[Stage]:
-        return [Stage(first, weights, step) for first, (step, weights) in zip(positions, self.stages, strict=True)]
 
     def fingerprint(self) -> JsonValue:
         """Identity without the components, since a later stage may add some; ``check_saved`` compares them."""
@@ -712,12 +694,12 @@ class ComponentLane:
     """Reads component ``number`` for one mixture lane, over its own epochs. Opens the source on the first read."""
 
     def __init__(self, mixture: StreamMixture, number: int, lane_index: int, num_lanes: int, seed: int) -> None:
-        self.name, self._source = list(mixture.components.items())[number]
+        self._components, self._shuffle = mixture.components, mixture.shuffle
+        self.name, self._source = list(self._components.sources.items())[number]
         self._number, self._lane_index, self._num_lanes, self._seed = number, lane_index, num_lanes, seed
-        self._shuffle, self._parts = mixture.shuffle, mixture.parts
-        self.repeat = self._parts.repeat.get(self.name, 1)
+        self.repeat = self._components.repeat.get(self.name, 1)
         self._is_stream = hooks.is_stream(self._source)
-        self._limit = self._parts.of_lane(self.name, lane_index, num_lanes) if self._is_stream else None
+        self._limit = self._components.of_lane(self.name, lane_index, num_lanes) if self._is_stream else None
         decodes = hooks.find(self._source, hooks.Decodes) if self._is_stream else None
         self._decode = None if decodes is None else decodes.decode
         self._decode_rng = hooks.accepts_keyword(self._decode, "rng")
@@ -728,8 +710,7 @@ class ComponentLane:
 
     @functools.cached_property
     def _order(self) -> LaneOrder:
-        length = self._parts.length(self.name, self._source)
-        seed = derive_key(self._seed, _COMPONENT_SEED, self._number)
+        seed, length = derive_key(self._seed, _COMPONENT_SEED, self._number), self._components.length(self.name)
         order = EpochOrder(length, shuffle=self._shuffle, seed=seed, num_epochs=None)
         return LaneOrder(order, self._lane_index, self._num_lanes)
 
@@ -780,7 +761,7 @@ class ComponentLane:
         """
         if not self._taken and self._limit == 0:
             raise SettingsError(
-                f"take[{self.name!r}]={self._parts.take[self.name]} leaves no record for lane {self._lane_index} of "
+                f"take[{self.name!r}]={self._components.take[self.name]} leaves no record for lane {self._lane_index} of "
                 f"{self._num_lanes}, among which the records of a stream are divided. Take at least {self._num_lanes} "
                 "records, or use fewer lanes (num_lanes=).",
                 setting="take",
@@ -1001,21 +982,20 @@ def _check_alike(part: Part, first: tuple[RecordSpec, str] | None) -> tuple[Reco
 
 
 def _difference(name: str, spec: RecordSpec, other: str, other_spec: RecordSpec) -> str:
-    remedy = (
-        "Records of a mixture must be alike: rename, pad or cast them in the component's decode (nothing is promoted "
-        "silently)."
+    own = name == other
+    who = (
+        f"records of component {name!r} differ from its first"
+        if own
+        else f"components {name!r} and {other!r} have unlike records"
     )
-    if name == other:
-        who = f"records of component {name!r} differ from its first"
-    else:
-        who = f"components {name!r} and {other!r} have unlike records"
-    here, there = ({leaf.path: leaf for leaf in found.leaves} for found in (spec, other_spec))
-    if here.keys() != there.keys():
-        return (
-            f"{who}: {name!r} has the leaves {', '.join(map(repr, here))}, {other!r} has "
-            f"{', '.join(map(repr, there))}. {remedy}"
-        )
-    for path, leaf in here.items():
-        if leaf != there[path]:
-            return f"{who}: {leaf.describe()} in {name!r}, {there[path].describe()} in {other!r}. {remedy}"
-    return f"{who}: {spec.treedef} in {name!r}, {other_spec.treedef} in {other!r}. {remedy}"
+    return (
+        f"{who}: {_only_in(spec, other_spec)} in {name!r}, {_only_in(other_spec, spec)} in {other!r}. Records of a mixture "
+        "must be alike: rename, pad or cast them in the component's decode (nothing is promoted silently)."
+    )
+
+
+def _only_in(spec: RecordSpec, other: RecordSpec) -> str:
+    """The leaves of records that others do not have, or the structure of the records if only that differs."""
+    if spec.leaves == other.leaves:
+        return str(spec.treedef)
+    return ", ".join(leaf.describe() for leaf in spec.leaves if leaf not in other.leaves) or "no such leaf"

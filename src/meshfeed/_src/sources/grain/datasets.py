@@ -320,8 +320,7 @@ def identify(source: Any) -> JsonValue:
 
 def identify_paths(paths: Sequence[str | bytes | os.PathLike[str]]) -> JsonValue:
     """Identity of files by base name and size, which does not change if the folder is moved."""
-    names = [os.fspath(path) for path in paths]
-    names = [name.decode() if isinstance(name, bytes) else name for name in names]
+    names = list(map(os.fsdecode, paths))
     try:
         return file_paths.identify_files(names, file_paths.file_sizes(names, source="Grain"))
     except SourceError:  # a URL whose size needs fsspec, which is missing; Grain reads it by other means

@@ -132,7 +132,10 @@ def find_uncuttable(dataset: Pipeline, num_lanes: int) -> tuple[Node, str] | Non
         if num_lanes == 1 or isinstance(node, grain.MapDataset):
             continue
         if is_named(node, internals.ZIP) and (inner := _not_one_to_one(node)):
-            return node, f"below it, {inner} drops, adds or moves elements, so that lanes would pair other ones"
+            return (
+                node,
+                f"below it, {type(inner).__name__} drops, adds or moves elements, so lanes would pair other ones",
+            )
         if is_named(node, internals.INTERLEAVE):
             if found := _find_uncuttable_share(private(node, "datasets"), num_lanes):
                 return found
@@ -313,19 +316,15 @@ def _contents(node: Node) -> dict[str, object]:
     }
 
 
-def _not_one_to_one(node: Node) -> str | None:
-    """The class name of a node below a zip that does not map elements one to one; None if all do."""
+def _not_one_to_one(node: Node) -> Node | None:
+    """A node below a zip that does not map elements one to one; None if all do."""
     for child in parents(node):
         if isinstance(child, grain.MapDataset):
             found = sparse_node(child)
-        elif is_named(child, internals.ONE_TO_ONE):
-            if name := _not_one_to_one(child):
-                return name
-            continue
         else:
-            found = child
+            found = _not_one_to_one(child) if is_named(child, internals.ONE_TO_ONE) else child
         if found is not None:
-            return type(found).__name__
+            return found
     return None
 
 
@@ -486,7 +485,7 @@ def _own_memory(node: Node, copy: Callable[[Node], Node]) -> Node | None:
     make_batch = internals.without_shared_memory(private(node, "batch_fn")) if is_batch else None
     if make_batch is None:
         return None
-    return shallow_copy(node, parents=tuple(map(copy, parents(node))), batch_fn=make_batch)
+    return _with_parents(node, copy, batch_fn=make_batch)
 
 
 def _last_batch(node: Node) -> Node | None:

@@ -17,7 +17,7 @@ import dataclasses
 import functools
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, TypeAlias
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -437,14 +437,28 @@ class ExamplePieces(_Pieces):
                     yield "", example
 
 
-Files: TypeAlias = "_ParquetFiles | _ArrowFiles | _DatasetShards | _Generated"
-"""The files (or other parts) that a dataset reads in sequence.
+class Files:
+    """The files (or other parts) that a dataset reads in sequence.
 
-``count`` is their number, ``paths`` are their paths or URLs, or None if they are not files, and ``is_table`` is whether
-they are read as Arrow tables. ``group_rows`` returns the rows of each row group of a file, or None if they cannot be
-counted without reading it; ``is_empty`` whether it is known to have no rows; and ``read`` its tables (or examples) from a
-row on. Table boundaries depend only on the file.
-"""
+    ``count`` is their number, ``paths`` are their paths or URLs, or None if they are not files, and ``is_table`` is
+    whether they are read as Arrow tables.
+    """
+
+    count: int
+    paths: list[str] | None = None
+    is_table = True
+
+    def group_rows(self, file_index: int) -> Sequence[int] | None:
+        """Rows of each row group of a file, or None if they cannot be counted without reading it."""
+        raise NotImplementedError
+
+    def is_empty(self, file_index: int) -> bool:
+        """Whether a file is known to have no rows."""
+        return not any(self.group_rows(file_index) or ())
+
+    def read(self, file_index: int, first_row: int) -> Iterator[Any]:
+        """The tables (or examples) of a file from a row on. The boundaries of tables depend only on the file."""
+        raise NotImplementedError
 
 
 def open_files(node: Node, columns: Sequence[str] | None) -> Files:
@@ -459,14 +473,12 @@ def open_files(node: Node, columns: Sequence[str] | None) -> Files:
     return _Generated(leaf)
 
 
-class _ParquetFiles:
+class _ParquetFiles(Files):
     """Local or remote Parquet files, read one row group at a time."""
 
-    is_table = True
-
     def __init__(self, leaf: Leaf, columns: Sequence[str] | None) -> None:
-        self.paths = [str(path) for path in leaf.kwargs["files"]]
-        self.count = len(self.paths)
+        self.paths = self._files = [str(path) for path in leaf.kwargs["files"]]
+        self.count = len(self._files)
         self._row_groups = leaf.kwargs.get("row_groups_list") or [None] * self.count
         self._cast = FeatureCast(leaf.builder.info.features)
         wanted = leaf.builder.config.columns
@@ -478,37 +490,29 @@ class _ParquetFiles:
         with self._open(file_index) as file:
             return file.group_rows
 
-    def is_empty(self, file_index: int) -> bool:
-        return not sum(self.group_rows(file_index))
-
     def read(self, file_index: int, first_row: int) -> Iterator[pa.Table]:
         with self._open(file_index) as file:
             for _, batch in file.batches(first_row, columns=self._columns, batch_rows=self._batch_rows):
                 yield self._cast(pa.Table.from_batches([batch]))
 
     def _open(self, file_index: int) -> ParquetFile:
-        path, groups = self.paths[file_index], self._row_groups[file_index]
+        path, groups = self._files[file_index], self._row_groups[file_index]
         local = local_path(path)
         if local is not None and "::" not in path:
             return ParquetFile(local, row_groups=groups)
         return ParquetFile(path, stream=xopen(path, "rb", download_config=self._download), row_groups=groups)
 
 
-class _ArrowFiles:
+class _ArrowFiles(Files):
     """Local Arrow IPC files, in the file or stream format, through a memory map."""
 
-    is_table = True
-
     def __init__(self, paths: list[str], cast: Callable[[pa.Table], pa.Table] | None) -> None:
-        self.paths = paths
+        self.paths = self._files = paths
         self.count = len(paths)
         self._cast = cast
 
     def group_rows(self, file_index: int) -> Sequence[int]:
         return [len(batch) for batch in self._batches(file_index)]
-
-    def is_empty(self, file_index: int) -> bool:
-        return not any(len(batch) for batch in self._batches(file_index))
 
     def read(self, file_index: int, first_row: int) -> Iterator[pa.Table]:
         skip = first_row
@@ -521,7 +525,7 @@ class _ArrowFiles:
             yield table if self._cast is None else self._cast(table)
 
     def _batches(self, file_index: int) -> Iterator[pa.RecordBatch]:
-        path = self.paths[file_index]
+        path = self._files[file_index]
         with pa.memory_map(str(local_path(path))) as source:
             try:
                 try:
@@ -538,11 +542,8 @@ class _ArrowFiles:
                 ) from error
 
 
-class _DatasetShards:
+class _DatasetShards(Files):
     """Shards of a map-style dataset (``Dataset.to_iterable_dataset``)."""
-
-    paths = None
-    is_table = True
 
     def __init__(self, shards: Sequence[Dataset], batch_rows: int, columns: Sequence[str] | None) -> None:
         self.count = len(shards)
@@ -556,9 +557,6 @@ class _DatasetShards:
         rows, size = len(self.shards[file_index]), self._batch_rows
         return [min(size, rows - start) for start in range(0, rows, size)]
 
-    def is_empty(self, file_index: int) -> bool:
-        return not len(self.shards[file_index])
-
     def read(self, file_index: int, first_row: int) -> Iterator[pa.Table]:
         shard, start = self._formatted[file_index], first_row
         while start < len(shard):
@@ -567,7 +565,7 @@ class _DatasetShards:
             start = stop
 
 
-class _Generated:
+class _Generated(Files):
     """Anything that datasets generates from lists of files: CSV, JSON, text, image folders, generators."""
 
     def __init__(self, leaf: Leaf) -> None:
