@@ -15,7 +15,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 
 from meshfeed._src.base import coordination
-from meshfeed._src.base.coordination import KeyValueStore, call_briefly, format_hosts
+from meshfeed._src.base.coordination import KeyValueStore, call_briefly, format_differences
 from meshfeed._src.base.errors import LEFT, AgreementError, Failure, PeerError
 from meshfeed._src.base.reduction import Reduction, leave
 from meshfeed._src.base.settings import BatchSchedule, FeedSettings, balance_json
@@ -26,7 +26,7 @@ from meshfeed._src.streams.protocol import Cursor
 _log = logging.getLogger("meshfeed.agree")
 _GRACE_SECONDS = 3.0  # for a host that published a failure to recover
 _NAMED_DIFFERENCES = 4
-_MAX_VALUE = 120  # characters of a setting in a message
+_SHOWN_CHARACTERS = 120  # of a setting in a message
 
 
 def agreed_settings(
@@ -268,19 +268,9 @@ def compare(values: Mapping[int, JsonValue]) -> dict[str, JsonValue]:
             return {"failure": value["failure"], "differences": []}
     settings: dict[int, dict[str, JsonValue]] = {host: value["settings"] for host, value in sorted(values.items())}
     fields = dict.fromkeys(name for value in settings.values() for name in value)
-    differences = [_difference(field, {host: value.get(field) for host, value in settings.items()}) for field in fields]
-    return {"failure": None, "differences": [text for text in differences if text is not None]}
-
-
-def _difference(field: str, values: Mapping[int, JsonValue]) -> str | None:
-    groups: dict[str, list[int]] = {}
-    for host, value in values.items():
-        groups.setdefault(json.dumps(value, sort_keys=True), []).append(host)
-    if len(groups) < 2:
-        return None
-    shown = "; ".join(f"{format_hosts(hosts)}: {_shortened(text)}" for text, hosts in groups.items())
-    return f"{field} ({shown})"
-
-
-def _shortened(text: str) -> str:
-    return text if len(text) <= _MAX_VALUE else f"{text[: _MAX_VALUE - 3]}..."
+    differences: list[str] = []
+    for field in fields:
+        texts = {host: json.dumps(value.get(field), sort_keys=True) for host, value in settings.items()}
+        if (shown := format_differences(texts, _SHOWN_CHARACTERS)) is not None:
+            differences.append(f"{field} ({shown})")
+    return {"failure": None, "differences": differences}

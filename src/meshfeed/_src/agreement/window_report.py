@@ -20,7 +20,7 @@ import xxhash
 
 from meshfeed._src.agreement.bad_records import BadRecords, RecordsAfter
 from meshfeed._src.agreement.messages import AnnouncedContents, ReportContents, WindowReport
-from meshfeed._src.base.coordination import format_hosts
+from meshfeed._src.base.coordination import format_differences
 from meshfeed._src.base.errors import AgreementError, Failure, SourceError
 from meshfeed._src.base.settings import SkipBad
 from meshfeed._src.base.trees import tree_from_json, tree_to_json
@@ -260,13 +260,9 @@ def _source_failure(message: str) -> Failure:
 
 
 def _different_records(contents: _Contents) -> str | None:
-    groups: dict[str, list[int]] = {}
-    for host, one in contents.items():
-        if "records" in one:
-            groups.setdefault(one["records"], []).append(host)
-    if len(groups) < 2:
+    shown = format_differences({host: one["records"] for host, one in contents.items() if "records" in one})
+    if shown is None:
         return None
-    shown = "; ".join(f"{format_hosts(hosts)}: {what}" for what, hosts in groups.items())
     return f"hosts read records of different structure ({shown}). Start all hosts with the same source."
 
 

@@ -24,7 +24,7 @@ from typing import Any
 import jax
 
 from meshfeed._src.base import jax_internals
-from meshfeed._src.base.errors import MeshfeedError
+from meshfeed._src.base.errors import MeshfeedError, shorten
 from meshfeed._src.base.jax_internals import KeyValueStore, key_value_store
 
 _BRIEFLY_SECONDS = 2.0
@@ -123,6 +123,21 @@ def format_hosts(hosts: Sequence[int]) -> str:
         return f"host {hosts[0]}"
     shown = ", ".join(str(host) for host in hosts[:NAMED_HOSTS])
     return f"hosts {shown}" if len(hosts) <= NAMED_HOSTS else f"hosts {shown}, … ({len(hosts):,} in all)"
+
+
+def format_differences(values: Mapping[int, str], limit: int | None = None) -> str | None:
+    """Formats the values of hosts, such as ``host 0: a; hosts 1, 2: b``; None if all are equal.
+
+    Args:
+      values: host → value.
+      limit: characters of a value to show; None for all.
+    """
+    groups: dict[str, list[int]] = {}
+    for host, value in values.items():
+        groups.setdefault(value, []).append(host)
+    if len(groups) < 2:
+        return None
+    return "; ".join(f"{format_hosts(hosts)}: {shorten(value, limit or len(value))}" for value, hosts in groups.items())
 
 
 def call_briefly(function: Callable[[], None], *, name: str, at_exit: bool) -> None:

@@ -278,6 +278,11 @@ class Failure:
         return None
 
 
+def shorten(text: str, limit: int) -> str:
+    """Returns ``text``, cut to ``limit`` characters with an ellipsis if it is longer."""
+    return text if len(text) <= limit else f"{text[: limit - 3]}..."
+
+
 def reason_of(error: Exception) -> str:
     """Returns why a record is bad, for the ledger, in at most 200 characters."""
     return f"{type(error).__name__}: {error}"[:_MAX_REASON]

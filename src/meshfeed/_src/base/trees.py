@@ -19,7 +19,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from meshfeed._src.base.errors import SourceError
+from meshfeed._src.base.errors import SourceError, shorten
 from meshfeed._src.base.types import JsonValue, PyTree
 
 _TUPLE = "__tuple__"
@@ -91,11 +91,9 @@ def decode_value(value: object) -> Any:
 
 
 def _refused(value: object) -> TypeError:
-    text = repr(value)  # shortened below, because the value may be large
-    text = text if len(text) <= _SHOWN_CHARACTERS else text[: _SHOWN_CHARACTERS - 3] + "..."
     kind = type(value)
     name = f"{kind.__module__}.{kind.__name__}".removeprefix("builtins.")
-    return TypeError(f"a {name} has no exact JSON form: {text}")
+    return TypeError(f"a {name} has no exact JSON form: {shorten(repr(value), _SHOWN_CHARACTERS)}")
 
 
 def _other(kind: str, *arguments: object) -> dict[str, Any]:

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Generic, TypeAlias, TypeVar
 
 from meshfeed._src.base import child as child_process
 from meshfeed._src.base.child import ChildProcess, ErrorDescription
-from meshfeed._src.base.errors import MeshfeedError, SettingsError, SourceError, StalledError
+from meshfeed._src.base.errors import MeshfeedError, SettingsError, SourceError, StalledError, shorten
 from meshfeed._src.base.fork import finalize
 from meshfeed._src.base.settings import GC_EVERY, Workers
 from meshfeed._src.base.stats import CACHES, PROGRESS
@@ -23,6 +23,7 @@ from meshfeed._src.base.types import ColumnSlices, RecordIds
 if TYPE_CHECKING:
     from meshfeed._src.reading.records import ReadRows, RecordReader
 
+_SHOWN_CHARACTERS = 200  # of a request in a message
 Request = TypeVar("Request")
 Answer = TypeVar("Answer")
 
@@ -193,8 +194,7 @@ class _Worker(Generic[Request, Answer]):
         return self._death
 
     def _summary(self, request: Request) -> str:
-        text = self._describe(request)
-        return text if len(text) <= 200 else text[:197] + "…"
+        return shorten(self._describe(request), _SHOWN_CHARACTERS)
 
     def _doing(self) -> str:
         if not self._ready:

@@ -27,12 +27,13 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Self, cast
 
 from meshfeed._src.base import coordination
-from meshfeed._src.base.errors import DAMAGED_STATE, StateMismatchError
+from meshfeed._src.base.errors import DAMAGED_STATE, StateMismatchError, shorten
 from meshfeed._src.base.trees import OTHER
 from meshfeed._src.base.types import MAX_POSITION, JsonValue, public
 
 VERSION = 2
 _OF_VERSION_2 = (f'"{OTHER}"', '"num_unlisted"')
+_SHOWN_CHARACTERS = 80  # of a value in a message
 KINDS = ("random_access", "lanes", "host_batches")
 
 _DAMAGED = (
@@ -80,7 +81,7 @@ def unseal(entry: JsonValue, field: str) -> dict[str, JsonValue]:
 
 def _shorten(value: object) -> object:
     text = repr(value)
-    return value if len(text) <= 80 else text[:77] + "..."
+    return value if len(text) <= _SHOWN_CHARACTERS else shorten(text, _SHOWN_CHARACTERS)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -157,7 +157,8 @@ class LocalBatchReader:
                 return None
             self.empty = False
             self._stream.learn(batch)
-            num_rows, wanted = rows_of(batch), len(self._host_rows.rows(self._stream.size_for(rows_of(batch))))
+            num_rows = rows_of(batch)
+            wanted = len(self._host_rows.rows(self._stream.size_for(num_rows)))
             if num_rows >= wanted or self._settings.end == "pad":
                 return batch
             epoch, step = self._epoch, self._step
@@ -355,7 +356,6 @@ class LocalBatchStream:
         self._ends_may_differ = uneven is not None and uneven.ends_may_differ
         self._shards = shards
         self.schedule = settings.schedule
-        self._sizes: dict[int, int] = {}
         self._first: tuple[HostBatchPass, PyTree] | None = None  # an open iterator and its first batch
         self._looking: SingleCall[PyTree] | None = None  # reads ``_first``, or peeks at the reader's next batch
         self._reading: LocalBatchReader | None = None  # owns the iterator, which must not be opened a second time
@@ -386,13 +386,11 @@ class LocalBatchStream:
 
     def size_for(self, host_rows: int) -> int:
         """Returns the size of the global batch in which this host has ``host_rows`` rows."""
-        if self.schedule is None:
-            self.schedule = BatchSchedule([(0, self._shards.global_batch_size_of(host_rows))])
-        elif self._rows_may_vary:
-            if host_rows not in self._sizes:
-                self._sizes[host_rows] = self._shards.global_batch_size_of(host_rows)
-            return self._sizes[host_rows]
-        return self.schedule.sizes[0]
+        if self.schedule is not None and not self._rows_may_vary:
+            return self.schedule.sizes[0]
+        size = self._shards.global_batch_size_of(host_rows)
+        self.schedule = self.schedule or BatchSchedule([(0, size)])
+        return size
 
     def size_of_padding(self) -> tuple[int, bool]:
         """Returns the size of a global batch that this host only pads, and whether that size is final.
