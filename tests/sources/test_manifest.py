@@ -37,7 +37,7 @@ from meshfeed._src.sources.files.manifest import (
 )
 from meshfeed._src.sources.files.shard_cache import ShardCache
 from meshfeed._src.sources.manifest import make_manifest
-from meshfeed._src.sources.tokens import files as token_files
+from meshfeed._src.sources.tokens import source as tokens_module
 from meshfeed.sources import ArrayRecord, Packed, Parquet, Tokens, WebDataset
 
 T = TypeVar("T")
@@ -219,7 +219,7 @@ def test_lengths_of_documents_of_token_files(tmp_path: pathlib.Path, monkeypatch
     plain = Tokens.documents(pattern, dtype=np.uint16, eod=0)
     assert CliRunner().invoke(main, ["manifest", pattern, "--dtype", "uint16", "--eod", "0"]).exit_code == 0
     with monkeypatch.context() as patch:
-        patch.setattr(token_files, "document_lengths", lambda *_: pytest.fail("the tokens were read"))
+        patch.setattr(tokens_module, "document_lengths", lambda *_: pytest.fail("the tokens were read"))
         listed = Tokens.documents(pattern, dtype=np.uint16, eod=0)
         windows = Tokens(pattern, 2, next_token=False, eod=0)  # the manifest has the dtype
     same_source(plain, listed)

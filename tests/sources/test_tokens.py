@@ -18,7 +18,7 @@ from token_files import write_llm_c, write_megatron
 
 import meshfeed
 from meshfeed._src.sources.files import open_files
-from meshfeed._src.sources.tokens import files
+from meshfeed._src.sources.tokens import source as module
 from meshfeed.sources import Tokens
 
 RNG = np.random.default_rng(0)
@@ -28,8 +28,8 @@ EOD = 0
 @pytest.fixture(params=["extension", "python"])
 def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     if request.param == "python":
-        monkeypatch.setattr(files, "extension", None)
-    elif files.extension is None:
+        monkeypatch.setattr(module, "extension", None)
+    elif module.extension is None:
         pytest.skip("the extension module is not built")
     return request.param
 
@@ -126,9 +126,7 @@ def pieces(tokens: np.ndarray) -> Iterator[np.ndarray]:
 
 
 def test_documents_that_end_with_eod(way: str, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from meshfeed._src.sources.tokens import files
-
-    monkeypatch.setattr(files, "_SCANNED_BYTES", 1 << 10)  # documents cross what is read at once
+    monkeypatch.setattr(module, "_SCANNED_BYTES", 1 << 10)  # documents cross what is read at once
     parts = []
     for number in range(3):
         tokens = some_tokens(5000)
@@ -383,7 +381,7 @@ def test_many_files_share_the_bound_on_open_files(
     for number, part in enumerate(parts):
         np.save(tmp_path / f"{number:03d}.npy", part)
     files = open_files.ShardPool(max_files=5)
-    monkeypatch.setattr("meshfeed._src.sources.tokens.files.shared_pool", files)
+    monkeypatch.setattr("meshfeed._src.sources.tokens.source.shared_pool", files)
     check(Tokens(str(tmp_path / "*.npy"), 10), [window for part in parts for window in windows(part, 10, 10)])
     assert len(files) == 5
 
@@ -433,7 +431,9 @@ def test_compressed_files_are_read_from_a_copy_in_the_cache(tmp_path: pathlib.Pa
         source = Tokens(tmp_path / name, 16, dtype=dtype, cache=cache)
         check(source, windows(tokens, 16, 16))
         [file] = source._shards.files
-        assert files.listed(file.entry(), file.version, "", None) == file  # what a host knows that did not look at it
+        assert (
+            module.TokenFile.from_entry(file.entry(), file.version, "") == file
+        )  # what a host knows that did not look at it
         documents = Tokens.documents(tmp_path / name, dtype=dtype, eod=int(tokens[50]), cache=cache)
         np.testing.assert_array_equal(np.concatenate([record["tokens"] for record in documents]), tokens)
     (tmp_path / "x.jsonl.gz").write_bytes(gzip.compress(b"{}" * 50))
@@ -442,7 +442,7 @@ def test_compressed_files_are_read_from_a_copy_in_the_cache(tmp_path: pathlib.Pa
 
 
 def test_arguments_that_do_not_fit_their_buffers() -> None:
-    if files.extension is None:
+    if module.extension is None:
         pytest.skip("the extension module is not built")
     one = np.ones(1, np.int64)
     out = np.zeros(4, np.int32)
@@ -453,5 +453,5 @@ def test_arguments_that_do_not_fit_their_buffers() -> None:
         (one, (2**63 - 1) * one, one, one, "u", 2),
     ):  # fmt: skip
         with pytest.raises(ValueError, match="do not fit"):
-            files.extension.read(fds, offsets, lengths, places, out, kind, itemsize)
+            module.extension.read(fds, offsets, lengths, places, out, kind, itemsize)
     assert not out.any()

@@ -30,8 +30,7 @@ from meshfeed._src.sources.files.manifest import (
     write_manifest,
 )
 from meshfeed._src.sources.files.shard import Shard, need_cache
-from meshfeed._src.sources.tokens import files as token_files
-from meshfeed._src.sources.tokens.source import Tokens
+from meshfeed._src.sources.tokens import source as tokens
 
 SOURCES = ("ArrayRecord", "Parquet", "Tokens", "WebDataset")
 WORKERS = 16
@@ -105,7 +104,7 @@ def _made(output: str, files: Sequence[FileEntry]) -> JsonValue:
 
 
 _SELECT: dict[str, Callable[[list[str]], list[str]]] = {
-    "Tokens": token_files.token_files,
+    "Tokens": tokens.token_files,
     "WebDataset": webdataset.archives,
 }
 
@@ -120,7 +119,7 @@ _INSPECT: dict[str, Callable[[str, None], Shard]] = {
 def _describe(name: str, source: str, dtype: DTypeLike | None, digests: bool) -> FileEntry:
     """Looks at a file; reads all of it for its digest."""
     if source == "Tokens":
-        shard: Shard = token_files.inspect(name, None if dtype is None else np.dtype(dtype), None)
+        shard: Shard = tokens.inspect(name, None if dtype is None else np.dtype(dtype), None)
     else:
         shard = _INSPECT[source](name, None)
     if not digests:
@@ -151,8 +150,8 @@ def _lengths(
     manifest: str, source: str, key: str | None, dtype: DTypeLike | None, eod: int | None
 ) -> dict[str, Lengths]:
     if source == "Tokens":
-        documents = Tokens.documents(manifest, dtype=dtype, eod=eod)
-        return {token_files.LENGTHS_KEY: Lengths(documents.lengths(), documents.documents_per_file(), eod)}
+        documents = tokens.Tokens.documents(manifest, dtype=dtype, eod=eod)
+        return {tokens.LENGTHS_KEY: Lengths(documents.lengths(), documents.documents_per_file(), eod)}
     if key is None:
         raise SettingsError(f"eod={eod} is for token files, and these are for {source}. Pass --lengths.", setting="eod")
     if source == "Parquet":

@@ -22,6 +22,7 @@ from meshfeed._src.sources.files import paths as file_paths
 from meshfeed._src.sources.files.direct import RemoteBytes, identify, sparse_files
 from meshfeed._src.sources.files.formats import compression_of
 from meshfeed._src.sources.files.lookup import FileFormat, find_shards
+from meshfeed._src.sources.files.manifest import FileEntry
 from meshfeed._src.sources.files.open_files import Lru
 from meshfeed._src.sources.files.parquet import ParquetFile, damaged
 from meshfeed._src.sources.files.shard import Shard, inspect_copy, local_copy
@@ -50,8 +51,8 @@ class ParquetShard(Shard):
         return {"schema": base64.b64encode(self.schema).decode()}
 
     @classmethod
-    def from_details(cls, details: Mapping[str, JsonValue]) -> dict[str, Any]:
-        return {"schema": base64.b64decode(details["schema"])}
+    def from_details(cls, entry: FileEntry, manifest: str) -> dict[str, Any]:
+        return {"schema": base64.b64decode(entry.details["schema"])}
 
 
 @dataclasses.dataclass(frozen=True)

@@ -6,7 +6,7 @@ import contextlib
 import dataclasses
 import functools
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, ClassVar, Self, TypeVar
 
 from meshfeed._src.base.errors import CorruptDataError, SettingsError, SourceError
@@ -66,9 +66,9 @@ class Shard:
         return {}
 
     @classmethod
-    def from_details(cls, details: Mapping[str, JsonValue]) -> dict[str, Any]:
-        """Returns the fields that a subclass adds, from what :meth:`details` returned."""
-        return dict(details)
+    def from_details(cls, entry: FileEntry, manifest: str) -> dict[str, Any]:
+        """Returns the fields that a subclass adds, given what a manifest lists, and the path of the manifest."""
+        return dict(entry.details)
 
     @classmethod
     def from_entry(cls, entry: FileEntry, version: str, manifest: str) -> Self:
@@ -77,7 +77,7 @@ class Shard:
         num_bytes = 0 if compression else entry.num_bytes  # the size of the copy is known once it is there
         known = {"compression": compression, "digest": entry.digest, "manifest": manifest}
         try:
-            more = cls.from_details(entry.details)
+            more = cls.from_details(entry, manifest)
             return cls(entry.path, num_bytes, version, entry.num_records, **known, **more)
         except (KeyError, TypeError, ValueError) as error:
             raise damaged(manifest, f"it lists {entry.path} with the details {dict(entry.details)}") from error

@@ -1,1 +1,1 @@
-"""Flat files of tokens. Read first: ``source.py``; ``files.py`` has the formats and reads batches, with ``_reads.c``."""
+"""Flat files of tokens: ``source.py``, and ``_reads.c``, the C extension that reads batches."""
