@@ -340,19 +340,7 @@ def _build(checked: _CheckedShard, rows: np.ndarray, first_record_id: int, sampl
 
 _SCALARS = {
     name: np.dtype(name).newbyteorder("<")
-    for name in [
-        "uint8",
-        "uint16",
-        "uint32",
-        "uint64",
-        "int8",
-        "int16",
-        "int32",
-        "int64",
-        "float16",
-        "float32",
-        "float64",
-    ]
+    for name in [*(f"{sign}int{8 << n}" for sign in ("u", "") for n in range(4)), "float16", "float32", "float64"]
 }
 # The first byte of an array with a dtype of its own: the size of a value in bits, plus 1 if signed, 2 if a float.
 _ARRAY_DTYPES = {dtype.itemsize * 8 + {"u": 0, "i": 1, "f": 2}[dtype.kind]: dtype for dtype in _SCALARS.values()}

@@ -19,7 +19,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import errno
-import functools
 import itertools
 import logging
 import os
@@ -69,16 +68,6 @@ class DirectFile:
 
     index: Any
     open: Callable[[], Descriptor | SparseFile]
-
-    @functools.cached_property
-    def width(self) -> int:
-        """Size in bytes of every record; 0 if the sizes differ."""
-        return self.index.width
-
-    @property
-    def num_entries(self) -> int:
-        """Number of 8-byte entries of the index in memory."""
-        return self.index.nbytes // 8
 
 
 def open_direct(open_file: Callable[[], Descriptor], num_records: int) -> DirectFile | None:
@@ -357,7 +346,7 @@ def _check(file: ShardFile, cache: ShardCache | None, pool: ShardPool) -> tuple[
     if direct is None:
         library()  # raises if the file is damaged
     _logger.debug("%s is read %s", file.path, "directly" if direct else "by the array_record library")
-    return OpenFile(path, status, library, direct), 0 if direct is None else direct.num_entries
+    return OpenFile(path, status, library, direct), 0 if direct is None else direct.index.nbytes // 8
 
 
 def _open_library(file: Shard, path: str, _status: os.stat_result) -> tuple[Any, int]:
@@ -397,12 +386,18 @@ def _inspect_url(url: str, cache: ShardCache | None) -> ShardFile:
     return dataclasses.replace(found, path=url, version=version)
 
 
-def need_single_records(files: Sequence[ShardFile]) -> None:
-    """Checks that files can be read without a cache.
+def check_readable(files: Sequence[ShardFile]) -> None:
+    """Checks that files, some of them remote, can be read without a cache.
 
     Raises:
-      SettingsError: if a file has several records per chunk, or there is no extension.
+      SettingsError: if some are local, a file has several records per chunk, or there is no extension.
     """
+    if not all(file_paths.is_url(file.path) for file in files):
+        raise SettingsError(
+            "ArrayRecord got local files and URLs, and no cache. Pass cache=meshfeed.ShardCache(directory, max_bytes=…), "
+            "or join two sources with meshfeed.sources.Mixture.",
+            setting="cache",
+        )
     for file in files:
         grouped = file.group_size != 1 or file.transposed
         if grouped or riegeli is None:
@@ -490,13 +485,9 @@ def open_remote(
         starts[mine], stops[mine] = found.offsets[rows[mine]], found.offsets[rows[mine] + 1]
     copies = sparse_files([file.remote for file in files], which, starts, stops)
     return [
-        OpenFile(file.path, copy.status, _no_library, DirectFile(found.index, functools.partial(_same, copy)))
+        OpenFile(file.path, copy.status, _no_library, DirectFile(found.index, lambda copy=copy: copy))
         for file, found, copy in zip(files, indexes, copies, strict=True)
     ]
-
-
-def _same(copy: SparseFile) -> SparseFile:
-    return copy
 
 
 def _no_library() -> None:

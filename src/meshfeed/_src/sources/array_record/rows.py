@@ -2,27 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from meshfeed._src.base import memory
-from meshfeed._src.base.errors import CorruptDataError, SettingsError, SourceError
+from meshfeed._src.base.errors import CorruptDataError, SourceError
 from meshfeed._src.sources.array_record import readers
 from meshfeed._src.sources.array_record.readers import (
     DirectFile,
     OpenFile,
     ShardFile,
-    need_single_records,
+    check_readable,
     open_ahead,
     open_remote,
     read_by_library,
     readers_of,
 )
-from meshfeed._src.sources.files import paths as file_paths
-from meshfeed._src.sources.files.direct import SparseFile
-from meshfeed._src.sources.files.open_files import Descriptor
 from meshfeed._src.sources.files.shard_reader import ShardSource, fetch_together, read_again_if_damaged
 from meshfeed._src.sources.files.shards import Shards
 
@@ -48,14 +45,8 @@ class RecordFiles(ShardSource[ShardFile]):
     def __init__(self, shards: Shards[ShardFile], cache: ShardCache | None) -> None:
         super().__init__(shards, cache)
         self._one_record_a_chunk = all(file.group_size == 1 for file in shards.files)
-        if self._is_direct and not all(file_paths.is_url(file.path) for file in shards.files):
-            raise SettingsError(
-                "ArrayRecord got local files and URLs, and no cache. Pass cache=meshfeed.ShardCache(directory, max_bytes=…), "
-                "or join two sources with meshfeed.sources.Mixture.",
-                setting="cache",
-            )
         if self._is_direct:
-            need_single_records(shards.files)
+            check_readable(shards.files)
         self._rows_differ = False  # known once read_rows finds records of different sizes
 
     def read_raw(self, record_ids: np.ndarray | Sequence[int]) -> list[bytes]:
@@ -107,7 +98,7 @@ class RecordFiles(ShardSource[ShardFile]):
             files = self._open_direct(numbers, file_index, rows)
             if files is None:
                 return None
-            widths = {file.width for file in files}  # 0 if the records of a file differ in size
+            widths = {file.index.width for file in files}  # 0 if the records of a file differ in size
             if out is None:
                 out = memory.empty((len(ids), max(widths)), np.uint8)
             width = out.shape[1]
@@ -179,7 +170,7 @@ class RecordFiles(ShardSource[ShardFile]):
 
 
 def read_direct(opened: Sequence[OpenFile], file_index: np.ndarray | None, rows: np.ndarray) -> list[bytes] | None:
-    """Reads records of several files with one call of the extension module.
+    """Reads records of several files with the extension module.
 
     Args:
       opened: the files.
@@ -190,13 +181,8 @@ def read_direct(opened: Sequence[OpenFile], file_index: np.ndarray | None, rows:
       The n records; None if a file needs the library, or a record cannot be read or is damaged.
     """
     files = _direct(opened)
-    handles = None if files is None else _handles(files)
-    if handles is None:
-        return None
     records: list[bytes] = []
-    for part in _parts(len(rows)):
-        index = None if file_index is None else file_index[part]
-        found = readers.riegeli.read(*handles[:2], index, np.ascontiguousarray(rows[part], np.int64), None, None, 0)
+    for found in [None] if files is None else _calls(files, file_index, rows):
         if found is None:
             return None
         records += found
@@ -224,29 +210,28 @@ def read_into(
     Returns:
       Whether all records have that size, were read and are intact; otherwise the content of ``out`` is undefined.
     """
-    handles = _handles(files)
-    if handles is None:
-        return False
-    rows, places = np.ascontiguousarray(rows, np.int64), np.ascontiguousarray(places, np.int64)
-    for part in _parts(len(rows)):
-        index = None if file_index is None else file_index[part]
-        found = readers.riegeli.read(*handles[:2], index, rows[part], places[part], out, width)
-        if found != len(rows[part]):
-            return False
-    return True
+    calls = _calls(files, file_index, rows, np.ascontiguousarray(places, np.int64), out, width)
+    return all(found is not None for found in calls)
 
 
-def _handles(
+def _calls(
     files: Sequence[DirectFile],
-) -> tuple[list[Any], np.ndarray, list[Descriptor | SparseFile]] | None:
-    """Returns indexes and descriptors for the extension, and the open files: the number of a closed one may be reused."""
+    file_index: np.ndarray | None,
+    rows: np.ndarray,
+    places: np.ndarray | None = None,
+    out: np.ndarray | None = None,
+    width: int = 0,
+) -> Iterator[Any]:
+    """Yields the records of each call of the extension, or their number if they go to ``places``; None if the call fails."""
     try:
-        opened = [file.open() for file in files]
+        opened = [file.open() for file in files]  # kept until the end: the number of a closed file may be reused
     except (OSError, SourceError):  # removed or changed: the library reports which
-        return None
-    return [file.index for file in files], np.array([file.number for file in opened], np.int64), opened
-
-
-def _parts(count: int) -> list[slice]:
-    """Returns the rows of each call, because Ctrl-C takes effect only between calls."""
-    return [slice(first, first + _ROWS_PER_CALL) for first in range(0, count, _ROWS_PER_CALL)]
+        yield None
+        return
+    indexes, fds = [file.index for file in files], np.array([file.number for file in opened], np.int64)
+    rows = np.ascontiguousarray(rows, np.int64)
+    for first in range(0, len(rows), _ROWS_PER_CALL):  # Ctrl-C takes effect only between calls
+        part = slice(first, first + _ROWS_PER_CALL)
+        index, to = (None if values is None else values[part] for values in (file_index, places))
+        found = readers.riegeli.read(indexes, fds, index, rows[part], to, out, width)
+        yield found if to is None or found == len(to) else None
