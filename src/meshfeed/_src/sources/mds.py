@@ -14,7 +14,7 @@ import json
 import math
 import operator
 import os
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar, SupportsIndex
 
 import numpy as np
@@ -210,9 +210,8 @@ def _damaged(path: str, record_id: int | None, reason: str) -> CorruptDataError:
 
 def _expand_folders(paths: file_paths.Paths) -> list[str]:
     """Returns local folders and URLs that contain an index."""
-    given = [paths] if isinstance(paths, str | os.PathLike) or not isinstance(paths, Iterable) else list(paths)
     folders = []
-    for name in given:
+    for name in file_paths.as_list(paths):
         if not isinstance(name, str | os.PathLike):
             raise SourceError(f"MDS got {name!r}. Expected a folder with {_INDEX}, a glob, a URL, or a list of them.")
         path = os.fspath(name).removesuffix("/").removesuffix(_INDEX)

@@ -7,7 +7,6 @@ import contextlib
 import dataclasses
 import io
 import operator
-import os
 import threading
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar, SupportsIndex
@@ -19,9 +18,9 @@ from meshfeed._src.base.errors import CorruptDataError, SourceError, hides_own_f
 from meshfeed._src.base.types import JsonValue, PyTree, public
 from meshfeed._src.reading.identity import digest_raw, probe_digest
 from meshfeed._src.sources.files import paths as file_paths
-from meshfeed._src.sources.files.direct import RemoteBytes, identify, sparse_files
+from meshfeed._src.sources.files.direct import RemoteBytes, sparse_files
 from meshfeed._src.sources.files.formats import compression_of
-from meshfeed._src.sources.files.lookup import FileFormat, find_shards
+from meshfeed._src.sources.files.lookup import FileFormat, find_shards, look_at
 from meshfeed._src.sources.files.manifest import FileEntry
 from meshfeed._src.sources.files.open_files import Lru
 from meshfeed._src.sources.files.parquet import ParquetFile, damaged
@@ -227,16 +226,10 @@ def inspect(name: str, cache: ShardCache | None) -> ParquetShard:
     """Counts the rows of a file from its footer, without fetching the rest of a remote one."""
     if cache is not None and compression_of(name):
         return inspect_copy(name, cache, lambda copy: inspect(copy, None))
-    if file_paths.is_url(name):
-        remote, version = identify(name, cache, source="Parquet")
-        num_bytes, file = remote.num_bytes, _open_footer(remote)
-    else:
-        status = os.stat(name)
-        num_bytes, version = status.st_size, str(status.st_mtime_ns)
-        file = ParquetFile(name)
-    with file:
+    opened, version = look_at(name, cache, source="Parquet")
+    with _open_footer(opened) if isinstance(opened, RemoteBytes) else ParquetFile(name) as file:
         schema = file.schema.remove_metadata().serialize().to_pybytes()
-        return ParquetShard(name, num_bytes, version, file.metadata.num_rows, schema)
+        return ParquetShard(name, opened.num_bytes, version, file.metadata.num_rows, schema)
 
 
 def _open_footer(file: RemoteBytes) -> ParquetFile:

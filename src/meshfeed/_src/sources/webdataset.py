@@ -29,7 +29,7 @@ from meshfeed._src.sources.decode import refuse_as_decode
 from meshfeed._src.sources.files import paths as file_paths
 from meshfeed._src.sources.files.direct import RemoteBytes, identify
 from meshfeed._src.sources.files.formats import compression_of, reader_hint
-from meshfeed._src.sources.files.lookup import FileFormat, find_shards
+from meshfeed._src.sources.files.lookup import FileFormat, find_shards, look_at
 from meshfeed._src.sources.files.manifest import FileEntry
 from meshfeed._src.sources.files.open_files import Descriptor
 from meshfeed._src.sources.files.shard import Shard, changed
@@ -170,11 +170,10 @@ def inspect(name: str, cache: ShardCache | None) -> TarShard:
         return _inspect_direct(name)
     if cache is not None and (compression is not None or file_paths.is_url(name)):
         return _inspect_remote(name, compression, cache)
-    descriptor = Descriptor(name)
-    num_bytes, version = descriptor.status.st_size, str(descriptor.status.st_mtime_ns)
-    stamp, places = _local_places(name, num_bytes, version, cache)
-    index, place = _find_or_make(places, stamp, lambda: scan(descriptor, name))
-    return TarShard(name, num_bytes, version, index.num_samples, place, stamp)
+    opened, version = look_at(name, None, source="WebDataset")
+    stamp, places = _local_places(name, opened.num_bytes, version, cache)
+    index, place = _find_or_make(places, stamp, lambda: scan(opened, name))
+    return TarShard(name, opened.num_bytes, version, index.num_samples, place, stamp)
 
 
 def _local_places(name: str, num_bytes: int, version: str, cache: ShardCache | None) -> tuple[str, list[pathlib.Path]]:

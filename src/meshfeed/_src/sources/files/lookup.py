@@ -16,7 +16,7 @@ import json
 import logging
 import os
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Generic, NamedTuple, TypeVar
 
 import xxhash
@@ -28,7 +28,9 @@ from meshfeed._src.base.reduction import Reduction, leave
 from meshfeed._src.base.types import JsonValue
 from meshfeed._src.sources.files import manifest as manifests
 from meshfeed._src.sources.files import paths as file_paths
+from meshfeed._src.sources.files.direct import RemoteBytes, identify
 from meshfeed._src.sources.files.manifest import DataManifest, FileEntry
+from meshfeed._src.sources.files.open_files import Descriptor
 from meshfeed._src.sources.files.paths import is_url
 from meshfeed._src.sources.files.shard import Shard, check_cache, need_cache
 from meshfeed._src.sources.files.shards import Shards
@@ -120,6 +122,22 @@ def _look(names: Sequence[str], form: FileFormat[S]) -> dict[str, S]:
     return here
 
 
+def look_at(name: str, cache: ShardCache | None, *, source: str) -> tuple[Descriptor | RemoteBytes, str]:
+    """Returns a file from which its header or footer can be read, without fetching the rest of a remote one, and its version.
+
+    Raises:
+      SourceError: if it does not exist, or the server does not report its size.
+      OSError: if it cannot be opened, or the store does not answer.
+    """
+    if is_url(name):
+        return identify(name, cache, source=source)
+    try:
+        opened = Descriptor(name)
+    except FileNotFoundError as error:
+        raise SourceError(f"{source}: there is no file {name}. Check the path.") from error
+    return opened, str(opened.status.st_mtime_ns)
+
+
 def find_shards(paths: file_paths.Paths, cache: ShardCache | None, form: FileFormat[S]) -> Shards[S]:
     """Returns the files of a source as :class:`Shards`; see :func:`find_files`."""
     files, found = find_files(paths, cache, form)
@@ -128,7 +146,7 @@ def find_shards(paths: file_paths.Paths, cache: ShardCache | None, form: FileFor
 
 def _expand(paths: file_paths.Paths, form: FileFormat[S]) -> tuple[list[str], list[DataManifest]]:
     """Returns the files, and the manifests that the user named."""
-    items = [paths] if isinstance(paths, str | os.PathLike) or not isinstance(paths, Iterable) else list(paths)
+    items = file_paths.as_list(paths)
     if not any(_names_manifest(item) for item in items):
         found = file_paths.expand_paths(paths, source=form.source)
         # A glob such as ``data/*`` matches a manifest too.

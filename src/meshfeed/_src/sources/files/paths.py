@@ -85,6 +85,11 @@ def in_threads(function: Callable[[_T], _R], items: Sequence[_T], max_threads: i
         threads.shutdown(wait=False, cancel_futures=True)
 
 
+def as_list(paths: Paths) -> list[str | os.PathLike[str]]:
+    """Returns what a user passed for the files as a list, whose items are not checked."""
+    return [paths] if isinstance(paths, str | os.PathLike) or not isinstance(paths, Iterable) else list(paths)
+
+
 def expand_paths(paths: Paths, *, source: str) -> list[str]:
     """Expands a path, a glob, a URL, or a list of them to files.
 
@@ -98,17 +103,14 @@ def expand_paths(paths: Paths, *, source: str) -> list[str]:
     Raises:
       SourceError: if nothing is given, a glob matches no file, a file is missing, or a path is a folder; names it.
     """
-    if isinstance(paths, (str, os.PathLike)):
-        given = [paths]
-    elif isinstance(paths, Iterable):
-        given = list(paths)
-    else:
-        raise SourceError(f"{source} got {paths!r} for its files. Expected a path, a glob, a URL, or a list of them.")
+    given = as_list(paths)
     if not given:
         raise SourceError(f"{source} got an empty list of files. Expected at least one path, glob or URL.")
     for path in given:
-        if not isinstance(path, (str, os.PathLike)):
-            raise SourceError(f"{source} got {path!r} in its list of files. Expected a path, a glob or a URL.")
+        if not isinstance(path, str | os.PathLike):
+            raise SourceError(
+                f"{source} got {path!r} for its files. Expected a path, a glob, a URL, or a list of them."
+            )
     names = [os.fspath(path) for path in given]
     found = in_threads(lambda name: _expand_url(name, source) if is_url(name) else _expand_local(name, source), names)
     return [path for group in found for path in group]

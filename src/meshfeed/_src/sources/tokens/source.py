@@ -36,9 +36,9 @@ from meshfeed._src.base.types import ColumnSlices, JsonValue, public
 from meshfeed._src.reading.identity import digest_tree, probe_digest
 from meshfeed._src.sources.checks import check_ids, checked_count, is_count
 from meshfeed._src.sources.files import paths as file_paths
-from meshfeed._src.sources.files.direct import RemoteBytes, SparseFile, identify, sparse_files
+from meshfeed._src.sources.files.direct import RemoteBytes, SparseFile, sparse_files
 from meshfeed._src.sources.files.formats import compression_of, names_other_format, reader_hint
-from meshfeed._src.sources.files.lookup import FileFormat, find_files
+from meshfeed._src.sources.files.lookup import FileFormat, find_files, look_at
 from meshfeed._src.sources.files.manifest import FileEntry, lengths_by_file
 from meshfeed._src.sources.files.open_files import Descriptor, files_per_call, open_descriptor, shared_pool
 from meshfeed._src.sources.files.paths import is_url
@@ -470,10 +470,11 @@ def inspect(path: str, dtype: np.dtype[Any] | None, cache: ShardCache | None) ->
     """
     if cache is not None and compression_of(path):
         return inspect_copy(path, cache, lambda copy: inspect(copy, dtype, None))
-    opened, version = _look(path, cache)
+    opened, version = look_at(path, cache, source="Tokens")
     index_path = f"{path[:-4]}.idx"
     if path.endswith(".bin") and _exists(index_path):
-        return _checked_dtype(_inspect_megatron(path, opened.num_bytes, version, *_look(index_path, cache)), dtype)
+        index = look_at(index_path, cache, source="Tokens")
+        return _checked_dtype(_inspect_megatron(path, opened.num_bytes, version, *index), dtype)
     head = opened.read(0, min(opened.num_bytes, _HEAD_BYTES))
     bare = TokenFile(path, opened.num_bytes, version, 0, dtype or np.dtype(np.uint8))
     found = _inspect_npy(bare, head) if head.startswith(_NPY_MAGIC) else _inspect_llm_c(bare, head)
@@ -496,17 +497,6 @@ def inspect(path: str, dtype: np.dtype[Any] | None, cache: ShardCache | None) ->
             path=path,
         )
     return dataclasses.replace(bare, num_records=bare.num_bytes // dtype.itemsize)
-
-
-def _look(path: str, cache: ShardCache | None) -> tuple[Descriptor | RemoteBytes, str]:
-    """Returns a file, from which its header can be read without fetching the rest, and its version."""
-    if is_url(path):
-        return identify(path, cache, source="Tokens")
-    try:
-        opened = Descriptor(path)
-    except FileNotFoundError as error:
-        raise SourceError(f"Tokens: there is no file {path}. Check the path.") from error
-    return opened, str(opened.status.st_mtime_ns)
 
 
 def _exists(path: str) -> bool:
