@@ -164,7 +164,7 @@ def test_missing_files_are_named(tmp_path) -> None:
         ([good, str(tmp_path / "gone")], "there is no file .*gone"),
         (tmp_path / "folder", "got the folder .*folder"),
         (7, "got 7 "),
-        ([good, None], "got None in its list"),
+        ([good, None], "got None for its files"),
         ("nosuchprotocol://bucket/x", "fsspec cannot open.*nosuchprotocol"),
     ]:
         with pytest.raises((SourceError, SettingsError), match=message):
