@@ -559,6 +559,27 @@ def test_fingerprint_is_the_same_in_another_process(tmp_path):
     assert json.loads(out.stdout) == HuggingFace(stream(paths).map(double).filter(keep)).fingerprint()
 
 
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda rows, stop: rows.map(stop),
+        lambda rows, stop: rows.filter(lambda row: bool(stop(row))),
+        lambda rows, stop: rows.with_format("arrow").map(lambda table: stop({"id": 5}) or table, batched=True),
+    ],
+    ids=["map", "filter", "tables"],
+)
+def test_a_function_that_raises_stop_iteration_does_not_end_the_data(parquet, change):
+    def stop(row):
+        return next(iter(())) if row["id"] == 5 else row
+
+    lane = HuggingFace(change(parquet, stop)).open(0, 1)
+    for _ in range(2):
+        with pytest.raises(SourceError, match="in lane 0, raised StopIteration, which does not end the data") as error:
+            list(lane)
+        assert error.value.lane_index == 0
+    assert isinstance(error.value.__context__.__cause__, StopIteration)  # whose traceback names the line
+
+
 def test_it_travels_to_worker_processes(parquet):
     source = pickle.loads(pickle.dumps(HuggingFace(parquet.map(double), shuffle_buffer=20)))
     check_lanes(source, 2, range(N), step=20)

@@ -234,7 +234,7 @@ def _varint(record: bytes, start: int) -> tuple[int, int]:
     for place in range(1, 10):
         byte = record[start + place]
         value |= (byte & 127) << 7 * place
-        if byte < 128:
+        if byte < 128:  # the ten bytes of a negative number have 70 bits, of which 64 count
             return value & _MASK, start + place + 1
     raise IndexError(f"a number of more than 10 bytes at byte {start}")
 
@@ -259,7 +259,7 @@ def _parse_integers(record: bytes, start: int, stop: int) -> np.ndarray:
     parts = []
     for field, value in _fields(record, start, stop):
         if field == 1:
-            packed = isinstance(value, tuple)
+            packed = isinstance(value, tuple)  # a parser must accept both forms, even mixed
             parts.append(unpack_varints(record[value[0] : value[1]]) if packed else np.array([value], np.uint64))
     return np.concatenate(parts).view(np.int64) if parts else np.empty(0, np.int64)
 

@@ -86,6 +86,7 @@ class HostBatches:
         )
         self._taken = False
         # Every iterator() call on a one-shot shares the same underlying iterator: only the latest reader may use it.
+        # Re-entrant, because next_pass() holds it while it calls iterator().
         self._turn = threading.RLock()
         self._owner: HostBatchIterator | None = None
 
@@ -345,6 +346,7 @@ class HostBatchIterator:
         A reset, a restore or the next epoch reopens a resumable one-shot, which must stay open until then:
         :meth:`HostBatches.close` closes it.
         """
+        # Only the latest reader of a one-shot may close it: the others share its iterator.
         if self._restartable or (self._batches._owner is self and not self._batches.resumable):
             close_within(self._iterator)
 

@@ -191,6 +191,7 @@ class MappedRecords(_Mapped):
             return []
         if rngs is not None and self._source_rng:
             return _rows(self._reader.read(ids, rngs))
+        # Single records first: they may differ in shape, and read_batch would raise.
         if hooks.find(source, hooks.ItemsReader) is None and hooks.find(source, hooks.BatchReader) is not None:
             return _rows(source.read_batch(ids))
         return read_items(source, ids)
@@ -265,6 +266,7 @@ class MappedLane:
                 record = self._decode(record, **extra)
             except StopIteration as error:
                 raise self._stopped("decode", self._read) from error
+        # By the number in the source, so a record that is dropped does not change the numbers of the next.
         rng = philox(self._key, epoch, self._read) if self._mapped._passes_rng else None
         self._read += 1
         return record, rng

@@ -370,6 +370,7 @@ class RandomMixture(_Mixture):
           Any error that a component raises, with a note naming it.
         """
         numbers, ids = self._located(record_ids)
+        # A component's first records are read by component, to compare their structure under its own name.
         if self._compared[numbers].all():
             try:
                 group_ids = ids + self._first_id[numbers]
@@ -514,7 +515,7 @@ class StreamMixture(_Mixture):
           SettingsError: ``on_end="stop"`` without ``num_epochs``.
         """
         check_end(self._on_end, num_epochs)
-        clone = copy.copy(self)
+        clone = copy.copy(self)  # the user may pass the same mixture to several feeds
         clone._is_bound, clone._seed, clone._num_epochs = True, seed, num_epochs
         clone._first_positions = [position_of_step(step) for step, _ in self.components.stages]
         return clone
@@ -582,6 +583,7 @@ class MixtureLane:
         stops: bool,
     ) -> None:
         self._components, self._blocks, self._num_epochs, self._stops = components, blocks, num_epochs, stops
+        # With "repeat", components outside of the last stage do not decide: they are never drawn again.
         self._deciding = [component for component in components if stops or component.name in last_stage]
         self._position, self._ended = 0, False
         self._joiner = Joiner()
@@ -612,6 +614,7 @@ class MixtureLane:
                 ends.append(end)
         count = len(numbers)
         if ends and (self._stops or self._all_read()):
+            # Records past the row that ends the lane have been read, and are dropped.
             self._ended = True
             count = min(ends) if self._stops else max(ends)
             if not count:
@@ -710,6 +713,7 @@ class ComponentLane:
 
     @functools.cached_property
     def _order(self) -> LaneOrder:
+        # A seed of its own: components of equal length would otherwise have the same order.
         seed, length = derive_key(self._seed, _COMPONENT_SEED, self._number), self._components.length(self.name)
         order = EpochOrder(length, shuffle=self._shuffle, seed=seed, num_epochs=None)
         return LaneOrder(order, self._lane_index, self._num_lanes)
@@ -778,7 +782,7 @@ class ComponentLane:
         if self._iterator is None:  # not opened since set_state: return the restored state
             return [self.epoch, self._taken, self._state, self._skip]
         resumable = hooks.find(self._iterator, hooks.Resumable)
-        if self._taken and resumable is not None:
+        if self._taken and resumable is not None:  # at 0, the epoch's beginning needs no state
             return [self.epoch, self._taken, [resumable.get_state()], 0]
         return [self.epoch, self._taken, None, self._taken]
 

@@ -69,6 +69,7 @@ class TFDataLane:
 
         If tf.data cannot checkpoint the pipeline, the state has only the number, and a restore reads the records again.
         """
+        # Before the first record there is nothing to save: a new pipeline is in the same state.
         checkpoint = self._take_checkpoint() if self._can_checkpoint and self._records else None
         return {"pipeline": self._pipeline, "records": self._records, "checkpoint": checkpoint}
 

@@ -128,10 +128,12 @@ def find_randomness(step: Dataset) -> str | None:
       step: one of :func:`steps_of`; the steps before it are not examined.
     """
     name = _words(type(step).__name__)
-    seeds = [getattr(step, seed, None) for seed in _SEEDS]  # only on steps that draw
+    # Not through _private: most steps draw nothing and lack these attributes, whose names probe() has checked.
+    seeds = [getattr(step, seed, None) for seed in _SEEDS]
     if all(seed is not None and int(seed) == 0 for seed in seeds):
         return f"{name} without a seed"
     parallel = getattr(step, "_num_parallel_calls", None) is not None  # only on steps that may run in parallel
+    # The function's own graph, and the functions that it calls, such as those of a dataset that it makes.
     for wrapper in _private(step, "_functions")():
         graph = wrapper.function.graph.as_graph_def()
         for nodes in (graph.node, *(function.node_def for function in graph.library.function)):
@@ -155,6 +157,7 @@ def _draws(nodes: Iterable[Any]) -> Iterator[tuple[str, bool, bool]]:
 
 def _is_seeded(node: Any, constants: Mapping[str, Any]) -> bool:
     """Whether a step that draws has a seed other than 0, or one that is computed."""
+    # The inputs of a shuffle begin with the dataset and the buffer size, those of a random dataset with the seeds.
     first = 0 if node.op.startswith("RandomDataset") else 2
     inputs = [name.split(":")[0] for name in node.input[first : first + 2]]
     known = [_integer(constants[name]) for name in inputs if name in constants]

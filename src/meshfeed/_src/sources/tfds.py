@@ -199,6 +199,7 @@ class TFDSLane:
         first = piece.file_row(done)
         files = import_tensorflow().data.TFRecordDataset(self._split.paths[piece.file_index])
         records = files.skip(first).take(piece.stop - first)
+        # skip() reads past the records before `first`, since TFRecord files have no index.
         for batch in records.batch(_RECORDS_AT_ONCE):  # one iterator call costs more than one record
             yield from batch.numpy().tolist()
 

@@ -254,6 +254,7 @@ def _describe_data(node: Node) -> dict[str, JsonValue]:
         return {"path" if is_named(node, internals.TFRECORD) else "paths": identify_paths(paths)}
     if is_named(node, internals.MIX):
         choice = private(node, "selection_map")
+        # The map may be the user's own, so it is described by what it selects.
         return {"selection": digest_of([list(choice[index]) for index in range(min(_MAX_CHOICES, len(choice)))])}
     if is_named(node, internals.INTERLEAVE):
         return _describe_datasets(private(node, "datasets"))
@@ -268,7 +269,7 @@ def _describe_datasets(datasets: Datasets) -> dict[str, JsonValue]:
     described: dict[str, JsonValue] = {"datasets": count}
     if isinstance(datasets, grain.MapDataset):
         described["made_by"] = describe(datasets)["pipeline"]
-        some = range(min(count, 1))
+        some = range(min(count, 1))  # each access makes a dataset anew, with the user's function
     else:
         some = range(count) if count <= _MAX_DATASETS else _spread(count)
     chosen = [datasets[index] for index in some]

@@ -265,7 +265,7 @@ def _cut_tfrecord(node: Node, place: Place, _copy: Copy) -> Node:
 def _cut_limit(node: Node, place: Place, copy: Copy) -> Node:
     # The lanes' counts add up to the limit.
     count = len(range(place.lane_index, private(node, "count"), place.num_lanes))
-    return _with_parents(node, copy, count=count) if count else LaneLeaf(NoRecordsIterator)
+    return _with_parents(node, copy, count=count)
 
 
 def _cut_index(node: Node, place: Place, copy: Copy) -> Node:
@@ -659,7 +659,7 @@ class InterleaveIterator(grain.DatasetIterator):
         while self._next_part < self._num_parts or any(self._slots):
             slot = self._slots[self._next_slot]
             if slot is None and self._next_part < self._num_parts:
-                slot = self._slots[self._next_slot] = self._next_part, self._open(self._next_part)
+                slot = self._slots[self._next_slot] = self._open(self._next_part)
                 self._next_part += 1
             element = _END if slot is None else next(slot[1], _END)
             if slot is not None and element is _END:
@@ -670,16 +670,16 @@ class InterleaveIterator(grain.DatasetIterator):
                 return element
         raise StopIteration
 
-    def _open(self, part_index: int) -> GrainIterator:
+    def _open(self, part_index: int) -> _Slot | None:
         try:
             part = self._make_part(part_index)
         except StopIteration as error:  # of the user's function that makes the datasets
             raise stopped(f"dataset {part_index} of the lane's interleave") from error
         if part is None:
-            return NoRecordsIterator()
+            return None
         iterator = internals.skip_traceback_filter(part).__iter__()
         internals.inherit_options(self, iterator)
-        return iterator
+        return part_index, iterator
 
     def get_state(self) -> dict[str, Any]:
         return {
@@ -692,7 +692,8 @@ class InterleaveIterator(grain.DatasetIterator):
     def set_state(self, state: dict[str, Any]) -> None:
         if len(state["slots"]) != len(self._slots) or state["cut"] != self._unit:
             raise ValueError(f"parts cut by {state['cut']}, {len(state['slots'])} at a time")
-        opened = [None if entry is None else (entry[0], self._open(entry[0])) for entry in state["slots"]]
+        # New iterators, so that the lane is unchanged if one of them refuses its state.
+        opened = [None if entry is None else self._open(entry[0]) for entry in state["slots"]]
         for entry, slot in zip(state["slots"], opened, strict=True):
             if slot is not None:
                 slot[1].set_state(entry[1])
@@ -759,19 +760,6 @@ class TFRecordIterator(grain.DatasetIterator):
         if self._file is not None:
             self._file.close()
         self._file = None
-
-
-class NoRecordsIterator(grain.DatasetIterator):
-    """A lane, or a part of one, without records."""
-
-    def __next__(self) -> Any:
-        raise StopIteration
-
-    def get_state(self) -> dict[str, Any]:
-        return {}
-
-    def set_state(self, state: dict[str, Any]) -> None:
-        pass
 
 
 _Block: TypeAlias = "tuple[int, int, dict[str, Any]]"

@@ -206,6 +206,7 @@ def _cut_range(node: Any, cut: LaneCut, columns: Sequence[str] | None) -> Node |
         else:
             return None
         inner = inner.ex_iterable
+    # A function may read any column, and a format with types would fill missing ones with nulls.
     if any(kind_of(found) not in (internals.SELECTED, internals.REBATCHED) for found in chain):
         columns = None
     files, counts = open_files(inner, columns), cut.counts_of(inner)

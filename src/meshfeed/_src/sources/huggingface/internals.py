@@ -210,7 +210,7 @@ def with_children(node: Node, read: Callable[[Node], Node]) -> Any:
     """A copy of a node that reads ``read(child)`` for each child and shares no iteration state."""
     mine: Any = copy.copy(node)
     mine._state_dict = None
-    if hasattr(mine, "_owned_loops_and_tasks"):
+    if hasattr(mine, "_owned_loops_and_tasks"):  # tasks of async functions; a copy owns its own
         mine._owned_loops_and_tasks = []
     if hasattr(mine, "ex_iterable"):
         mine.ex_iterable = read(mine.ex_iterable)

@@ -17,6 +17,7 @@ from meshfeed._src.base import hooks
 from meshfeed._src.base.errors import SettingsError, SourceError, StateMismatchError
 from meshfeed._src.base.ownership import own
 from meshfeed._src.base.types import JsonValue, PyTree
+from meshfeed._src.sources.checks import stopped
 from meshfeed._src.sources.files import paths as file_paths
 from meshfeed._src.sources.huggingface import internals
 from meshfeed._src.sources.huggingface.arrow import (
@@ -217,7 +218,11 @@ class _Lane:
     def _fail(self, error: BaseException) -> BaseException:
         # After an error, the iterators of datasets would skip examples or end silently: keep the error.
         self._error = error
-        return error
+        if isinstance(error, RuntimeError) and isinstance(error.__cause__, StopIteration):
+            # What Python makes of a StopIteration that the user's function raises within a generator of datasets.
+            lane_index = self._lane_index
+            self._error = stopped(f"a function of the dataset, in lane {lane_index},", lane_index=lane_index)
+        return self._error
 
 
 class TableLane(_Lane):
@@ -307,7 +312,7 @@ class TableLane(_Lane):
             error.lane_index = self._lane_index
             raise self._fail(error) from None
         except Exception as error:
-            raise self._fail(error) from None
+            raise self._fail(error)  # noqa: B904  # an error that it replaces stays its context
         return self._row
 
     def _next_table(self) -> None:
@@ -383,7 +388,7 @@ class ExampleLane(_Lane):
         except StopIteration:
             raise
         except Exception as error:
-            raise self._fail(error) from None
+            raise self._fail(error)  # noqa: B904  # an error that it replaces stays its context
 
     def get_state(self) -> JsonValue:
         """State after the last record returned."""

@@ -201,7 +201,7 @@ class HuggingFaceTable(_Records):
 
 
 def _is_mapped(table: object) -> bool:
-    blocks = getattr(table, "blocks", [[table]])
+    blocks = getattr(table, "blocks", [[table]])  # of a concatenated table, which may have some in memory
     return all(isinstance(block, MemoryMappedTable) for row in blocks for block in row)
 
 
