@@ -45,7 +45,7 @@ def test_this_machine(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -
         ),
         ({"SLURM_STEP_NUM_TASKS": "4", "MESHFEED_INDEPENDENT_PROCESSES": "1"}, "gpu", "ok", "others are independent"),
         ({"TPU_WORKER_HOSTNAMES": "a,b", "TPU_WORKER_ID": "1"}, "tpu", "ok", "this is process 1"),
-        ({"JOB_COMPLETION_INDEX": "0"}, "gpu", "warning", "how many pods there are is not known here"),
+        ({"JOB_COMPLETION_INDEX": "0"}, "gpu", "warning", "the number of pods is unknown"),
         (
             {"JOB_COMPLETION_INDEX": "3", "JAX_COORDINATOR_ADDRESS": "a:1"},
             "gpu",

@@ -89,3 +89,8 @@ def images(folder: pathlib.Path) -> pathlib.Path:
             pixels = np.full((4, 4, 3), number, np.uint8)
             Image.fromarray(pixels).save(folder / "images" / label / f"{number}.png")
     return folder / "images"
+
+
+def content_of(folder: pathlib.Path) -> dict[str, bytes]:
+    """The content of the files that a conversion wrote."""
+    return {path.name: path.read_bytes() for path in folder.iterdir()}

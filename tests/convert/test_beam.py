@@ -28,7 +28,7 @@ def test_the_same_bytes(runner: str, options: list[str], tmp_path: pathlib.Path)
     data = formats.jsonl(tmp_path)
     for name, engine in (("here", run_here), ("beam", RunInBeam(runner, options))):
         convert(data, str(tmp_path / name), Settings(shards=5), engine)
-    here, beam = ({path.name: path.read_bytes() for path in (tmp_path / name).iterdir()} for name in ("here", "beam"))
+    here, beam = (formats.content_of(tmp_path / name) for name in ("here", "beam"))
     assert len(here) == 6
     assert beam == here
 
@@ -57,7 +57,7 @@ def test_workers_of_a_job_server_write_the_same_bytes(job_server: str, tmp_path:
     data = formats.jsonl(tmp_path)
     convert(data, str(tmp_path / "here"), Settings(shards=5), run_here)
     convert(data, str(tmp_path / "beam"), Settings(shards=5), engine)
-    here, beam = ({path.name: path.read_bytes() for path in (tmp_path / name).iterdir()} for name in ("here", "beam"))
+    here, beam = (formats.content_of(tmp_path / name) for name in ("here", "beam"))
     assert beam == here
 
     pq.write_table(pa.table({"x": [[1, None]]}), tmp_path / "a.parquet")

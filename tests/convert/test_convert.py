@@ -39,10 +39,6 @@ def features_of(folder: pathlib.Path) -> list[dict[str, Any]]:
     ]
 
 
-def content_of(folder: pathlib.Path) -> dict[str, bytes]:
-    return {path.name: path.read_bytes() for path in folder.iterdir()}
-
-
 @pytest.mark.parametrize("make", [formats.parquet, formats.jsonl, formats.huggingface])
 def test_tables_become_examples(make: Callable[[pathlib.Path], list[str]], tmp_path: pathlib.Path) -> None:
     data = make(tmp_path)
@@ -69,7 +65,7 @@ def test_the_bytes_do_not_depend_on_the_workers_and_grain_reads_them(tmp_path: p
     data = formats.jsonl(tmp_path)
     run(data, tmp_path / "one", shards=5)
     run(data, tmp_path / "three", workers=3, shards=5)
-    assert content_of(tmp_path / "one") == content_of(tmp_path / "three")
+    assert formats.content_of(tmp_path / "one") == formats.content_of(tmp_path / "three")
     grains = grain.sources.ArrayRecordDataSource(sorted(map(str, (tmp_path / "one").glob("*.array_record"))))
     assert [grains[i] for i in range(len(grains))] == records_of(tmp_path / "one")
 
@@ -307,7 +303,7 @@ def test_tokens(tmp_path: pathlib.Path) -> None:
     assert (result.num_records, result.num_tokens) == (20, 5 * 11)
     assert result.features == {"text": {"kind": "uint16", "list": True}}
     run(tmp_path / "a.parquet", tmp_path / "two", workers=2, eod="<eod>", **settings)
-    assert content_of(tmp_path / "out") == content_of(tmp_path / "two")
+    assert formats.content_of(tmp_path / "out") == formats.content_of(tmp_path / "two")
     documents = Tokens.documents(str(tmp_path / "out" / "*.bin"), eod=0)
     found = [documents[i]["tokens"].tolist() for i in range(len(documents))]
     assert found == [[2, 3, 4, 0], [0], [4, 4, 0], [3, 1, 0]] * 5

@@ -42,10 +42,6 @@ class StopAfter:
             run_here(directory, phase, [number])
 
 
-def content_of(folder: pathlib.Path) -> dict[str, bytes]:
-    return {path.name: path.read_bytes() for path in folder.iterdir()}
-
-
 def files_of(folder: pathlib.Path) -> dict[str, bytes]:
     return {path.name: path.read_bytes() for path in folder.iterdir() if path.is_file()}
 
@@ -64,7 +60,7 @@ def test_a_run_that_ended_anywhere_continues(tmp_path: pathlib.Path) -> None:
             assert count == 5
         result = convert(data, out, Settings(shards=3), StopAfter(5 if count < 3 else 5 - count))
         assert result.was_complete == (count == 5)
-        assert content_of(pathlib.Path(out)) == content_of(tmp_path / "whole")
+        assert formats.content_of(pathlib.Path(out)) == formats.content_of(tmp_path / "whole")
 
 
 def test_a_folder_belongs_to_one_conversion(tmp_path: pathlib.Path) -> None:
@@ -87,7 +83,7 @@ def test_a_folder_belongs_to_one_conversion(tmp_path: pathlib.Path) -> None:
     with pytest.raises(meshfeed.SettingsError, match="another process is converting to"):
         convert(data, out, Settings(shards=3), convert_again)
     convert(data, out, Settings(shards=3), run_here)
-    before = content_of(pathlib.Path(out))
+    before = formats.content_of(pathlib.Path(out))
     assert convert(data, out, Settings(shards=3), StopAfter(0)).was_complete
     for settings, there, here in (
         (Settings(shards=2), "with --shards 3", "with --shards 2"),
@@ -104,7 +100,7 @@ def test_a_folder_belongs_to_one_conversion(tmp_path: pathlib.Path) -> None:
             convert(data, out, settings, run_here)
     with pytest.raises(meshfeed.SettingsError, match="the result of a conversion of another input"):
         convert([f"{tmp_path}/a.parquet"], out, Settings(shards=3), run_here)
-    assert content_of(pathlib.Path(out)) == before
+    assert formats.content_of(pathlib.Path(out)) == before
     for digests in (True, False):  # a manifest that is written again still says what made the files
         make_manifest(f"{out}/*.array_record", digests=digests)
         assert convert(data, out, Settings(shards=3), StopAfter(0)).was_complete
@@ -153,8 +149,10 @@ def test_killed_with_workers_and_interrupted(tmp_path: pathlib.Path) -> None:
                 assert error == b"Interrupted. Run the same command again to continue.\n"
                 assert not list((killed / ".convert").rglob("*.part"))
     subprocess.run([*command, "killed", "--workers", "1"], cwd=tmp_path, check=True, capture_output=True)
-    assert content_of(killed) == content_of(tmp_path / "whole")
-    assert b'["data-00011-of-00012.array_record", ' in content_of(killed)["manifest.json"]  # relative to the folder
+    assert formats.content_of(killed) == formats.content_of(tmp_path / "whole")
+    assert (
+        b'["data-00011-of-00012.array_record", ' in formats.content_of(killed)["manifest.json"]
+    )  # relative to the folder
 
 
 @pytest.mark.slow
@@ -187,7 +185,7 @@ def test_files_that_a_power_failure_left_empty_are_written_again(tmp_path: pathl
     for name in ("entries/00001.json", "scans/00000.json"):
         (out / ".convert" / name).write_bytes(b"")
     convert(data, str(out), Settings(shards=3), StopAfter(3))
-    assert content_of(out) == content_of(tmp_path / "whole")
+    assert formats.content_of(out) == formats.content_of(tmp_path / "whole")
 
 
 def test_a_run_that_was_killed_after_its_manifest_is_complete(
@@ -206,4 +204,4 @@ def test_a_run_that_was_killed_after_its_manifest_is_complete(
             convert(data, str(out), Settings(shards=3), run_here)
     before = files_of(out)
     assert convert(data, str(out), Settings(shards=3), StopAfter(0)).was_complete
-    assert content_of(out) == before
+    assert formats.content_of(out) == before

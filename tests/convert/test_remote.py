@@ -44,10 +44,6 @@ def bucket(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     server.stop()
 
 
-def content_of(folder: pathlib.Path) -> dict[str, bytes]:
-    return {path.name: path.read_bytes() for path in folder.iterdir()}
-
-
 @pytest.mark.slow
 def test_over_http(store: Store, tmp_path: pathlib.Path) -> None:
     local = formats.jsonl(tmp_path)
@@ -58,9 +54,9 @@ def test_over_http(store: Store, tmp_path: pathlib.Path) -> None:
     result = convert(urls, str(tmp_path / "out"), Settings(shards=3), RunInWorkers(2))
     assert not store.broken
     assert result.num_records == formats.COUNT
-    assert content_of(tmp_path / "out").keys() == content_of(tmp_path / "whole").keys()
-    for name, content in content_of(tmp_path / "whole").items():
-        assert content == content_of(tmp_path / "out")[name] or name == "manifest.json"
+    assert formats.content_of(tmp_path / "out").keys() == formats.content_of(tmp_path / "whole").keys()
+    for name, content in formats.content_of(tmp_path / "whole").items():
+        assert content == formats.content_of(tmp_path / "out")[name] or name == "manifest.json"
 
 
 def test_errors_name_the_url(store: Store, tmp_path: pathlib.Path) -> None:
@@ -91,7 +87,7 @@ def test_files_and_folders_in_s3(bucket: str, tmp_path: pathlib.Path) -> None:
         files.put(str(folder), f"corpus/{name}", recursive=True)
         convert([str(folder)], str(tmp_path / f"{name}-local"), Settings(shards=2), run_here)
         convert([f"{bucket}/{given}"], str(tmp_path / f"{name}-out"), Settings(shards=2), run_here)
-        found, wanted = content_of(tmp_path / f"{name}-out"), content_of(tmp_path / f"{name}-local")
+        found, wanted = formats.content_of(tmp_path / f"{name}-out"), formats.content_of(tmp_path / f"{name}-local")
         assert len(wanted) == 3
         assert {**found, "manifest.json": b""} == {**wanted, "manifest.json": b""}
     again = convert([f"{bucket}/tables"], str(tmp_path / "tables-out"), Settings(shards=2), run_here)
@@ -111,4 +107,4 @@ def test_a_download_survives_an_interrupt(store: Store, tmp_path: pathlib.Path) 
         convert(urls, out, Settings(), interrupted)
     assert convert(urls, out, Settings(), run_here).num_records == formats.COUNT
     assert sorted(store.fetches) == ["a.jsonl", "b.jsonl.gz"]
-    assert sorted(content_of(tmp_path / "out")) == ["data-00000-of-00001.array_record", "manifest.json"]
+    assert sorted(formats.content_of(tmp_path / "out")) == ["data-00000-of-00001.array_record", "manifest.json"]

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from meshfeed._src.convert.run import Converted, Engine, Show
 
 
+# The keys of FORMATS in convert/formats.py, which takes too long to import for --help.
 _FORMATS = ("csv", "huggingface", "images", "jsonl", "mds", "parquet", "text", "tfrecord", "webdataset")
 
 

@@ -50,7 +50,7 @@ _DEVICES = (
 _DEVICE_SECONDS = 60
 _ACCELERATORS = ("/dev/nvidia[0-9]*", "/dev/accel*", "/dev/vfio/[0-9]*")
 _OPEN_FILES = 4096
-_SAMPLES = 64  # places of a file that are looked up in the page cache
+_SAMPLES = 64  # places of a file to look for in the page cache
 _WIDTH = 80
 _INDENT = 9
 
@@ -62,7 +62,7 @@ class Diagnosis:
     """One line of the report.
 
     Attributes:
-      name: what was looked at.
+      name: what was checked.
       status: "ok", "warning" for what costs speed or may be a mistake, "error" for what stops a job.
       text: what was found.
       fix: what to do; empty if nothing.
@@ -119,7 +119,7 @@ def _versions() -> Diagnosis:
 
 
 def _query_devices() -> tuple[Diagnosis, str]:
-    """Asks a child, because taking the devices may wait for other hosts or for another process to release them."""
+    """Queries a child process: opening the devices may wait for other hosts, or for a process that holds them."""
     try:
         ended = subprocess.run(
             [sys.executable, "-c", _DEVICES], capture_output=True, text=True, timeout=_DEVICE_SECONDS, check=False
@@ -159,7 +159,7 @@ def describe_job(variables: Mapping[str, str], devices: str) -> Diagnosis:
         if variables.get(INDEPENDENT, "0") not in ("", "0"):
             return Diagnosis("job", "ok", f"one process; others are independent ({INDEPENDENT})")
         if "JOB_COMPLETION_INDEX" in variables and not variables.get("JAX_COORDINATOR_ADDRESS"):
-            text = "a pod of an indexed Job; how many pods there are is not known here"
+            text = "a pod of an indexed Job; the number of pods is unknown"
             fix = (
                 "Pass num_processes= and coordinator_address= to jax.distributed.initialize(), or set completions to 1."
             )
@@ -189,7 +189,9 @@ def _limits() -> Iterator[Diagnosis]:
     if soft < _OPEN_FILES:
         most = "unlimited" if hard == resource.RLIM_INFINITY else f"{hard:,}"
         fix = f"Run `ulimit -n {min(hard, 65536) if hard > 0 else 65536}` before the job (at most {most} here)."
-        yield Diagnosis("open files", "warning", f"at most {soft:,}; data of more files is opened again and again", fix)
+        yield Diagnosis(
+            "open files", "warning", f"at most {soft:,}; files beyond that are closed and opened again", fix
+        )
     else:
         yield Diagnosis("open files", "ok", f"at most {soft:,}")
     cores, allowed = os.cpu_count() or 1, len(os.sched_getaffinity(0))
@@ -231,7 +233,7 @@ def _page_cache(patterns: Sequence[str]) -> Iterator[Diagnosis]:
 
 
 def _memory() -> dict[str, int]:
-    """Returns the figures of /proc/meminfo in bytes; empty where there is none."""
+    """Returns the figures of /proc/meminfo in bytes; empty if the system has none."""
     try:
         with open("/proc/meminfo") as file:
             return {line.split(":")[0]: int(line.split()[1]) * 1024 for line in file if line.split()[-1] == "kB"}
@@ -253,5 +255,5 @@ def _cached_share(path: str) -> float:
 def _is_cached(number: int, offset: int) -> bool:
     try:
         return os.preadv(number, [bytearray(1)], offset, os.RWF_NOWAIT) == 1
-    except OSError:  # not in memory, or a file system that cannot tell
+    except OSError:  # not in memory, or the file system does not support the flag
         return False

@@ -161,7 +161,7 @@ def downloads_of_hosts(
       max_bytes: bytes that each host's cache holds.
 
     Returns:
-      host → its downloads; of hosts spread over all if more than 16 have different rows.
+      host → its downloads; if more than 16 hosts have different rows, of 16 that are spread evenly.
     """
     lengths = np.full(dataset.num_shards, dataset.shard_records)
     steps = int(lengths.sum()) // batch_size

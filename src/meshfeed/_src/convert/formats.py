@@ -42,7 +42,7 @@ from meshfeed._src.sources.files.paths import (
     version_of,
 )
 
-_TIMEOUT_SECONDS = 30.0
+_TIMEOUT_SECONDS = 30.0  # without an answer, before the request is sent again
 
 
 _KINDS = (Csv, Datasets, ImageFolder, JsonLines, Mds, ParquetFiles, TextLines, TFRecords, WebDatasets)
@@ -101,7 +101,7 @@ def recognize(data: Sequence[str], named: str | None) -> tuple[str, list[str]]:
 
 
 def _expand(name: str, named: str | None) -> list[tuple[str, str]]:
-    """Returns format and path of what a path, a glob, a folder or a URL stands for."""
+    """Returns the format and path of each input that a path, a glob, a folder or a URL names."""
     if is_url(name):
         return _expand_url(name, named)
     path = absolute(name)

@@ -1,4 +1,4 @@
-"""What a format of input files must do to be converted: the interface, the types of columns, and Arrow arrays from bytes.
+"""The interface that a format of input files implements, and Arrow arrays made of bytes.
 
 ``pyarrow.array``, ``pyarrow.scalar`` and ``numpy.asarray(array)`` import pandas, which takes a second in every worker.
 Arrays are therefore made and read by their buffers.
@@ -29,7 +29,7 @@ class TypesChanged(Exception):
 
 @dataclasses.dataclass(frozen=True)
 class Scan:
-    """What the first pass over a file has found.
+    """What the first pass over a file found.
 
     Attributes:
       num_records: number of records.

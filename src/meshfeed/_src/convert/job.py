@@ -5,7 +5,7 @@
     inputs/00007-…    its content, if it is compressed or a URL
     plan.json         types, and the range of records of every output file
     entries/00003.json  the row of output file 3 in the manifest
-    all-types         there if the types of the first blocks did not fit a later one
+    all-types         exists if the types of the first blocks did not fit a later one
     progress          int64[output files], records written
 
 Output file i of n holds records ``[N * i // n, N * (i + 1) // n)`` of the N input records: the same bytes, however many
@@ -133,7 +133,7 @@ class Conversion:
         return self.folder / "scans" / f"{number:05}.json"
 
     def load_scan(self, number: int) -> Scan:
-        """Returns what the scan of an input has found."""
+        """Returns what the scan of an input found."""
         return Scan.from_json(json.loads(self._scan_path(number).read_text()))
 
     def _local(self, number: int) -> str:
@@ -344,7 +344,7 @@ class Conversion:
             raise
 
     def progress(self, phase: Phase) -> tuple[int, Callable[[], int]]:
-        """Returns how many inputs or records there are, and a function that counts those that are done."""
+        """Returns the number of inputs or records, and a function that counts those that are done."""
         if phase == "scan":
             return len(self.paths), lambda: len(list((self.folder / "scans").glob("*.json")))
         bounds, counts = self.plan.bounds, np.memmap(self.folder / "progress", np.int64, "r")
@@ -377,7 +377,7 @@ def _pieces(batch: pa.RecordBatch) -> Iterator[pa.RecordBatch]:
 
 @contextlib.contextmanager
 def _replacing(target: pathlib.Path, folder: pathlib.Path | None = None) -> Iterator[pathlib.Path]:
-    """Gives a temporary path, and renames the file there to ``target`` at the end, unless there is an error."""
+    """Yields a temporary path, and renames the file there to ``target`` unless there is an error."""
     part = (folder or target.parent) / f"{target.name}.{secrets.token_hex(4)}.part"
     try:
         yield part
@@ -408,7 +408,7 @@ def write_json(path: pathlib.Path, value: object) -> None:
 
 
 def remove_unfinished(folder: pathlib.Path) -> None:
-    """Removes what tasks that were killed have left, and JSON files that a power failure has left empty."""
+    """Removes what killed tasks left, and JSON files that a power failure left empty."""
     for path in list(folder.rglob("*.part")):
         _unlink(path)
     for path in folder.rglob("*.json"):

@@ -129,7 +129,7 @@ class LineInput(Input, abc.ABC):
             first += len(block.starts)
 
     def read_header(self, file: BinaryIO, path: str) -> Sequence[str]:
-        """Reads what is before the first record."""
+        """Reads what comes before the first record."""
         return ()
 
     @abc.abstractmethod
@@ -212,7 +212,7 @@ def line_starts(content: bytes) -> np.ndarray:
 
 
 def without_blank(content: bytes, starts: np.ndarray, blank: bytes) -> np.ndarray:
-    """Returns ``starts`` without those of lines that hold nothing but the characters ``blank`` and a line break."""
+    """Returns ``starts`` without those of lines that consist of the characters ``blank`` and a line break."""
     blank += b"\n"
     kept = np.ones(len(starts), bool)
     for row in np.flatnonzero(np.frombuffer(content, np.uint8)[starts] <= ord(" ")).tolist():
@@ -284,7 +284,7 @@ def _with_text_for_dates(schema: pa.Schema) -> pa.Schema:
 
 
 def _text_for_dates(kind: pa.DataType) -> pa.DataType:
-    """Arrow takes text such as 2026-11-22 for a date; here it stays text."""
+    """Arrow parses text such as 2026-11-22 as a date; here it stays text."""
     import pyarrow as pa
 
     if pa.types.is_temporal(kind):
@@ -294,7 +294,7 @@ def _text_for_dates(kind: pa.DataType) -> pa.DataType:
     return pa.struct(list(_with_text_for_dates(pa.schema(list(kind))))) if pa.types.is_struct(kind) else kind
 
 
-_MAX_RECORD_BYTES = 64 << 20
+_MAX_RECORD_BYTES = 64 << 20  # a quote that is never closed would otherwise take in the rest of the file
 
 
 class Csv(LineInput):

@@ -38,7 +38,7 @@ from meshfeed._src.sources.decode import BYTES, FLOAT, INT64, parse_example
 from meshfeed._src.sources.files.manifest import NAME, digest_of, read_manifest, write_manifest
 from meshfeed._src.sources.files.paths import identify_files, in_threads, is_url
 
-_POLL_SECONDS = 0.02
+_POLL_SECONDS = 0.02  # a pool waits for one worker at a time
 _SAMPLE = 100  # records that show the features of Examples that are copied
 _VERSION = 1  # of job.json and of what the manifest keeps of a job
 
@@ -53,7 +53,7 @@ class Engine(Protocol):
 
 @dataclasses.dataclass(frozen=True)
 class Converted:
-    """What a conversion has made.
+    """The result of a conversion.
 
     Attributes:
       directory: the folder.
@@ -64,7 +64,7 @@ class Converted:
       num_bytes: size of the output files in bytes.
       files: names of the output files.
       features: name → kind of what a record holds: its features; with "bytes", the column; with "tokens", the dtype.
-      was_complete: whether nothing was left to do.
+      was_complete: whether the folder held the result already.
     """
 
     directory: str
@@ -109,7 +109,7 @@ def convert(
 
     Raises:
       SettingsError: a setting is invalid, or the folder is in use or holds something else.
-      SourceError: the input cannot be read or written as it is to be.
+      SourceError: the input cannot be read, or does not fit the settings.
       OSError: a file cannot be read or written.
     """
     _check(settings)
@@ -159,7 +159,7 @@ def _check(settings: Settings) -> None:
 
 
 def _describe(kind: str, paths: Sequence[str], settings: Settings) -> dict[str, Any]:
-    """Returns the job as JSON: what must be the same for it to be continued."""
+    """Returns the job as JSON: what must be the same to continue it."""
     reader = FORMATS[kind](settings.columns)
     inputs = in_threads(lambda path: _input(reader, path), paths)
     made = dataclasses.asdict(settings) | {"columns": None if settings.columns is None else list(settings.columns)}
@@ -185,7 +185,7 @@ def _input(reader: Input, path: str) -> list[Any]:
 
 
 def _identity(description: dict[str, Any]) -> dict[str, Any]:
-    """Returns what the manifest of the output files keeps of the job."""
+    """Returns the part of the job that the manifest of the output files keeps."""
     inputs = description["inputs"]
     files = identify_files([path for path, _, _ in inputs], [size for _, size, _ in inputs])
     return {"version": _VERSION, "format": description["format"], "inputs": files, "settings": description["settings"]}
@@ -204,7 +204,7 @@ def _finished(directory: str, description: dict[str, Any]) -> Converted | None:
         return None
     converted = _converted_from(path)
     if converted == _identity(description):
-        _remove(path / FOLDER)  # there if the run was killed after it had written the manifest
+        _remove(path / FOLDER)  # exists if the run was killed after it had written the manifest
         return _result(directory, description, was_complete=True)
     if (path / FOLDER).exists():
         return None
@@ -235,7 +235,7 @@ def _lock(directory: str) -> Iterator[None]:
     folder.mkdir(parents=True, exist_ok=True)
     number = os.open(folder, os.O_RDONLY)
     try:
-        try:
+        try:  # a lock of the kernel, because it ends with the process, even after SIGKILL
             fcntl.flock(number, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             raise SettingsError(

@@ -1,4 +1,4 @@
-"""Output files, and what the user can set for them: ArrayRecord with Examples or bytes, and token files."""
+"""Output files and their settings: ArrayRecord with Examples or bytes, and token files."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ _MAX_TOKENS = np.iinfo(np.int32).max  # what the header of a token file can stat
 
 @dataclasses.dataclass(frozen=True)
 class Settings:
-    """What decides the content of the output files, with the input.
+    """Settings that, with the input, determine the content of the output files.
 
     Attributes:
       encoding: "example", "bytes" or "tokens".
@@ -55,7 +55,7 @@ class OutputFile(abc.ABC):
     """One output file while it is written.
 
     Attributes:
-      num_records: records written so far; of a file of tokens, the number of tokens.
+      num_records: records written so far; for a token file, tokens.
     """
 
     num_records = 0
@@ -86,6 +86,7 @@ class ArrayRecordFile(OutputFile):
     def __init__(self, path: str, encoding: str, *, examples: bool, compression: str) -> None:
         from array_record.python.array_record_module import ArrayRecordWriter
 
+        # One record per chunk: a reader decodes whole chunks, also for a single record.
         options = {"zstd": "group_size:1", "none": "group_size:1,uncompressed"}[compression]
         self._path = path
         self._writer = ArrayRecordWriter(path, options)
@@ -235,7 +236,7 @@ def eod_id(tokenizer: tokenizers.Tokenizer, eod: str) -> int:
 
 
 def manifest_details(settings: Settings) -> tuple[str, dict[str, Any]]:
-    """Returns the source that reads the output files, and what it needs to open them without looking."""
+    """Returns the source that reads the output files, and the details with which it opens them without reading them."""
     if settings.tokenizer is None:
         return "ArrayRecord", {"group_size": 1}
     _, _, dtype = token_format(load_tokenizer(settings.tokenizer))
