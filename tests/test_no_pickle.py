@@ -25,6 +25,7 @@ ROOT = pathlib.Path(__file__).resolve().parent.parent / "src" / "meshfeed" / "_s
 UNSAFE = {"pickle", "cloudpickle", "marshal", "shelve", "dill", "joblib"}
 ALLOWED = {
     "base.child": "between a process and its own children, over a socket pair",
+    "base.frames": "between a process and its own children, over a socket pair",
     "reading.workers": "to and from this process's own children, over a socket pair",
     "testing.hosts": "to and from this process's own children, and in them its parent, over socket pairs",
 }

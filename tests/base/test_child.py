@@ -17,7 +17,8 @@ import psutil
 import pytest
 
 from meshfeed._src.base import child as child_process
-from meshfeed._src.base.child import ChildProcess, Inbox
+from meshfeed._src.base.child import ChildProcess
+from meshfeed._src.base.frames import Inbox
 
 SECONDS = 60.0
 SERVE = "meshfeed._src.base.child:serve"

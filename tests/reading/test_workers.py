@@ -17,7 +17,7 @@ import numpy as np
 import psutil
 import pytest
 
-from meshfeed._src.base import child as child_process
+from meshfeed._src.base import frames
 from meshfeed._src.base.errors import CorruptDataError, MeshfeedError, SettingsError, SourceError, StalledError
 from meshfeed._src.base.stats import PROGRESS
 from meshfeed._src.reading.workers import WorkerPool, pickle_task
@@ -141,19 +141,17 @@ def test_arrays_arrive_bit_for_bit_aligned_and_read_only(echo) -> None:
             leaf.flags.writeable = True
 
 
-@pytest.mark.skipif(child_process.memory_file_flags() is None, reason="needs memfd_create")
+@pytest.mark.skipif(frames.memory_file_flags() is None, reason="needs memfd_create")
 def test_both_ways_of_the_wire_give_the_same(monkeypatch) -> None:
     tree = arrays_of_all_kinds()
-    packed = child_process.pack(tree)
-    for flags in (child_process.memory_file_flags(), None):
-        monkeypatch.setattr(child_process, "memory_file_flags", lambda flags=flags: flags)
+    packed = frames.pack(tree)
+    for flags in (frames.memory_file_flags(), None):
+        monkeypatch.setattr(frames, "memory_file_flags", lambda flags=flags: flags)
         left, right = socket.socketpair()
         with left, right:
-            sender = threading.Thread(
-                target=lambda left=left: [child_process.send_packed(left, k, packed) for k in (9, 8)]
-            )
+            sender = threading.Thread(target=lambda left=left: [frames.send_packed(left, k, packed) for k in (9, 8)])
             sender.start()
-            inbox, received = child_process.Inbox(right), []
+            inbox, received = frames.Inbox(right), []
             while len(received) < 2:
                 frame = inbox.take()
                 if frame is None:

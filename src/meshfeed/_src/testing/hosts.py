@@ -30,9 +30,10 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Self
 
 from meshfeed._src.base import child as child_process
-from meshfeed._src.base.child import ChildProcess, ErrorDescription, Frame
+from meshfeed._src.base.child import ChildProcess, ErrorDescription
 from meshfeed._src.base.errors import MeshfeedError, SettingsError
 from meshfeed._src.base.fork import Owner, finalize
+from meshfeed._src.base.frames import Frame
 from meshfeed._src.base.types import PyTree, public
 
 
