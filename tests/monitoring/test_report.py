@@ -15,7 +15,7 @@ from click.testing import CliRunner
 import meshfeed
 from meshfeed._src.base.stats import FeedStats, Sample
 from meshfeed._src.cli import main
-from meshfeed._src.pictures.drawing import Bar, Series, bar_chart, line_chart, nice_ticks
+from meshfeed._src.pictures.drawing import Bar, bar_chart, line_chart, nice_ticks
 from meshfeed._src.pictures.report import HostLog, report_figures, report_page
 
 
@@ -192,7 +192,7 @@ def test_ticks_are_round_and_reach_the_largest(largest: float) -> None:
 
 def test_charts_stay_inside_their_frame() -> None:
     for chart in (
-        line_chart("x", [Series("a", [0.0, 5.0, float("nan"), 3.0])], 7200.0, y_text=str),
+        line_chart("x", {"a": [0.0, 5.0, float("nan"), 3.0]}, 7200.0, y_text=str),
         bar_chart("y", [Bar("a long name", 3.0, "0 to 9"), Bar("b", 0.0)], text=str),
     ):
         svg = chart.to_svg()

@@ -192,12 +192,12 @@ def test_hosts_die_with_their_parent() -> None:
 
 
 def test_wrong_sizes_are_refused() -> None:
-    with pytest.raises(SettingsError, match="num_hosts=0: takes a positive int"):
+    with pytest.raises(SettingsError, match="num_hosts=0; it takes a positive int"):
         testing.HostPool(0)
     with pytest.raises(SettingsError, match="devices_per_host=True"):
         testing.HostPool(1, True)
 
 
 def test_arguments_in_another_order_start_no_process() -> None:
-    with pytest.raises(SettingsError, match=r"function=3: takes a callable.* number of hosts is num_hosts="):
+    with pytest.raises(SettingsError, match=r"function=3; it takes a callable.* number of hosts is num_hosts="):
         testing.run_hosts(3, print)  # type: ignore[arg-type]

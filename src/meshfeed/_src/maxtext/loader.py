@@ -54,8 +54,6 @@ _log = logging.getLogger("meshfeed.maxtext")
 _PREFETCH = 2
 _NO_DATA = "no host has a single batch, so the shape of padding is unknown. Check the dataset's path and split."
 _TIMEOUT_SECONDS = 600.0  # a loader may wait 300 s for its tf.data pipeline while the other hosts wait for it
-MAX_ATTEMPTS = 30
-SLEEP_SECONDS = 10.0
 
 
 @public("meshfeed.maxtext")
@@ -334,7 +332,7 @@ class MultiHostDataLoadIterator(Checkpointable):
         )
         try:
             self._move(lambda: self._feed.set_state(state.to_json()))
-        except StateMismatchError as error:
+        except StateMismatchError as error:  # callers of the loader's set_state expect the loader's own exception
             raise error.__cause__ or error from None
 
     def close(self) -> None:
@@ -404,7 +402,8 @@ class LoaderNotReadyError(MeshfeedError, TimeoutError):
     """Every attempt to read from the loader failed with TensorFlow's FailedPreconditionError."""
 
 
-_RETRY = Retry(MAX_ATTEMPTS, SLEEP_SECONDS, SLEEP_SECONDS, on=(LoaderNotReadyError,))
+# MaxText's attempts and longest pause; like MaxText, only this error is retried.
+_RETRY = Retry(attempts=30, initial_seconds=10.0, max_seconds=10.0, on=(LoaderNotReadyError,))
 
 
 class HostLoaders:
@@ -437,7 +436,7 @@ class HostLoaders:
         self._checked: list[tuple[int, ...]] = []  # shapes of the last valid batch: most batches have the same
         self.one_shot = all(_is_one_shot(loader) for loader in self._loaders)
         self.recent: dict[int, PyTree] = {}
-        self._unread: LoaderIterator | None = self._open()
+        self._unread: LoaderIterator | None = self._open()  # opened for its state; the first reader takes it
         self.beginning = self._unread.get_state()
         self.source = HostBatches(self._unread if self.one_shot else self)
 
@@ -607,7 +606,7 @@ def _next_of(iterator: Iterator[PyTree]) -> PyTree:
         except Exception as error:
             if not _not_ready(error) or _is_spent(iterator):
                 raise
-            raise LoaderNotReadyError(f"Failed to load data after {MAX_ATTEMPTS} retry attempts: {error}") from error
+            raise LoaderNotReadyError(f"Failed to load data after {_RETRY.attempts} retry attempts: {error}") from error
 
     return call_with_retry(attempt, _RETRY, doing="taking the next host batch")
 
@@ -634,11 +633,7 @@ def _parts(dataloader: object, factor: object) -> tuple[int, bool]:
     """Returns the number of batches to concatenate, and whether ``dataloader`` is a list read round-robin."""
     setting = "expansion_loading_factor_for_grain"
     what = "a whole number, 1/n with a list of n loaders, or -1 for neither"
-    if (
-        isinstance(factor, bool)
-        or not isinstance(factor, int | float | np.number)
-        or (factor > 1 and factor != int(factor))
-    ):
+    if isinstance(factor, bool) or not isinstance(factor, int | float | np.number) or (factor > 1 and factor % 1):
         raise SettingsError(f"{setting}={factor!r}; it takes {what}.", setting=setting)
     if not isinstance(dataloader, Iterable) and not hasattr(dataloader, "as_numpy_iterator"):
         text = f"Type error: dataloader should be either tf.data.Dataset or Iterable, not {type(dataloader).__name__}."

@@ -12,7 +12,7 @@ import html
 import itertools
 import math
 import pathlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
 from meshfeed._src.base.errors import missing_package
@@ -238,13 +238,6 @@ _LINE_COLORS = ("accent", "bad", "good", "muted")
 MAX_LINES = len(_LINE_COLORS)
 
 
-class Series(NamedTuple):
-    """One line: its name, and y at equal distances of x, with NaN for gaps."""
-
-    name: str
-    values: Sequence[float]
-
-
 class Bar(NamedTuple):
     """One bar, with a note behind its value."""
 
@@ -254,18 +247,23 @@ class Bar(NamedTuple):
 
 
 def line_chart(
-    title: str, series: Sequence[Series], seconds: float, *, y_text: Callable[[float], str], least_top: float = 0.0
+    title: str,
+    series: Mapping[str, Sequence[float]],
+    seconds: float,
+    *,
+    y_text: Callable[[float], str],
+    least_top: float = 0.0,
 ) -> Drawing:
     """Draws up to four lines from zero.
 
     Args:
       title: heading, with the unit.
-      series: the lines; all have values at the same x.
+      series: name → y at equal distances of x, with NaN for gaps. All lines have values at the same x.
       seconds: x of the last value; the first is at 0.
       y_text: formats a tick of the y axis.
       least_top: the y axis ends no lower.
     """
-    known = [value for line in series for value in line.values if not math.isnan(value)]
+    known = [value for line in series.values() for value in line if not math.isnan(value)]
     ticks = nice_ticks(max([*known, least_top, 1e-9]))
     left = max(text_width(y_text(tick), 12) for tick in ticks) + 10
     drawing = Drawing(title, [Text(0, 12, title, bold=True, size=14)])
@@ -282,12 +280,12 @@ def line_chart(
     for x, label in _time_ticks(seconds):
         drawing.shapes.append(Text(point(x, 0)[0], bottom + 18, label, "muted", 12, "middle"))
     at = 0.0
-    for line, color in zip(series, _LINE_COLORS, strict=False):
+    for (name, line), color in zip(series.items(), _LINE_COLORS, strict=False):
         if len(series) > 1:
-            drawing.shapes += [Box(at, 25, 14, 4, color, 2), Text(at + 19, 32, line.name, "ink", 12)]
-            at += 19 + text_width(line.name, 12) + 16
-        for part in _parts(line.values):
-            points = [point(x / max(len(line.values) - 1, 1), y) for x, y in part]
+            drawing.shapes += [Box(at, 25, 14, 4, color, 2), Text(at + 19, 32, name, "ink", 12)]
+            at += 19 + text_width(name, 12) + 16
+        for part in _parts(line):
+            points = [point(x / max(len(line) - 1, 1), y) for x, y in part]
             if len(points) == 1:  # a line of one point is invisible
                 points.append((points[0][0] + 2, points[0][1]))
             drawing.shapes.append(Line(points, color, 2))

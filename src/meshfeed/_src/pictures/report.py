@@ -13,7 +13,7 @@ import numpy as np
 
 from meshfeed._src.base.stats import Sample, rates, total_stats
 from meshfeed._src.base.types import JsonValue
-from meshfeed._src.pictures.drawing import MAX_LINES, Bar, Drawing, Series, bar_chart, line_chart, page
+from meshfeed._src.pictures.drawing import MAX_LINES, Bar, Drawing, bar_chart, line_chart, page
 
 _POINTS = 96
 _SHOWN_HOSTS = 32
@@ -191,15 +191,15 @@ def _course_chart(
     return line_chart(title, _few_lines(values), feed["seconds"], y_text=text, least_top=least_top)
 
 
-def _few_lines(values: dict[str, list[float]]) -> list[Series]:
+def _few_lines(values: dict[str, list[float]]) -> dict[str, list[float]]:
     """One line per host, or with many hosts the highest, the median and the lowest at each time."""
     if len(values) <= MAX_LINES:
-        return [Series(f"host {host}", line) for host, line in sorted(values.items(), key=lambda pair: int(pair[0]))]
+        return {f"host {host}": line for host, line in sorted(values.items(), key=lambda pair: int(pair[0]))}
     table = np.array(list(values.values()))
     known = ~np.isnan(table).all(axis=0)
     filled = np.where(known, table, 0.0)  # NumPy warns about columns of NaN only
     reducers = {"median of hosts": np.nanmedian, "highest": np.nanmax, "lowest": np.nanmin}
-    return [Series(name, np.where(known, reduce(filled, axis=0), np.nan).tolist()) for name, reduce in reducers.items()]
+    return {name: np.where(known, reduce(filled, axis=0), np.nan).tolist() for name, reduce in reducers.items()}
 
 
 def _per_batch(host: dict[str, JsonValue], stage: str) -> float:

@@ -58,15 +58,19 @@ def make_document(state: JsonObject, identity: JsonObject | None, process: int) 
     return {**bare, "digest": digest_of(bare)}
 
 
+def _is_shared(state: JsonObject) -> bool:
+    """Whether all hosts have this state."""
+    return state.get("kind") == "random_access" and not state.get("skipped")
+
+
 def must_write(state: JsonObject, process: int) -> bool:
     """Whether this host must write a file: it is process 0, or its state has data that process 0 does not have."""
-    return process == 0 or state.get("kind") != "random_access" or bool(state.get("skipped"))
+    return process == 0 or not _is_shared(state)
 
 
 def file_name(state: JsonObject, process: int) -> str:
     """Returns ``state.json`` for the state of all hosts, or ``part-<process>.json`` for the state of one host."""
-    whole = process == 0 and state.get("kind") == "random_access" and not state.get("skipped")
-    return STATE_FILE if whole else f"{_PART_PREFIX}{process}.json"
+    return STATE_FILE if process == 0 and _is_shared(state) else f"{_PART_PREFIX}{process}.json"
 
 
 def readable_path(directory: Directory) -> epath.Path:

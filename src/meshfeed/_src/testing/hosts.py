@@ -294,7 +294,7 @@ class HostPool:
     ) -> None:
         for name, value in (("num_hosts", num_hosts), ("devices_per_host", devices_per_host)):
             if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-                raise SettingsError(f"{name}={value!r}: takes a positive int", setting=name)
+                raise SettingsError(f"{name}={value!r}; it takes a positive int.", setting=name)
         self.num_hosts = num_hosts
         self.devices_per_host = devices_per_host
         self.timeout_seconds = timeout_seconds
@@ -335,7 +335,7 @@ class HostPool:
         """
         if not callable(function) and not isinstance(function, str):
             raise SettingsError(
-                f"function={function!r}: takes a callable, or 'module:function'. The order is (function, *args), and the "
+                f"function={function!r}; it takes a callable, or 'module:function'. The order is (function, *args), and the "
                 "number of hosts is num_hosts=.",
                 setting="function",
             )
@@ -430,7 +430,7 @@ class HostPool:
         for host in self._hosts:
             if not host.child.wait(max(0.1, deadline - time.monotonic())):
                 host.print_stacks()
-                time.sleep(0.5)
+                time.sleep(0.5)  # for the stacks to reach the log
                 what = f"did not end within {_EXIT_SECONDS:.0f} s of being stopped, and was killed"
                 text = f"host {host.index} {what}; its log ends:\n{host.log()[-_LOG_TAIL_BYTES:]}"
                 warnings.warn(text, ResourceWarning, stacklevel=3)
@@ -505,7 +505,7 @@ class HostPool:
         late = [host for host in self._hosts if host.result is None]
         for host in late:
             host.print_stacks()
-        time.sleep(1.0)
+        time.sleep(1.0)  # for the stacks to reach the logs
         for host in late:
             host.child.kill()
             host.child.wait(_EXIT_SECONDS)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import itertools
 import json
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, Protocol
@@ -73,13 +74,13 @@ def check_resumable(
       SettingsError: ``max_steps`` is below 1, or a save point is outside the run.
     """
     if isinstance(max_steps, bool) or not isinstance(max_steps, int) or max_steps < 1:
-        raise SettingsError(f"max_steps={max_steps!r}: takes a positive int", setting="max_steps")
+        raise SettingsError(f"max_steps={max_steps!r}; it takes a positive int.", setting="max_steps")
     run = _Run(make_feed, max_steps)
     wanted = set(range(len(run.states)) if save_points is None else save_points)
     outside = sorted(point for point in wanted if not 0 <= point < len(run.states))
     if outside:
         raise SettingsError(
-            f"save_points={outside}: the run has {len(run.batches)} batches, so points are 0..{len(run.batches)}",
+            f"save_points={outside}: the run has {len(run.batches)} batches, so points are 0..{len(run.batches)}.",
             setting="save_points",
         )
     points = sorted(wanted | {0, len(run.batches)})
@@ -195,9 +196,10 @@ class _Run:
             text = (
                 "it continued after StopIteration" if attempt else f"it did not end after {len(self.batches)} batches"
             )
-            leaf = next(iter(batch), "")
-            rows = [row for block in batch.get(leaf, []) for row in block.rows]
-            raise AssertionError(f"{how}: {text}. {self._origin(leaf, rows[0]) if rows else ''}".rstrip())
+            rows = ((leaf, row) for leaf, blocks in batch.items() for block in blocks for row in block.rows)
+            raise AssertionError(
+                " ".join([f"{how}: {text}.", *(self._origin(*row) for row in itertools.islice(rows, 1))])
+            )
 
     def _difference(self, got: _Batch, expected: _Batch) -> str:
         if got.keys() != expected.keys():
