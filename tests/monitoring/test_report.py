@@ -192,8 +192,8 @@ def test_ticks_are_round_and_reach_the_largest(largest: float) -> None:
 
 def test_charts_stay_inside_their_frame() -> None:
     for chart in (
-        line_chart("x", {"a": [0.0, 5.0, float("nan"), 3.0]}, 7200.0, y_text=str),
-        bar_chart("y", [Bar("a long name", 3.0, "0 to 9"), Bar("b", 0.0)], text=str),
+        line_chart("x", {"a": [0.0, 5.0, float("nan"), 3.0]}, 7200.0, str),
+        bar_chart("y", [Bar("a long name", 3.0, "0 to 9"), Bar("b", 0.0)], str),
     ):
         svg = chart.to_svg()
         width = float(re.findall(r'viewBox="\S+ \S+ (\S+)', svg)[0])

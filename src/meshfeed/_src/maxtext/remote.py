@@ -186,9 +186,8 @@ class RemoteIteratorWrapper:
         make_payload(get_ds_fn, setting="get_ds_fn", what=what)
         make_payload(preprocessing_fn, setting="preprocessing_fn", what=what)
         rows = None if global_shape is None else tuple(int(size) for size in global_shape)
-        make_target = functools.partial(
-            _IteratorTarget, get_ds_fn, preprocessing_fn, rows, str(checkpoint_path), elastic
-        )
+        arguments = get_ds_fn, preprocessing_fn, rows, str(checkpoint_path), elastic
+        make_target = functools.partial(_IteratorTarget, functools.partial(RemoteIterator, *arguments))
         payload = make_payload(make_target, setting="checkpoint_path", what="a path")
         self._client = RemoteClient(payload, global_mesh)
         self._client.know_spec()
@@ -248,16 +247,8 @@ class RemoteIteratorWrapper:
 class _IteratorTarget:
     """The target of a :class:`meshfeed._src.remote.client.Endpoint`: a RemoteIterator over a mesh of CPU devices."""
 
-    def __init__(
-        self,
-        get_ds_fn: Callable[..., Any],
-        preprocessing_fn: Callable[..., Any],
-        global_shape: tuple[int, ...] | None,
-        checkpoint_path: str,
-        elastic: bool,
-        mesh: Mesh,
-    ) -> None:
-        self._remote = remote = RemoteIterator(get_ds_fn, preprocessing_fn, global_shape, checkpoint_path, elastic)
+    def __init__(self, make_remote: Callable[[], RemoteIterator], mesh: Mesh) -> None:
+        self._remote = remote = make_remote()
         self._loader = lambda: remote.over(mesh)  # a reset replaces it
         self._size = 0
         self.calls: dict[str, Any] = {

@@ -47,7 +47,7 @@ def host_color(host: int) -> tuple[str, str]:
 
 @dataclasses.dataclass(frozen=True)
 class Box:
-    """A rectangle; ``title`` is shown when the pointer rests on it."""
+    """A rectangle; ``title`` is shown on hover."""
 
     x: float
     y: float
@@ -60,12 +60,11 @@ class Box:
 
 @dataclasses.dataclass(frozen=True)
 class Line:
-    """A polyline through ``points``; with ``arrow``, it ends in an arrowhead."""
+    """A polyline through ``points``."""
 
     points: Sequence[tuple[float, float]]
     color: str
     width: float = 1.5
-    arrow: bool = False
 
 
 @dataclasses.dataclass(frozen=True)
@@ -181,14 +180,10 @@ def _corners(shape: Box | Line | Text) -> list[tuple[float, float]]:
     return [(shape.x + before * text_width(shape.text, shape.size), shape.y + 0.25 * shape.size)]
 
 
-def _arrowhead(line: Line) -> list[list[tuple[float, float]]]:
-    if not line.arrow:
-        return []
-    (before_x, before_y), (x, y) = line.points[-2:]
-    length = ((x - before_x) ** 2 + (y - before_y) ** 2) ** 0.5 or 1.0
-    along_x, along_y = 6 * (x - before_x) / length, 6 * (y - before_y) / length
-    wings = [(x - along_x + side * along_y, y - along_y - side * along_x) for side in (-0.7, 0.7)]
-    return [[wings[0], (x, y), wings[1]]]
+def arrow(left: float, right: float, y: float) -> list[Line]:
+    """Returns a horizontal arrow that points to the right."""
+    head = [(right - 6, y - 4.2), (right, y), (right - 6, y + 4.2)]
+    return [Line([(left, y), (right, y)], "muted"), Line(head, "muted")]
 
 
 def _svg_shape(shape: Box | Line | Text) -> str:
@@ -205,10 +200,8 @@ def _svg_shape(shape: Box | Line | Text) -> str:
             f'stroke-width="0" class="mf-{shape.color}">{html.escape(shape.text)}</text>'
         )
     # "none" is a style too, because the rule of the color's class, which fills, takes precedence over an attribute.
-    paths = " ".join(
-        "M" + " L".join(f"{x:.5g} {y:.5g}" for x, y in part) for part in (shape.points, *_arrowhead(shape))
-    )
-    return f'<path d="{paths}" fill="none" style="fill:none" stroke-width="{shape.width:g}" class="mf-{shape.color}"/>'
+    path = "M" + " L".join(f"{x:.5g} {y:.5g}" for x, y in shape.points)
+    return f'<path d="{path}" fill="none" style="fill:none" stroke-width="{shape.width:g}" class="mf-{shape.color}"/>'
 
 
 def _paint_shape(axes: Axes, shape: Box | Line | Text) -> None:
@@ -227,9 +220,8 @@ def _paint_shape(axes: Axes, shape: Box | Line | Text) -> None:
         side = {"start": "left", "middle": "center", "end": "right"}[shape.anchor]
         axes.text(shape.x, shape.y, text, color=color, fontsize=size, ha=side, weight=weight)
     else:
-        for line in (shape.points, *_arrowhead(shape)):
-            xs, ys = zip(*line, strict=True)
-            axes.add_line(Line2D(xs, ys, color=color, linewidth=shape.width * _POINTS))
+        xs, ys = zip(*shape.points, strict=True)
+        axes.add_line(Line2D(xs, ys, color=color, linewidth=shape.width * _POINTS))
 
 
 _WIDTH, _HEIGHT = 430.0, 170.0  # of a chart, readable from 340 to 640 pixels wide
@@ -250,9 +242,8 @@ def line_chart(
     title: str,
     series: Mapping[str, Sequence[float]],
     seconds: float,
-    *,
-    y_text: Callable[[float], str],
-    least_top: float = 0.0,
+    text: Callable[[float], str],
+    least_top: float = 0,
 ) -> Drawing:
     """Draws up to four lines from zero.
 
@@ -260,12 +251,12 @@ def line_chart(
       title: heading, with the unit.
       series: name → y at equal distances of x, with NaN for gaps. All lines have values at the same x.
       seconds: x of the last value; the first is at 0.
-      y_text: formats a tick of the y axis.
+      text: formats a tick of the y axis.
       least_top: the y axis ends no lower.
     """
     known = [value for line in series.values() for value in line if not math.isnan(value)]
     ticks = nice_ticks(max([*known, least_top, 1e-9]))
-    left = max(text_width(y_text(tick), 12) for tick in ticks) + 10
+    left = max(text_width(text(tick), 12) for tick in ticks) + 10
     drawing = Drawing(title, [Text(0, 12, title, bold=True, size=14)])
     bottom = 48.0 + _HEIGHT
 
@@ -276,7 +267,7 @@ def line_chart(
     for tick in ticks:
         _, y = point(0, tick)
         drawing.shapes.append(Line([(left, y), (_WIDTH, y)], "rule", 1))
-        drawing.shapes.append(Text(left - 8, y + 4, y_text(tick), "muted", 12, "end"))
+        drawing.shapes.append(Text(left - 8, y + 4, text(tick), "muted", 12, "end"))
     for x, label in _time_ticks(seconds):
         drawing.shapes.append(Text(point(x, 0)[0], bottom + 18, label, "muted", 12, "middle"))
     at = 0.0
@@ -300,12 +291,12 @@ def _time_ticks(seconds: float) -> list[tuple[float, str]]:
 
 
 def _parts(values: Sequence[float]) -> list[list[tuple[int, float]]]:
-    """Runs of known values with their index."""
+    """Splits a line at its gaps: runs of known values with their indices."""
     groups = itertools.groupby(enumerate(values), key=lambda pair: math.isnan(pair[1]))
     return [list(part) for unknown, part in groups if not unknown]
 
 
-def bar_chart(title: str, bars: Sequence[Bar], *, text: Callable[[float], str]) -> Drawing:
+def bar_chart(title: str, bars: Sequence[Bar], text: Callable[[float], str]) -> Drawing:
     """Draws horizontal bars of seconds from zero, with their values."""
     largest = max([bar.value for bar in bars] + [1e-9])
     unit = next((size for size, _ in _UNITS[:3] if largest >= 2 * size), 1.0)

@@ -1,4 +1,4 @@
-"""The plan of a mesh as people see it: a table, JSON, and a drawing of rows, columns and hosts."""
+"""The plan of a mesh as a table, as JSON, and as a drawing of rows, columns and hosts."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ import numpy as np
 
 from meshfeed._src.base.errors import SettingsError
 from meshfeed._src.base.types import JsonValue, PyTree, public
-from meshfeed._src.pictures.drawing import Box, Drawing, Line, Text, host_color, page, text_width
+from meshfeed._src.pictures.drawing import Box, Drawing, Text, arrow, host_color, page, text_width
 from meshfeed._src.plan.topology import PlanTable, plan_table
 
 _CELL_WIDTH, _CELL_HEIGHT, _GAP = 96.0, 42.0, 6.0
@@ -276,7 +276,7 @@ class _MeshDrawing:
         size = min(12.0, 12 * 100 / text_width(text, 12))
         self.drawing.shapes.append(Box(left, top, _BATCH_WIDTH, _CELL_HEIGHT, "panel"))
         self._text(left + _BATCH_WIDTH / 2, middle + 4, text, size=size, anchor="middle")
-        self.drawing.shapes.append(Line([(right + 6, middle), (right + _ARROW - 6, middle)], "muted", arrow=True))
+        self.drawing.shapes += arrow(right + 6, right + _ARROW - 6, middle)
         for column, cell_left in self._columns:
             if column is None:
                 self._text(cell_left + 9, middle + 4, "…", "muted", 15, "middle")
@@ -302,7 +302,7 @@ class _MeshDrawing:
         self._text(0, top, "State", bold=True, size=14)
         self.drawing.shapes.append(Box(0, top + 10, 168, 30, "panel"))
         self._text(84, top + 29, f"position = step × {self._plan.global_shape[0]:,}", size=12, anchor="middle")
-        self.drawing.shapes.append(Line([(178, top + 25), (208, top + 25)], "muted", arrow=True))
+        self.drawing.shapes += arrow(178, 208, top + 25)
         self._text(216, top + 22, "in every checkpoint, equal on all hosts;", "muted", 12)
         self._text(216, top + 37, "resumes on any number of hosts", "muted", 12)
 

@@ -32,12 +32,12 @@ class HostLog:
 
 
 def report_figures(logs: Sequence[HostLog]) -> dict[str, JsonValue]:
-    """Returns the figures of the report as JSON: totals per feed and host, and their course over time.
+    """Returns the figures of the report as JSON: totals per feed and host, and rates over time.
 
     Returns:
       ``{"feeds": [{"feed", "start", "seconds", "hosts": […], "over_time": {"seconds": […], <figure>: {<host>: […]}}}]}``.
-      ``stall_fraction`` and the like are those of :class:`meshfeed.FeedStats`; ``lag_seconds`` is the time that the host
-      with the longest ``peer_wait_seconds`` waited more than this one; ``over_time`` has None where nothing is known.
+      ``stall_fraction`` and the like are those of :class:`meshfeed.FeedStats`; ``lag_seconds`` is how much
+      less this host waited for other hosts than the one that waited longest; ``over_time`` has None for unknown values.
     """
     feeds = sorted({log.feed for log in logs})
     return {"feeds": [_feed_figures(feed, [log for log in logs if log.feed == feed]) for feed in feeds]}
@@ -167,28 +167,28 @@ def _verdict(feed: dict[str, JsonValue]) -> str:
 
 
 def _charts(feed: dict[str, JsonValue]) -> list[Drawing]:
-    course, hosts = feed["over_time"], feed["hosts"]
+    hosts = feed["hosts"]
     stages = [_stage_bar(hosts, stage) for stage in _STAGES]
     charts = [
-        _course_chart("Time that the loop waited for data", feed, "stall_fraction", "{:.0%}".format, 0.1),
-        _course_chart("Batches per second", feed, "batches_per_second", _number),
+        _time_chart("Time that the loop waited for data", feed, "stall_fraction", "{:.0%}".format, 0.1),
+        _time_chart("Batches per second", feed, "batches_per_second", _number),
         bar_chart("Time per batch by stage, mean of hosts", stages, text=_duration),
     ]
     if len(hosts) > 1:
         late = sorted(hosts, key=lambda host: -host["lag_seconds"])[:6]
         bars = [Bar(f"host {host['host']}", host["lag_seconds"]) for host in late]
         charts.append(bar_chart("Lag behind the fastest host, in total", bars, text=_duration))
-    if "cache_hit_fraction" in course:
-        charts.append(_course_chart("Shard cache hits", feed, "cache_hit_fraction", "{:.0%}".format, 1.0))
+    if "cache_hit_fraction" in feed["over_time"]:
+        charts.append(_time_chart("Shard cache hits", feed, "cache_hit_fraction", "{:.0%}".format, 1.0))
     return charts
 
 
-def _course_chart(
+def _time_chart(
     title: str, feed: dict[str, JsonValue], figure: str, text: Callable[[float], str], least_top: float = 0.0
 ) -> Drawing:
     by_host = feed["over_time"].get(figure, {})
     values = {host: [math.nan if value is None else value for value in line] for host, line in by_host.items()}
-    return line_chart(title, _few_lines(values), feed["seconds"], y_text=text, least_top=least_top)
+    return line_chart(title, _few_lines(values), feed["seconds"], text, least_top)
 
 
 def _few_lines(values: dict[str, list[float]]) -> dict[str, list[float]]:
@@ -221,8 +221,8 @@ def _host_table(feed: dict[str, JsonValue]) -> str:
     more = len(hosts) - _SHOWN_HOSTS
     note = f'<p class="muted">{more:,} more hosts, with less lag; --json has all of them.</p>' if more > 0 else ""
     how = (
-        "Stages are per batch, summed over threads. Lag is how much longer the host with the longest wait for hosts waited; "
-        "stall is the share of the run that the loop waited for data, without startup."
+        "Stages are per batch, summed over threads. Lag is how much less this host waited for other hosts than the one that "
+        "waited longest; stall is the fraction of the run that the loop waited for data, without startup."
     )
     note += f'<p class="muted">{how}</p>'
     return f'<div class="wide"><table>{"".join(f"<tr>{row}</tr>" for row in rows)}</table></div>{note}'

@@ -455,7 +455,7 @@ class HostPool:
             self._remove_logs = finalize(self, shutil.rmtree, self._directory, True)
         failed: list[HostResult] = []
         for attempt in range(_START_ATTEMPTS):
-            failed = self._start_once(self._directory, attempt)
+            failed = self._start_once(attempt)
             if not failed:
                 return
             self._kill()
@@ -464,13 +464,13 @@ class HostPool:
                 break
         raise HostRunError(failed)
 
-    def _start_once(self, directory: pathlib.Path, attempt: int) -> list[HostResult]:
+    def _start_once(self, attempt: int) -> list[HostResult]:
         """Starts all processes; returns an empty list, or the results of all if some did not join."""
         env = {**cpu_environment(self.devices_per_host), "PYTHONUNBUFFERED": "1", **self._env}
         port = free_port()
         for index in range(self.num_hosts):
             task = HostTask(index, self.num_hosts, port, *self._options)
-            self._hosts.append(Host(task, directory / f"{attempt}-{index}.log", env))
+            self._hosts.append(Host(task, self._directory / f"{attempt}-{index}.log", env))
         self._await_ready()
         if all(host.ready and host.result is None for host in self._hosts):
             return []
