@@ -633,7 +633,11 @@ def _parts(dataloader: object, factor: object) -> tuple[int, bool]:
     """Returns the number of batches to concatenate, and whether ``dataloader`` is a list read round-robin."""
     setting = "expansion_loading_factor_for_grain"
     what = "a whole number, 1/n with a list of n loaders, or -1 for neither"
-    if isinstance(factor, bool) or not isinstance(factor, int | float | np.number) or (factor > 1 and factor % 1):
+    if (
+        isinstance(factor, bool)
+        or not isinstance(factor, int | float | np.number)
+        or (factor > 1 and float(factor) % 1)
+    ):
         raise SettingsError(f"{setting}={factor!r}; it takes {what}.", setting=setting)
     if not isinstance(dataloader, Iterable) and not hasattr(dataloader, "as_numpy_iterator"):
         text = f"Type error: dataloader should be either tf.data.Dataset or Iterable, not {type(dataloader).__name__}."
