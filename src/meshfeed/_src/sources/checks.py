@@ -57,6 +57,20 @@ def checked_count(value: object, setting: str, least: int = 1) -> int:
     return int(value)
 
 
+def chosen_columns(columns: Sequence[str] | None, stored: Sequence[str], source: str, path: str) -> list[str]:
+    """Returns the names of the columns that the user chose, or of all that are ``stored`` at ``path`` if that is None.
+
+    Raises:
+      SourceError: a name is not among them, or there is none.
+    """
+    chosen = list(stored) if columns is None else [columns] if isinstance(columns, str) else list(columns)
+    if not chosen or any(name not in stored for name in chosen):
+        raise SourceError(
+            f"{source} got columns={columns!r}; {path} has {list(stored)}. Expected names of its columns, at least one."
+        )
+    return chosen
+
+
 def check_lengths(lengths: Mapping[str, int], whose: str, remedy: str = "") -> None:
     """Checks that all leaves have the same number of records.
 

@@ -24,9 +24,10 @@ from meshfeed._src.base.errors import CorruptDataError, MeshfeedError, SourceErr
 from meshfeed._src.base.types import JsonValue, PyTree, public
 from meshfeed._src.reading.identity import digest_raw, probe_digest
 from meshfeed._src.reading.stacking import RecordStack
+from meshfeed._src.sources.checks import chosen_columns
 from meshfeed._src.sources.files import paths as file_paths
 from meshfeed._src.sources.files.shard import Shard, check_cache, need_cache
-from meshfeed._src.sources.files.shard_reader import OpenFile, ShardReader, Spans
+from meshfeed._src.sources.files.shard_reader import Checked, OpenFile, ShardReader
 from meshfeed._src.sources.files.shards import Shards
 
 if TYPE_CHECKING:
@@ -45,17 +46,8 @@ class MDSShard(Shard):
     name: str
 
 
-@dataclasses.dataclass(frozen=True)
-class _CheckedShard:
-    """A checked shard, and uint32[records + 1], the first byte of each sample and the end of the last one."""
-
-    shard: MDSShard
-    offsets: np.ndarray
-    open: OpenFile
-
-
 @public("meshfeed.sources")
-class MDS(ShardReader[MDSShard, _CheckedShard]):
+class MDS(ShardReader[MDSShard, np.ndarray]):
     """Random-access source over data sets that Mosaic Streaming's ``MDSWriter`` wrote, concatenated in order.
 
     ``index.json`` lists the shards, so opening a data set reads no shard. A record is a dict of columns. In
@@ -303,17 +295,15 @@ def _differ(first: str, columns: Sequence[Column], second: str, other: Sequence[
 def _choose(columns: Sequence[Column], names: Sequence[str] | None, folder: str) -> list[tuple[int, Column]]:
     """Returns the indices and columns to read."""
     numbers = {column.name: number for number, column in enumerate(columns)}
-    chosen = list(numbers) if names is None else [names] if isinstance(names, str) else list(names)
-    unknown = [name for name in chosen if name not in numbers]
-    if unknown or not chosen:
-        raise SourceError(
-            f"MDS got columns={names!r}; {folder} has {list(numbers)}. Expected names of its columns, at least one."
-        )
-    return [(numbers[name], columns[numbers[name]]) for name in chosen]
+    return [(numbers[name], columns[numbers[name]]) for name in chosen_columns(names, list(numbers), "MDS", folder)]
 
 
-def _check_shard(shard: MDSShard, open_file: OpenFile) -> tuple[_CheckedShard, int]:
-    """Reads the offsets of a shard. Raises CorruptDataError if the header or the offsets are damaged."""
+def _check_shard(shard: MDSShard, open_file: OpenFile) -> tuple[np.ndarray, int]:
+    """Returns uint32[records + 1], the first byte of each sample and the end of the last one, and their 8-byte entries.
+
+    Raises:
+      CorruptDataError: if the header or the offsets are damaged.
+    """
     num_bytes = _WORD.itemsize * (shard.num_records + 2)
     header = np.frombuffer(open_file().read(0, num_bytes), _WORD)
     if len(header) != shard.num_records + 2 or header[0] != shard.num_records:
@@ -321,19 +311,21 @@ def _check_shard(shard: MDSShard, open_file: OpenFile) -> tuple[_CheckedShard, i
     offsets = header[1:]
     if offsets[0] < num_bytes or offsets[-1] != shard.num_bytes or (offsets[1:] < offsets[:-1]).any():
         raise _damaged(shard.path, None, "the offsets of its samples do not ascend to the end of the file")
-    return _CheckedShard(shard, offsets, open_file), num_bytes // 8
+    return offsets, num_bytes // 8
 
 
-def _spans_of(checked: _CheckedShard, rows: np.ndarray) -> Spans:
-    return Spans(checked.open, checked.offsets[rows].astype(np.int64), checked.offsets[rows + 1].astype(np.int64))
+def _spans_of(offsets: np.ndarray, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    return offsets[rows].astype(np.int64), offsets[rows + 1].astype(np.int64)
 
 
-def _build(checked: _CheckedShard, rows: np.ndarray, first_record_id: int, samples: list[bytes]) -> list[bytes]:
-    sizes = (checked.offsets[rows + 1] - checked.offsets[rows]).tolist()
+def _build(
+    file: Checked[MDSShard, np.ndarray], rows: np.ndarray, first_record_id: int, samples: list[bytes]
+) -> list[bytes]:
+    sizes = (file.index[rows + 1] - file.index[rows]).tolist()
     for row, sample, size in zip(rows.tolist(), samples, sizes, strict=True):
         if len(sample) != size:
             reason = f"{len(sample):,} of its {size:,} bytes are there"
-            raise _damaged(checked.shard.path, first_record_id + row, reason)
+            raise _damaged(file.shard.path, first_record_id + row, reason)
     return samples
 
 

@@ -17,6 +17,7 @@ from meshfeed._src.base import memory
 from meshfeed._src.base.errors import CorruptDataError, SourceError, hides_own_frames
 from meshfeed._src.base.types import JsonValue, PyTree, public
 from meshfeed._src.reading.identity import digest_raw, probe_digest
+from meshfeed._src.sources.checks import chosen_columns
 from meshfeed._src.sources.files import paths as file_paths
 from meshfeed._src.sources.files.direct import RemoteBytes, sparse_files
 from meshfeed._src.sources.files.formats import compression_of
@@ -25,7 +26,7 @@ from meshfeed._src.sources.files.manifest import FileEntry
 from meshfeed._src.sources.files.open_files import Lru
 from meshfeed._src.sources.files.parquet import ParquetFile, damaged
 from meshfeed._src.sources.files.shard import Shard, inspect_copy, local_copy
-from meshfeed._src.sources.files.shard_reader import OpenFile, ShardReader
+from meshfeed._src.sources.files.shard_reader import Checked, OpenFile, ShardReader
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -56,7 +57,7 @@ class ParquetShard(Shard):
 
 @dataclasses.dataclass(frozen=True)
 class _CheckedFile:
-    """A checked file: its footer, and int64[row groups], the row after the last one of each group."""
+    """A file, its footer, and int64[row groups], the row after the last one of each group."""
 
     shard: ParquetShard
     metadata: Any
@@ -187,7 +188,10 @@ class Parquet(ShardReader[ParquetShard, _CheckedFile]):
                 raise file_paths.changed(f"the Parquet file {shard.path}", change, shard.manifest)
             return _CheckedFile(shard, file.metadata, ends), file.metadata.serialized_size // 8
 
-    def _read_rows(self, file: _CheckedFile, rows: np.ndarray, first_record_id: int) -> list[_Rows]:
+    def _read_rows(
+        self, checked: Checked[ParquetShard, _CheckedFile], rows: np.ndarray, first_record_id: int
+    ) -> list[_Rows]:
+        file = checked.index
         numbers = np.searchsorted(file.group_ends, rows, side="right")
 
         def read(number: int) -> tuple[pa.Table, int]:
@@ -253,12 +257,7 @@ def _choose(shards: Sequence[ParquetShard], columns: Sequence[str] | None) -> tu
     schemas = {shard.schema: shard for shard in reversed(filled)}
     stored = {path.path: pa.ipc.read_schema(pa.py_buffer(schema)) for schema, path in schemas.items()}
     first = stored[filled[0].path]
-    chosen = first.names if columns is None else [columns] if isinstance(columns, str) else list(columns)
-    if not chosen or any(name not in first.names for name in chosen):
-        raise SourceError(
-            f"Parquet got columns={columns!r}; {filled[0].path} has {first.names}. Expected names of its columns, at least "
-            "one."
-        )
+    chosen = chosen_columns(columns, first.names, "Parquet", filled[0].path)
     for path, schema in stored.items():
         for name in chosen:
             other = schema.field(name).type if name in schema.names else "no such column"

@@ -33,7 +33,7 @@ from meshfeed._src.sources.files.lookup import FileFormat, find_shards, look_at
 from meshfeed._src.sources.files.manifest import FileEntry
 from meshfeed._src.sources.files.open_files import Descriptor
 from meshfeed._src.sources.files.shard import Shard, changed
-from meshfeed._src.sources.files.shard_reader import OpenFile, ShardReader, Spans
+from meshfeed._src.sources.files.shard_reader import Checked, OpenFile, ShardReader
 
 if TYPE_CHECKING:
     from meshfeed._src.sources.files.shard_cache import ShardCache
@@ -53,23 +53,8 @@ class TarShard(Shard):
     stamp: str = ""
 
 
-@dataclasses.dataclass(frozen=True)
-class _CheckedTar:
-    """An archive with its index.
-
-    Attributes:
-      shard: the archive.
-      index: where its samples are.
-      open: opens the file.
-    """
-
-    shard: TarShard
-    index: TarIndex
-    open: OpenFile
-
-
 @public("meshfeed.sources")
-class WebDataset(ShardReader[TarShard, _CheckedTar]):
+class WebDataset(ShardReader[TarShard, "TarIndex"]):
     """Random-access source over the samples of tar archives, concatenated in file order.
 
     A record is a dict ``{"__key__": str, extension: bytes, …}`` with the files of one sample, grouped as WebDataset groups
@@ -143,7 +128,7 @@ class WebDataset(ShardReader[TarShard, _CheckedTar]):
           SourceError: if a file has been removed or changed since the source was created.
           OSError: if a file cannot be read.
         """
-        return self._read_by_spans(record_ids, _spans_of, _build)
+        return self._read_by_spans(record_ids, TarIndex.bounds, _build)
 
     def fingerprint(self) -> JsonValue:
         """Returns the identity: files, number of records, and a digest of 4 records spread over the source."""
@@ -245,21 +230,19 @@ def _find_or_make(
     return made, next((place for place in places if save(made, place, stamp)), None)
 
 
-def _check(shard: TarShard, open_file: OpenFile) -> tuple[_CheckedTar, int]:
+def _check(shard: TarShard, open_file: OpenFile) -> tuple[TarIndex, int]:
     """Loads the index of an archive, or makes it if it is gone."""
     places = [] if shard.index is None else [shard.index]
     index, _ = _find_or_make(places, shard.stamp, lambda: scan(open_file(), shard.path))
     if index.num_samples != shard.num_records:
         raise changed(shard, shard.path)
-    return _CheckedTar(shard, index, open_file), index.num_entries
+    return index, index.num_entries
 
 
-def _spans_of(checked: _CheckedTar, rows: np.ndarray) -> Spans:
-    return Spans(checked.open, *checked.index.bounds(rows))
-
-
-def _build(checked: _CheckedTar, rows: np.ndarray, first_record_id: int, samples: list[bytes]) -> list[dict[str, Any]]:
-    return checked.index.records(rows, samples, checked.shard.path, first_record_id)
+def _build(
+    file: Checked[TarShard, TarIndex], rows: np.ndarray, first_record_id: int, samples: list[bytes]
+) -> list[dict[str, Any]]:
+    return file.index.records(rows, samples, file.shard.path, first_record_id)
 
 
 SUFFIX = ".meshfeed-index"

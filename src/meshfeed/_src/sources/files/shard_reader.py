@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 from collections.abc import Callable, Iterable, Sequence
 from typing import Generic, NamedTuple, TypeVar
@@ -28,22 +29,22 @@ OpenFile = Callable[[], "Descriptor | RemoteBytes"]
 """Returns the open file, and opens it again if it has been closed; a remote file that is read without a cache as it is."""
 
 
-class Spans(NamedTuple):
-    """Byte ranges of one file.
+@dataclasses.dataclass(frozen=True)
+class Checked(Generic[S, T]):
+    """A file that has been checked, what the source keeps of it, such as its index, and a function that opens it."""
 
-    Attributes:
-      open: returns the open file.
-      starts: int64[n], the first byte of each range.
-      stops: int64[n], the byte after its last one.
-    """
-
+    shard: S
+    index: T
     open: OpenFile
-    starts: np.ndarray
-    stops: np.ndarray
 
 
-ReadRows = Callable[[T, np.ndarray, int], Sequence[R]]
-"""Reads rows, int64[n], of a checked file; gets the record id of its row 0 too, for errors."""
+ReadRows = Callable[[Checked[S, T], np.ndarray, int], Sequence[R]]
+"""Reads rows, int64[n], of a file; gets the record id of its row 0 too, for errors."""
+SpansOf = Callable[[T, np.ndarray], tuple[np.ndarray, np.ndarray]]
+"""Returns the first byte of each row, int64[n], of a file, and the byte after its last one, given the file's index."""
+Build = Callable[[Checked[S, T], np.ndarray, int, list[bytes]], Sequence[R]]
+"""Makes records of rows, int64[n], of a file; gets the record id of its row 0, and the bytes of each row, fewer than
+requested if the file ends before."""
 
 
 class ShardSource(Generic[S]):
@@ -134,12 +135,12 @@ class ShardReader(ShardSource[S], Generic[S, T]):
         super().__init__(shards, cache)
         self._check = check
 
-    def _read(self, record_ids: np.ndarray | Sequence[int], read_rows: ReadRows[T, R]) -> list[R]:
+    def _read(self, record_ids: np.ndarray | Sequence[int], read_rows: ReadRows[S, T, R]) -> list[R]:
         """Reads records, in the order of ``record_ids``.
 
         Args:
           record_ids: int64[n], in any order, with repeats allowed.
-          read_rows: reads rows, int64[n], of one checked file; also gets the record id of its row 0.
+          read_rows: reads those of one file.
 
         Raises:
           IndexError: if an id is not in [0, len).
@@ -152,26 +153,21 @@ class ShardReader(ShardSource[S], Generic[S, T]):
         return _in_order(parts, read_all(lambda part: self._read_file(part.number, part.rows, read_rows), parts))
 
     def _read_by_spans(
-        self,
-        record_ids: np.ndarray | Sequence[int],
-        spans_of: Callable[[T, np.ndarray], Spans],
-        build: Callable[[T, np.ndarray, int, list[bytes]], Sequence[R]],
+        self, record_ids: np.ndarray | Sequence[int], spans_of: SpansOf[T], build: Build[S, T, R]
     ) -> list[R]:
         """Reads records that are byte ranges of their files; of remote files without a cache, all at the same time.
 
         Args:
           record_ids: int64[n], in any order, with repeats allowed.
-          spans_of: returns the ranges of rows, int64[n], of one checked file.
-          build: makes records of rows, int64[n], of one checked file; gets the record id of its row 0, and the bytes of
-            each range, fewer than requested if the file ends before.
+          spans_of: returns the ranges.
+          build: makes the records.
 
         Raises:
           IndexError, CorruptDataError, SourceError: as for :meth:`_read`.
         """
 
-        def read_rows(checked: T, rows: np.ndarray, first: int) -> Sequence[R]:
-            spans = spans_of(checked, rows)
-            return build(checked, rows, first, read_spans(spans.open(), spans.starts, spans.stops))
+        def read_rows(file: Checked[S, T], rows: np.ndarray, first: int) -> Sequence[R]:
+            return build(file, rows, first, read_spans(file.open(), *spans_of(file.index, rows)))
 
         if not self._is_direct:
             return self._read(record_ids, read_rows)
@@ -182,8 +178,7 @@ class ShardReader(ShardSource[S], Generic[S, T]):
         ranges = [
             ByteRange(self._shards.files[number].remote, start, stop)
             for file, (number, rows, _) in zip(checked, remote, strict=True)
-            for spans in [spans_of(file, rows)]
-            for start, stop in zip(spans.starts.tolist(), spans.stops.tolist(), strict=True)
+            for start, stop in np.transpose(spans_of(file.index, rows)).tolist()
         ]
         contents = iter(read_ranges(ranges))
         built = [
@@ -194,16 +189,21 @@ class ShardReader(ShardSource[S], Generic[S, T]):
             remote + local, [*built, *(self._read_file(part.number, part.rows, read_rows) for part in local)]
         )
 
-    def _read_file(self, number: int, rows: np.ndarray, read_rows: ReadRows[T, R]) -> Sequence[R]:
+    def _read_file(self, number: int, rows: np.ndarray, read_rows: ReadRows[S, T, R]) -> Sequence[R]:
         shard, first = self._shards.files[number], int(self._shards.starts[number])
         return read_again_if_damaged(
             lambda: read_rows(self._checked(shard), rows, first), shard, self._cache, self._pool
         )
 
-    def _checked(self, shard: S) -> T:
+    def _checked(self, shard: S) -> Checked[S, T]:
         direct = self._cache is None and is_url(shard.path)
         open_file = (lambda: shard.remote) if direct else self._pool.descriptor(shard, self._cache)
-        return self._pool.checked(shard, lambda: self._check(shard, open_file))
+
+        def check() -> tuple[Checked[S, T], int]:
+            index, num_entries = self._check(shard, open_file)
+            return Checked(shard, index, open_file), num_entries
+
+        return self._pool.checked(shard, check)
 
 
 def read_spans(file: Descriptor | RemoteBytes, starts: np.ndarray, stops: np.ndarray) -> list[bytes]:
