@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import tempfile
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import numpy as np
 from numpy.typing import DTypeLike
@@ -32,9 +33,19 @@ from meshfeed._src.sources.files.manifest import (
 from meshfeed._src.sources.files.shard import Shard, need_cache
 from meshfeed._src.sources.tokens import source as tokens
 
-SOURCES = ("ArrayRecord", "Parquet", "Tokens", "WebDataset")
 WORKERS = 16
 """Files that are read at once."""
+
+_INSPECT: dict[str, Callable[[str, np.dtype[Any] | None], Shard]] = {
+    "ArrayRecord": lambda name, _: readers.inspect(name, None),
+    "Parquet": lambda name, _: parquet.inspect(name, None),
+    "Tokens": lambda name, dtype: tokens.inspect(name, dtype, None),
+    "WebDataset": lambda name, _: webdataset.inspect(name, None),
+}
+_SELECT: dict[str, Callable[[list[str]], list[str]]] = {
+    "Tokens": tokens.token_files,
+    "WebDataset": webdataset.archives,
+}
 
 
 def make_manifest(
@@ -53,7 +64,8 @@ def make_manifest(
     Args:
       paths: a path, a glob, a URL supported by fsspec, or a list of them.
       output: path or URL of the manifest; by default, ``manifest.json`` in the folder of the files.
-      source: the source that reads the files, one of ``SOURCES``; by default, found by the name of the first file.
+      source: the source that reads the files: ArrayRecord, Parquet, Tokens or WebDataset. By default, found by the name of
+        the first file.
       lengths: leaf whose length is listed for each record, for :class:`meshfeed.sources.Packed`. Reads all records.
       dtype: integer dtype of token files without a header; with ``lengths``, that of the tokens that ArrayRecord records,
         or a feature of bytes in them, consist of.
@@ -72,9 +84,9 @@ def make_manifest(
     """
     names = [name for name in file_paths.expand_paths(paths, source="manifest") if not is_manifest(name)]
     source = source or source_of(names[0])
-    if source not in SOURCES:
+    if source not in _INSPECT:
         raise SettingsError(
-            f"{names[0]} is read by {source or 'no source, to judge by its name'}. Expected files for {', '.join(SOURCES)}: "
+            f"{names[0]} is read by {source or 'no source, to judge by its name'}. Expected files for {', '.join(_INSPECT)}: "
             "pass --source, or convert other formats with meshfeed convert. MDS data sets have an index of their own.",
             setting="source",
         )
@@ -103,25 +115,9 @@ def _made(output: str, files: Sequence[FileEntry]) -> JsonValue:
     return earlier.made if listed == found and len(files) == len(listed) else None
 
 
-_SELECT: dict[str, Callable[[list[str]], list[str]]] = {
-    "Tokens": tokens.token_files,
-    "WebDataset": webdataset.archives,
-}
-
-
-_INSPECT: dict[str, Callable[[str, None], Shard]] = {
-    "ArrayRecord": readers.inspect,
-    "Parquet": parquet.inspect,
-    "WebDataset": webdataset.inspect,
-}
-
-
 def _describe(name: str, source: str, dtype: DTypeLike | None, digests: bool) -> FileEntry:
     """Looks at a file; reads all of it for its digest."""
-    if source == "Tokens":
-        shard: Shard = tokens.inspect(name, None if dtype is None else np.dtype(dtype), None)
-    else:
-        shard = _INSPECT[source](name, None)
+    shard = _INSPECT[source](name, None if dtype is None else np.dtype(dtype))
     if not digests:
         return shard.entry()
     digest = digest_remote(shard.remote) if file_paths.is_url(name) else digest_file(name)

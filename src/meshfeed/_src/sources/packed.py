@@ -201,6 +201,7 @@ class Packed:
         slices = hooks.find(self._source, hooks.SlicesReader)
         if slices is not None:
             return slices.read_slices(pieces.documents, pieces.starts, pieces.lengths)
+        # A document may have several pieces in a batch.
         documents, which = np.unique(pieces.documents, return_inverse=True)
         found = [self._leaves(record) for record in read_items(self._source, documents)]
         for document, leaves in zip(documents.tolist(), found, strict=True):

@@ -77,6 +77,7 @@ class _DecodedGroups:
 
     def __init__(self, max_bytes: int) -> None:
         self._groups: Lru[tuple[str, int, tuple[str, ...]], pa.Table] = Lru(lambda: _MAX_GROUPS, max_bytes)
+        # One lock would let threads decode different groups only one after the other.
         self._locks = [threading.Lock() for _ in range(64)]
 
     def get(self, file: _CheckedFile, group: int, columns: tuple[str, ...], cache: ShardCache | None) -> pa.Table:
@@ -292,6 +293,7 @@ def _local_group(file: _CheckedFile, group: int, columns: tuple[str, ...], cache
         with local_copy(file.shard, cache) as (path, _):
             yield path
         return
+    # Not through fsspec's files, which Arrow can read: they do not compare the version, and wait for one range at a time.
     stored = file.metadata.row_group(group)
     chunks = [stored.column(number) for number in range(stored.num_columns)]
     wanted = [chunk for chunk in chunks if chunk.path_in_schema.startswith(tuple(f"{name}." for name in columns))

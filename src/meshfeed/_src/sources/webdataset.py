@@ -27,7 +27,7 @@ from meshfeed._src.base.types import Decode, JsonValue, Record, public
 from meshfeed._src.reading.identity import digest_raw, probe_digest
 from meshfeed._src.sources.decode import refuse_as_decode
 from meshfeed._src.sources.files import paths as file_paths
-from meshfeed._src.sources.files.direct import RemoteBytes, identify
+from meshfeed._src.sources.files.direct import RemoteBytes
 from meshfeed._src.sources.files.formats import compression_of, reader_hint
 from meshfeed._src.sources.files.lookup import FileFormat, find_shards, look_at
 from meshfeed._src.sources.files.manifest import FileEntry
@@ -151,14 +151,38 @@ def archives(names: Sequence[str]) -> list[str]:
 def inspect(name: str, cache: ShardCache | None) -> TarShard:
     """Counts the samples of an archive from its index, which is made if there is none."""
     compression = compression_of(name)
-    if cache is None and file_paths.is_url(name):
-        return _inspect_direct(name)
     if cache is not None and (compression is not None or file_paths.is_url(name)):
-        return _inspect_remote(name, compression, cache)
-    opened, version = look_at(name, None, source="WebDataset")
-    stamp, places = _local_places(name, opened.num_bytes, version, cache)
-    index, place = _find_or_make(places, stamp, lambda: scan(opened, name))
-    return TarShard(name, opened.num_bytes, version, index.num_samples, place, stamp)
+        num_bytes, version = cache.identify(name)
+        stamp, places = f"version {version}", [cache.directory / f"{version}{SUFFIX}"]
+        index, place = _find_or_make(places, stamp, lambda: _scan_copy(name, compression, cache))
+        num_bytes = 0 if compression is not None else num_bytes  # the size of the copy is known once it is there
+    else:
+        opened, version = look_at(name, None, source="WebDataset")
+        num_bytes = opened.num_bytes
+        if isinstance(opened, Descriptor):
+            stamp, places = _local_places(name, num_bytes, version, cache)
+        else:
+            stamp = f"{name}, {num_bytes} bytes, {version}"
+            places = [_temporary(stamp)]
+        index, place = _find_or_make(places, stamp, lambda: _beside(opened, name) or scan(opened, name))
+    return TarShard(name, num_bytes, version, index.num_samples, place, stamp, compression=compression)
+
+
+def _scan_copy(name: str, compression: str | None, cache: ShardCache) -> TarIndex:
+    with cache.open(name, compression=compression) as copy:
+        return scan(Descriptor(str(copy)), name)
+
+
+def _beside(archive: Descriptor | RemoteBytes, url: str) -> TarIndex | None:
+    """Returns the index beside a remote archive; None if there is none, or for a local one."""
+    if isinstance(archive, Descriptor):
+        return None
+    try:
+        content = file_paths.read_file(f"{url}{SUFFIX}", source="WebDataset")
+    except (MeshfeedError, OSError):
+        return None
+    # Only the beginning of its stamp is known: the modification time is that of the disk where the index was made.
+    return load(content, f"{archive.num_bytes} bytes, ", exact=False)
 
 
 def _local_places(name: str, num_bytes: int, version: str, cache: ShardCache | None) -> tuple[str, list[pathlib.Path]]:
@@ -182,40 +206,8 @@ def _listed(entry: FileEntry, version: str, manifest: str, cache: ShardCache | N
     return dataclasses.replace(shard, index=place, stamp=stamp)
 
 
-def _inspect_direct(name: str) -> TarShard:
-    """Reads the index beside a remote archive; if there is none, the whole archive, whose index is kept in a local file."""
-    remote, version = identify(name, None, source="WebDataset")
-    num_bytes = remote.num_bytes
-    stamp = f"{name}, {num_bytes} bytes, {version}"
-
-    def make() -> TarIndex:
-        try:
-            beside = load(
-                file_paths.read_file(f"{name}{SUFFIX}", source="WebDataset"), f"{num_bytes} bytes, ", exact=False
-            )
-        except (MeshfeedError, OSError):
-            beside = None
-        return beside or scan(remote, name)
-
-    index, place = _find_or_make([_temporary(stamp)], stamp, make)
-    return TarShard(name, num_bytes, version, index.num_samples, place, stamp)
-
-
 def _temporary(stamp: str) -> pathlib.Path:
     return pathlib.Path(tempfile.gettempdir()) / f"meshfeed_{xxhash.xxh3_128_hexdigest(stamp.encode())}{SUFFIX}"
-
-
-def _inspect_remote(name: str, compression: str | None, cache: ShardCache) -> TarShard:
-    num_bytes, version = cache.identify(name)
-    stamp = f"version {version}"
-
-    def make() -> TarIndex:
-        with cache.open(name, compression=compression) as copy:
-            return scan(Descriptor(str(copy)), name)
-
-    index, place = _find_or_make([cache.directory / f"{version}{SUFFIX}"], stamp, make)
-    size = 0 if compression is not None else num_bytes  # the size of the copy is known once it is there
-    return TarShard(name, size, version, index.num_samples, place, stamp, compression=compression)
 
 
 def _find_or_make(

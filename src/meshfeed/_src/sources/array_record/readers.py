@@ -81,6 +81,7 @@ def open_direct(open_file: Callable[[], Descriptor], num_records: int) -> Direct
         return None
     try:
         file = open_file()
+        # A footer with sound hashes can still be hostile: sizes that do not fit are refused here and by the Index.
         footer = _read_footer(file.number, file.status.st_size, num_records)
         return None if footer is None else DirectFile(riegeli.Index(*footer), open_file)
     except (OSError, ValueError):

@@ -135,6 +135,7 @@ class RecordFiles(ShardSource[ShardFile]):
             found = None
         if found is not None:
             return found
+        # Some record is damaged, or in a file for the library, which decides what counts as damaged and reports it.
         records = [b""] * len(rows)
         for number, file in enumerate(files):
             mine = np.arange(len(rows)) if file_index is None else np.flatnonzero(file_index == number)

@@ -91,6 +91,7 @@ def _find_each(names: Sequence[str], listed: Mapping[str, tuple[FileEntry, str]]
         entry, manifest = listed[name]
         return form.rebuild(entry, _version(entry, manifest, form.source), manifest)
 
+    # Local files are not divided among hosts: a look takes 0.1 ms, and each host may have its own disk.
     local = [name for name in names if not is_url(name)]
     remote = list(dict.fromkeys(name for name in names if is_url(name) and name not in listed))
     known = {**dict(zip(local, file_paths.in_threads(find, local), strict=True)), **_look(remote, form)}
@@ -211,6 +212,7 @@ def _version(entry: FileEntry, manifest: str, source: str) -> str:
             f"{source}: there is no file {entry.path}, which the manifest {manifest} lists. Put it there, or write the "
             "manifest again with `meshfeed manifest`."
         ) from error
+    # Not the modification time, which is not listed: it changes when a data set is copied.
     if status.st_size != entry.num_bytes:
         change = f"{entry.num_bytes:,} bytes then, {status.st_size:,} now"
         raise file_paths.changed(f"the {source} file {entry.path}", change, manifest)
@@ -259,6 +261,7 @@ def look_together(names: Sequence[str], source: str, look: Look) -> list[JsonVal
 
 def _job(names: Sequence[str], source: str) -> _Job | None:
     """Returns the job if there is something to divide among its hosts."""
+    # Not jax.process_count(), which initializes the backend and so waits for all hosts.
     found, store = coordination.place_in_job(), coordination.key_value_store()
     if found is None or store is None or found[1] < 2 or len(names) < 2 or os.environ.get(VARIABLE) == "0":
         return None
@@ -270,6 +273,7 @@ def _exchange(job: _Job, num_files: int, look: Look) -> list[JsonValue]:
     """Returns the files of each block, or a failure, for :func:`_unpack`."""
     started = time.monotonic()
     found, failure = _try_to_look(look, range(job.host, num_files, job.num_hosts))
+    # A program may create a source on some hosts only. Waiting for the others must not take longer than looking at all files.
     alone = (time.monotonic() - started) * job.num_hosts
     wait_seconds = min(max(alone, _MIN_WAIT_SECONDS), _MAX_WAIT_SECONDS)
 

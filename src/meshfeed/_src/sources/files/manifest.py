@@ -182,6 +182,7 @@ def write_manifest(
     folder, base = file_paths.split(path)
     stored: dict[str, dict[str, JsonValue]] = {}
     for key, leaf in (lengths or {}).items():
+        # In numpy's format: 10**9 lengths are read as 4 bytes each, without parsing.
         name = f"{base.removesuffix('.json')}.{urllib.parse.quote(key, safe='')}{_LENGTHS_SUFFIX}"
         content = _npy(leaf.values)
         _write(folder + name, content)
@@ -191,6 +192,7 @@ def write_manifest(
     details: dict[str, int] = {}  # as JSON → its number
     numbers = [details.setdefault(json.dumps(dict(file.details)), len(details)) for file in files]
     rows = [
+        # Relative to the manifest, so the folder can be moved or uploaded.
         json.dumps([file.path.removeprefix(folder), file.num_bytes, file.num_records, file.digest, number])
         for file, number in zip(files, numbers, strict=True)
     ]

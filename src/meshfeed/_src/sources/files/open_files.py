@@ -29,6 +29,7 @@ V = TypeVar("V")
 
 def max_open_files() -> int:
     """Returns a quarter of the process limit, at most 1024: the rest is for the program and for fetches."""
+    # The limit is not raised here: it is that of the whole process, and select() fails above 1,024.
     soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     return _MAX_OPEN_FILES if soft == resource.RLIM_INFINITY else max(1, min(_MAX_OPEN_FILES, soft // 4))
 

@@ -659,6 +659,7 @@ class ShardCache:
             with contextlib.suppress(OSError):  # a file that changed may be why
                 self._check_version(entry, Retry(attempts=1))
             raise
+        # Not If-Range or If-Match, which would notice a change earlier: fsspec does not pass them to all stores.
         self._check_version(entry, self._retry)
 
     def _check_version(self, entry: _Entry, retry: Retry) -> None:
@@ -810,6 +811,7 @@ def _digest(path: pathlib.Path, algorithm: str) -> str:
 
 
 def _write_digest(part: pathlib.Path) -> None:
+    # Our own digest of every copy: the ETag of S3 is an MD5 of some objects only.
     with contextlib.suppress(OSError):  # a file system without extended attributes
         os.setxattr(part, _DIGEST_ATTRIBUTE, _digest(part, "xxh3_64").encode())
 

@@ -172,6 +172,7 @@ class ShardReader(ShardSource[S], Generic[S, T]):
         if not self._is_direct:
             return self._read(record_ids, read_rows)
         parts = _by_file(self._shards, self._shards.checked(record_ids))
+        # One request for each file in turn would cost a round trip per file.
         remote = [part for part in parts if is_url(self._shards.files[part.number].path)]
         local = [part for part in parts if not is_url(self._shards.files[part.number].path)]
         checked = file_paths.in_threads(lambda part: self._checked(self._shards.files[part.number]), remote)
@@ -224,6 +225,7 @@ def read_spans(file: Descriptor | RemoteBytes, starts: np.ndarray, stops: np.nda
         return [file.read(int(starts[0]), int(stops[0]))]
     order = np.argsort(starts, kind="stable")
     lows, highs = starts[order], stops[order]
+    # A run is read up to the end of its last range, so ranges that overlap are read apart.
     apart = (lows[1:] > highs[:-1] + _GAP_BYTES) | (lows[1:] < highs[:-1])
     found = [b""] * len(starts)
     low_list, high_list, order_list = lows.tolist(), highs.tolist(), order.tolist()
@@ -300,5 +302,6 @@ def fetch_together(
     shards: Sequence[S], cache: ShardCache | None, pool: ShardPool, open_shard: Callable[[S], object]
 ) -> None:
     """Opens the files of a batch that are not open yet, in parallel if a cache has to fetch them."""
+    # Otherwise each file would wait for the download of the one before.
     if cache is not None and len(shards) > 1:
         file_paths.in_threads(open_shard, [shard for shard in shards if not pool.is_open(shard)])

@@ -631,6 +631,7 @@ def _ends_with(file: TokenFile, token: int | None, cache: ShardCache | None) -> 
 
 def _indexed_lengths(file: TokenFile, index: DocumentIndex, cache: ShardCache | None) -> np.ndarray:
     content = index.read(0, index.num_bytes, cache)
+    # It is not read again, and would take the place of a file of tokens.
     shared_pool.drop([index])
     lengths = np.frombuffer(content, "<i4", index.num_records, _MEGATRON_BYTES)
     starts = np.frombuffer(content, "<i8", index.num_records, _MEGATRON_BYTES + lengths.nbytes)
@@ -789,6 +790,7 @@ def _read_range(file: TokenFile, record_id: int, fd: int, offset: int, out: np.n
             where = f"it ends at byte {offset + done:,} or before, within record {record_id}"
             raise cut_short(file.path, where, record_id)
         done += number
+    # A token above int32 would wrap to a negative number, which an embedding lookup clamps without an error.
     wrong = np.flatnonzero((tokens > _INT32.max) | (tokens < _INT32.min))
     if wrong.size:
         raise SourceError(
