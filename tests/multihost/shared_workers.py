@@ -11,7 +11,7 @@ from typing import Any
 from unittest import mock
 
 from meshfeed._src.reading import workers as worker_pool
-from meshfeed._src.streams import lane_stream as lane_group
+from meshfeed._src.streams import lane_reader as lane_group
 
 
 def _make_task() -> Any:

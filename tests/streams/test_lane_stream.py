@@ -19,9 +19,10 @@ from meshfeed._src.base.errors import SettingsError, SourceError, StateMismatchE
 from meshfeed._src.base.settings import BatchSchedule, SkipBad
 from meshfeed._src.plan.plan import HostRows
 from meshfeed._src.state.state import parse_state, seal
-from meshfeed._src.streams import lane_stream
+from meshfeed._src.streams import lane_reader
 from meshfeed._src.streams.lane import LaneEntry
-from meshfeed._src.streams.lane_stream import LaneGroup, LaneStream
+from meshfeed._src.streams.lane_reader import LaneGroup
+from meshfeed._src.streams.lane_stream import LaneStream
 
 CHANGED = "The state was changed or damaged; use an earlier checkpoint."
 
@@ -457,7 +458,7 @@ def test_workers_change_nothing() -> None:
 
 def test_each_of_two_threads_reads_a_lane(monkeypatch: pytest.MonkeyPatch) -> None:
     now = iter([5.0, 7.5])
-    monkeypatch.setattr(lane_stream.time, "perf_counter", lambda: next(now))
+    monkeypatch.setattr(lane_reader.time, "perf_counter", lambda: next(now))
     names = set()
     both = threading.Barrier(2, timeout=60)
 
@@ -489,7 +490,7 @@ def test_the_files_of_coming_reads_are_fetched(monkeypatch: pytest.MonkeyPatch) 
             return Planned(1000 * lane_index, self.lengths[lane_index])
 
     made: list[Fetches] = []
-    monkeypatch.setattr(lane_stream, "FetchAhead", functools.partial(Fetches, made))
+    monkeypatch.setattr(lane_reader, "FetchAhead", functools.partial(Fetches, made))
     shared = stream_of([1]).lane_settings(3)
     group = LaneGroup(Source([9, 5, 9]), shared, {lane: LaneEntry() for lane in range(3)})
     group.read(2)

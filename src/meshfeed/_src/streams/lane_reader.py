@@ -1,0 +1,351 @@
+"""Reads the lanes whose rows a host holds: in the calling thread, in a thread pool, or in worker processes."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import math
+import time
+import weakref
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from typing import cast
+
+from meshfeed._src.base import hooks
+from meshfeed._src.base.errors import SourceError
+from meshfeed._src.base.settings import FeedSettings, Workers
+from meshfeed._src.base.threads import Threads
+from meshfeed._src.base.types import StreamSource
+from meshfeed._src.plan.plan import HostRows
+from meshfeed._src.reading.ahead import FetchAhead
+from meshfeed._src.reading.host_batch import add_mask
+from meshfeed._src.reading.stacking import RecordSpec, num_bytes
+from meshfeed._src.reading.workers import WorkerPool, pickle_task
+from meshfeed._src.streams.lane import Lane, LaneEntry, LaneSettings, Taken
+from meshfeed._src.streams.lane_rows import LaneRun, lane_runs, place_rows
+from meshfeed._src.streams.protocol import (
+    EMPTY_STREAM,
+    Cursor,
+    HostBatch,
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class LaneCursor(Cursor):
+    """The cursor of a stream read as lanes.
+
+    Attributes:
+      source: the source from which lanes are opened. For a mixture it depends on the step schedule, because stages begin
+        at steps.
+      entries: lane → its state.
+      ended: lane → length in records, for the lanes of all hosts known to have ended.
+    """
+
+    source: StreamSource
+    entries: Mapping[str, LaneEntry]
+    ended: Mapping[int, int] = dataclasses.field(default_factory=dict[int, int])
+
+    def records_after(self, step: int, ended: Mapping[int, int]) -> int:
+        """Returns the records up to and including ``step``, from the lengths of the ended lanes."""
+        position, size = self.step_schedule.at(step)
+        each = (position + size) // self.num_lanes
+        ended = {**self.ended, **ended} if self.ended else ended
+        return position + size - sum(max(0, each - length) for length in ended.values())
+
+
+@dataclasses.dataclass(frozen=True)
+class LaneRows:
+    """One read of one lane.
+
+    Attributes:
+      taken: the rows read.
+      entry: the lane's state after them.
+    """
+
+    taken: Taken
+    entry: LaneEntry
+
+
+@dataclasses.dataclass(frozen=True)
+class GroupRows:
+    """One read of several lanes: lane → rows, and its duration in seconds."""
+
+    lanes: Mapping[int, LaneRows]
+    seconds: float
+
+
+class LaneGroup:
+    """Reads the same number of records of each of its lanes.
+
+    Args:
+      source: a stream source.
+      settings: shared settings.
+      entries: lane → where to start.
+      num_threads: threads that read lanes in parallel; one pool for all lanes.
+    """
+
+    def __init__(
+        self, source: StreamSource, settings: LaneSettings, entries: Mapping[int, LaneEntry], num_threads: int = 1
+    ) -> None:
+        self._threads = None
+        self._fetches: FetchAhead | None = None
+        self._reads = 0
+        if num_threads > 1 and len(entries) > 1:
+            self._threads = Threads(min(num_threads, len(entries)), "meshfeed-lanes")
+        self._lanes: list[Lane] = []
+        try:
+            for lane_index, entry in sorted(entries.items()):
+                self._lanes.append(Lane(source, lane_index, settings, entry))
+        except BaseException:
+            self.close()
+            raise
+        self._reading: Lane | None = self._lanes[0] if self._lanes else None
+
+    def _fetch_ahead(self, num_records: int) -> None:
+        """Fetches the files of upcoming reads, from the second read on, because a replay may read only once."""
+        if self._reads == 1:
+            plans = [plan for lane in self._lanes if (plan := lane.coming_files(num_records)) is not None]
+            if plans:
+                self._fetches = FetchAhead(_join_plans(plans))
+                weakref.finalize(self, self._fetches.close).atexit = False  # for a group dropped without close
+        if self._fetches is not None:
+            self._fetches.reached(self._reads - 1)
+        self._reads += 1
+
+    def read(self, num_records: int) -> GroupRows:
+        """Reads up to ``num_records`` records of each lane; fewer only if a lane ends."""
+        start = time.perf_counter()
+        self._fetch_ahead(num_records)
+
+        def take(lane: Lane) -> LaneRows:
+            self._reading = lane
+            taken = lane.take(num_records)
+            return LaneRows(taken, lane.entry())
+
+        rows = [take(lane) for lane in self._lanes] if self._threads is None else self._threads.map(take, self._lanes)
+        lanes = {lane.lane_index: row for lane, row in zip(self._lanes, rows, strict=True)}
+        return GroupRows(lanes, time.perf_counter() - start)
+
+    def describe(self) -> str:
+        """Returns what the group is reading, for logs."""
+        return self._reading.describe() if self._reading is not None else "idle"
+
+    def close(self) -> None:
+        """Closes the lanes."""
+        if self._fetches is not None:
+            self._fetches.close()
+        if self._threads is not None:
+            self._threads.close()
+        for lane in self._lanes:
+            lane.close()
+
+    # a worker calls the group as its task
+    __call__ = read
+
+
+def _join_plans(plans: Sequence[Iterator[Sequence[hooks.CachedFile]]]) -> Iterator[list[hooks.CachedFile]]:
+    """Yields the files that each upcoming read of several lanes needs, until no lane needs any."""
+    for parts in itertools.zip_longest(*plans, fillvalue=()):
+        yield [file for files in parts for file in files]
+
+
+_Request = int | dict[int, LaneEntry]
+"""To a worker: the records to read of each of its lanes, or at first the lanes to open."""
+
+
+class WorkerLanes:
+    """Lanes distributed over worker processes, with reads queued ahead.
+
+    Args:
+      source: sent to each worker.
+      settings: shared settings.
+      entries: lane → where to start.
+      num_workers: number of processes; capped at one per lane.
+      timeout_seconds: longest wait for one answer.
+    """
+
+    def __init__(
+        self,
+        source: StreamSource,
+        settings: LaneSettings,
+        entries: Mapping[int, LaneEntry],
+        num_workers: Workers,
+        timeout_seconds: float,
+    ) -> None:
+        lanes = sorted(entries)
+        self._num_workers = max(1, min(int(num_workers), len(lanes)))
+        self._timeout_seconds = timeout_seconds
+
+        def make_task() -> Callable[[_Request], GroupRows | None]:
+            groups: list[LaneGroup] = []
+
+            def task(request: _Request) -> GroupRows | None:
+                if isinstance(request, int):
+                    return groups[0].read(request)
+                groups.append(LaneGroup(source, settings, request))
+                return None
+
+            return task
+
+        self._pool: WorkerPool[_Request, GroupRows | None] = WorkerPool(
+            self._num_workers,
+            pickle_task(make_task),
+            name="the feed",
+            gc_every=num_workers.gc_every,
+            describe=lambda request: "reading lanes" if isinstance(request, int) else "opening lanes",
+        )
+        try:
+            for worker in range(self._num_workers):
+                mine = {lane: entries[lane] for lane in lanes[worker :: self._num_workers]}
+                self._pool.submit(worker, mine)
+            for worker in range(self._num_workers):
+                self._pool.result(worker, timeout_seconds)
+        except BaseException:
+            self._pool.close()
+            raise
+
+    def submit(self, num_records: int) -> None:
+        """Queues a read of ``num_records`` records of each lane."""
+        for worker in range(self._num_workers):
+            self._pool.submit(worker, num_records)
+
+    def result(self) -> GroupRows:
+        """Waits for the oldest queued read and returns its rows."""
+        answers = [self._pool.result(worker, self._timeout_seconds) for worker in range(self._num_workers)]
+        parts = cast("list[GroupRows]", answers)
+        lanes = {lane: rows for part in parts for lane, rows in part.lanes.items()}
+        return GroupRows(lanes, sum(part.seconds for part in parts))
+
+    def describe(self) -> str:
+        """Returns what the workers are doing, for logs."""
+        return f"waiting for {self._num_workers} workers to read lanes"
+
+    def close(self) -> None:
+        """Stops the worker processes."""
+        self._pool.close()
+
+
+class LaneReader:
+    """Reads this host's lanes, step by step.
+
+    Args:
+      cursor: where to start.
+      host_rows: this host's rows.
+      settings: the feed's settings.
+      shared: settings of each lane.
+      entries: lane → where to start; must contain all lanes that this host needs.
+      hosts_agree: whether other hosts take part and may still have data when this one has none.
+    """
+
+    sequential = True
+
+    def __init__(
+        self,
+        cursor: LaneCursor,
+        host_rows: HostRows,
+        settings: FeedSettings,
+        shared: LaneSettings,
+        entries: Mapping[int, LaneEntry],
+        *,
+        hosts_agree: bool,
+    ) -> None:
+        self._step_schedule = cursor.step_schedule
+        self._host_rows = host_rows
+        self._settings = settings
+        self._num_lanes = cursor.num_lanes
+        self._step = cursor.step
+        self._asked = cursor.step
+        self._go_on = hosts_agree and settings.end == "pad"
+        self._hosts_agree = hosts_agree
+        self.empty = True  # no lane of this host has produced a record so far
+        self._spec: RecordSpec | None = None
+        self._runs: dict[int, tuple[int, tuple[LaneRun, ...]]] = {}  # batch size → (host rows, their runs)
+        self._final: int | None = None
+        self._lanes = (
+            WorkerLanes(cursor.source, shared, entries, settings.num_workers, settings.timeout_seconds)
+            if settings.num_workers and entries
+            else LaneGroup(cursor.source, shared, entries, settings.num_threads or 1)
+        )
+
+    def _rows_per_lane(self, step: int) -> int:
+        return self._step_schedule.at(step)[1] // self._num_lanes
+
+    def _read(self, step: int) -> GroupRows:
+        if isinstance(self._lanes, LaneGroup):
+            return self._lanes.read(self._rows_per_lane(step))
+        while self._asked <= step + 1:  # queue the next step too, so that workers read while this one is delivered
+            self._lanes.submit(self._rows_per_lane(self._asked))
+            self._asked += 1
+        return self._lanes.result()
+
+    def next(self) -> HostBatch:
+        """See :class:`meshfeed._src.streams.protocol.HostReader`."""
+        step = self._step
+        size = self._step_schedule.at(step)[1]
+        num_rows, runs = self._lane_runs(size)
+        group = self._read(step)
+        self._check_end(group.lanes.values(), step)
+        self._step = step + 1
+        tree, real, self._spec = place_rows(
+            {lane: row.taken for lane, row in group.lanes.items()}, runs, num_rows, self._spec
+        )
+        if tree is not None and self._settings.mask_key is not None:
+            tree = add_mask(tree, self._settings.mask_key, real)
+        return HostBatch(
+            step=step,
+            global_batch_size=size,
+            tree=tree,
+            num_bytes=0 if tree is None else num_bytes(tree),
+            entries={str(lane): row.entry for lane, row in group.lanes.items()},
+            ended={lane: row.entry.records for lane, row in group.lanes.items() if row.entry.ended},
+            bad=[entry for row in group.lanes.values() for entry in row.taken.bad],
+            times={"read_seconds": group.seconds},
+            retries=sum(row.taken.retries for row in group.lanes.values()),
+        )
+
+    def _lane_runs(self, size: int) -> tuple[int, tuple[LaneRun, ...]]:
+        if size not in self._runs:
+            rows = self._host_rows.rows(size)
+            self._runs[size] = len(rows), lane_runs(rows, size // self._num_lanes)
+        return self._runs[size]
+
+    def _check_end(self, rows: Collection[LaneRows], step: int) -> None:
+        """Raises StopIteration if this host's lanes cannot fill ``step``; records the first step that is all padding."""
+        self.empty = self.empty and not any(row.entry.records for row in rows)
+        if self.empty and rows and not self._hosts_agree:
+            raise SourceError(EMPTY_STREAM)
+        counts = [row.taken.count for row in rows]
+        if self._settings.end == "drop" and min(counts, default=math.inf) < self._rows_per_lane(step):
+            raise StopIteration
+        if not any(counts):
+            if not self._go_on:
+                raise StopIteration
+            self._final = step if self._final is None else self._final
+
+    def advance(self, cursor: LaneCursor, batch: HostBatch, ended: Mapping[int, int], num_skipped: int) -> LaneCursor:
+        """See :class:`meshfeed._src.streams.protocol.HostReader`."""
+        return LaneCursor(
+            cursor.step_schedule,
+            batch.step + 1,
+            cursor.records_after(batch.step, ended),
+            cursor.source,
+            batch.entries,
+            {**cursor.ended, **ended} if ended else cursor.ended,
+            num_lanes=cursor.num_lanes,
+            skipped=cursor.skipped.after(batch.bad, batch.step) if batch.bad else cursor.skipped,
+            num_skipped=num_skipped,
+        )
+
+    def rewind(self, step: int) -> None:
+        """Does nothing: reads are not interrupted."""
+
+    def final(self) -> int | None:
+        """Returns the first step without a real row of this host, if reached."""
+        return self._final
+
+    def describe(self) -> str:
+        """Returns what the reader is doing."""
+        return f"step {self._step}: {self._lanes.describe()}"
+
+    def close(self) -> None:
+        """Closes lanes, threads and processes."""
+        self._lanes.close()
