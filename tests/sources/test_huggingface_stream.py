@@ -235,7 +235,7 @@ def test_a_buffer_too_small_to_shuffle_is_said(parquet, caplog):
         first, second = (read_ids(HuggingFace(parquet, shuffle_buffer=9).open(0, 5, seed=seed)) for seed in (1, 2))
     assert sorted(first) == sorted(second)
     assert first != second
-    assert [message for message in caplog.messages if "give at least 10" in message] == caplog.messages[-3:]
+    assert [message for message in caplog.messages if "use at least 10" in message] == caplog.messages[-3:]
 
 
 def test_epochs_are_alike_without_a_shuffle_and_states_do_not_mix(parquet):

@@ -132,7 +132,7 @@ def test_grain():
         (open, "Call it first"),
         ({1, 2}, "A set has no order"),
         ({"x": [1, 2]}, "equally long numpy arrays"),
-        (in_package("pandas.core", "DataFrame", __len__=lambda self: 1), "A table's __getitem__ gives columns"),
+        (in_package("pandas.core", "DataFrame", __len__=lambda self: 1), "A table's __getitem__ returns columns"),
         (in_package("tensorflow_datasets.core", "DatasetBuilder"), r"Pass meshfeed.sources.TFDS\(builder"),
     ],
 )

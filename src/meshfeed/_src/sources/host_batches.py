@@ -28,11 +28,11 @@ _TURN_SECONDS = 300.0  # a next() that takes longer counts as stalled
 
 @contextlib.contextmanager
 def _closing_on_error(iterator: object) -> Iterator[None]:
-    """Closes an iterator that nobody else has yet if the block fails."""
+    """Closes a new iterator if the block fails."""
     try:
         yield
     except BaseException:
-        with contextlib.suppress(Exception):  # the error of the block says why
+        with contextlib.suppress(Exception):  # the block's error is the cause
             close_within(iterator)
         raise
 
@@ -183,12 +183,14 @@ class HostBatches:
         if not self._turn.acquire(timeout=_TURN_SECONDS):
             raise StalledError(
                 f"another thread has been in next() of the {type(self.iterable).__name__} of host batches for "
-                f"{_TURN_SECONDS:.0f} s; look at what it waits for.",
+                f"{_TURN_SECONDS:.0f} s; check what it waits for.",
                 waited_seconds=_TURN_SECONDS,
             )
         try:
             if user is not None and self._owner is not None and user is not self._owner:
-                raise SourceError("these host batches were opened again, at another place; this reader is out of date.")
+                raise SourceError(
+                    "these host batches were opened again elsewhere, so this reader can no longer be used."
+                )
             yield
         finally:
             self._turn.release()

@@ -141,7 +141,7 @@ def _component(name: object, component: object) -> Any:
         raise SourceError(f"Mixture got a component named {name!r}. Expected a string that is not empty.")
     source = as_source(component)
     if isinstance(source, HostBatches):
-        raise SourceError(f"component {name!r} is batches of this host. Expected a source of records. Pass records.")
+        raise SourceError(f"component {name!r} is host batches. Expected a source of records. Pass records.")
     if hooks.find(source, hooks.NumbersRecords) is not None and not isinstance(source, RandomMixture):
         raise SourceError(
             f"component {name!r} is of kind {getattr(source, 'kind', type(source).__name__)!r}, which orders its records "
@@ -773,7 +773,7 @@ class ComponentLane:
         if not self._taken:
             raise self._error(
                 f"of the mixture has no record in lane {self._lane_index} of {self._num_lanes} (epoch {self.epoch}), so "
-                "that it cannot be repeated. Use fewer lanes (num_lanes=), or give each lane data."
+                "repeating it would never end. Use fewer lanes (num_lanes=), or give each lane data."
             )
         self.set_state([self.epoch + 1, 0, None, 0])
 
@@ -823,8 +823,8 @@ class ComponentLane:
                 _, count = self._next(left, decode=False)
                 if not count:
                     raise self._error(
-                        f"ended {left} records before the place where lane {self._lane_index} is to be continued; the "
-                        "data has become shorter."
+                        f"ended {left} records before the record at which lane {self._lane_index} resumes; the data "
+                        "has become shorter. Pass the data that the state was saved with."
                     )
                 left -= count
                 dropping.add(count)

@@ -65,7 +65,7 @@ def as_source(obj: Any) -> Any:
     if isinstance(obj, list | tuple) and reader_hint(obj):
         raise _refused_path(obj[0])
     if inspect.isclass(obj) or inspect.isroutine(obj):
-        raise _refused(obj, "Call it first, or give a function open(lane_index, num_lanes) to Stream.")
+        raise _refused(obj, "Call it first, or pass a function open(lane_index, num_lanes) to Stream.")
     # Libraries first: their datasets also look like sequences, streams or iterables.
     found = _by_library(obj)
     if found is not None:
@@ -129,7 +129,7 @@ def _by_library(obj: Any) -> object:
         return HostBatches(obj)
     for package, remedy in _TABLES.items():
         if _is_a(obj, package, "DataFrame", "LazyFrame", "Table", "RecordBatch"):
-            raise _refused(obj, f"A table's __getitem__ gives columns, not records. Pass {remedy}.")
+            raise _refused(obj, f"A table's __getitem__ returns columns, not records. Pass {remedy}.")
     return None
 
 

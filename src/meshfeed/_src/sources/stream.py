@@ -44,7 +44,7 @@ class Stream:
     def __init__(self, open: Callable[..., Any], *, fingerprint: JsonValue = None) -> None:
         if not callable(open):
             raise SourceError(
-                f"Stream got a {type(open).__name__}. Expected a function open(lane_index, num_lanes) that gives an "
+                f"Stream got a {type(open).__name__}. Expected a function open(lane_index, num_lanes) that returns an "
                 "iterator of records. For one iterable of records: Stream(lambda lane_index, num_lanes: "
                 "itertools.islice(make_records(), lane_index, None, num_lanes)); for batches: HostBatches(iterable)."
                 f"{reader_hint(open)}"

@@ -119,10 +119,10 @@ def read_error(error: Exception, array: Array, leaf: str, record_id: int | None)
         return error
     if _code(error) in _UNREACHABLE:
         return OSError(f"{what} cannot be read: {_message(error)}")
-    remedy = "The file was cut short or changed: restore it from where it came."
+    remedy = "The file was truncated or changed: restore it."
     if _code(error) == "NOT_FOUND":
         remedy = (
-            "A chunk of fill values only is not stored unless asked for; if that is what it is, pass fill_missing=True. "
+            "By default, chunks that hold only the fill value are not stored; if this is one, pass fill_missing=True. "
             "Otherwise a file was lost: restore it."
         )
     text = f"{what} is damaged: {_message(error)}. {remedy}"

@@ -99,8 +99,8 @@ class TFDataLane:
                 self._next_element()
             except StopIteration:
                 raise SourceError(
-                    f"lane {self._lane_index} ended after {self._records:,} of the {state['records']:,} records that "
-                    "were delivered of it. Expected the pipeline that the state was saved with. Restore its files.",
+                    f"lane {self._lane_index} ended after {self._records:,} of the {state['records']:,} records "
+                    "already delivered. Expected the pipeline that the state was saved with. Restore its files.",
                     lane_index=self._lane_index,
                 ) from None
 
@@ -152,8 +152,7 @@ class TFDataLane:
             except (errors.FailedPreconditionError, errors.UnimplementedError, errors.InvalidArgumentError) as error:
                 self._can_checkpoint = False
                 _log.info(
-                    "lane %d cannot be checkpointed by tf.data (%s); it is resumed by reading it again from where it "
-                    "began",
+                    "lane %d cannot be checkpointed by tf.data (%s); it is resumed by reading it again from the start",
                     self._lane_index,
                     error.message,
                 )
@@ -186,8 +185,8 @@ def _describe(dataset: Dataset, lane_index: int) -> list[str]:
     steps = steps_of(dataset)
     for loose in filter(None, map(find_randomness, steps)):
         raise SourceError(
-            f"the pipeline of lane {lane_index} has a {loose}, so no two hosts and no two runs would read the same "
-            "records. Expected randomness that follows from the pipeline. Write shuffle(buffer_size, seed=…), or "
+            f"the pipeline of lane {lane_index} has a {loose}, so hosts and runs would read different records. "
+            "Expected randomness that the pipeline determines. Write shuffle(buffer_size, seed=…), or "
             "tf.random.stateless_uniform(shape, seed=…) with a seed made of the record's number.",
             lane_index=lane_index,
         )

@@ -212,7 +212,7 @@ class TFDSLane:
         except errors.DataLossError as error:
             what = f"is damaged at record {row:,} or a little after ({error.message})"
         except errors.NotFoundError as error:
-            raise FileNotFoundError(f"lane {self._lane_index}: {path} is gone: {error.message}") from error
+            raise FileNotFoundError(f"lane {self._lane_index}: {path} no longer exists: {error.message}") from error
         except (errors.UnavailableError, errors.AbortedError, errors.DeadlineExceededError) as error:
             raise OSError(f"lane {self._lane_index}: reading {path} failed: {error.message}") from error
         raise CorruptDataError(
@@ -274,7 +274,7 @@ def TFDS(  # named like a class, but returns one of two
     if not info.splits:
         raise SourceError(
             f"the dataset {info.full_name} is not prepared in {builder.data_dir}. Expected its files there. Prepare "
-            "it: builder.download_and_prepare(file_format='array_record'), or give data_dir=."
+            "it: builder.download_and_prepare(file_format='array_record'), or pass data_dir=."
         )
     builder = _prefer_array_record(builder)
     try:
@@ -321,8 +321,8 @@ def _open_builder(
     except tfds.core.DatasetNotFoundError:
         where = "the default data_dir" if data_dir is None else repr(os.fspath(data_dir))
         raise SourceError(
-            f"no dataset {name!r} is prepared in {where}, and tfds knows none of that name. Expected a name, or a "
-            "folder that holds dataset_info.json."
+            f"no dataset {name!r} is prepared in {where}, and tfds has no dataset of that name. Expected a name, or "
+            "a folder with a dataset_info.json."
         ) from None
     except ValueError as error:  # raised by tfds for a path
         raise SourceError(

@@ -454,7 +454,7 @@ def without_prefetch(dataset: Node) -> Pipeline:
         workers = _worker_shards(node)
         if workers:
             _logger.info(
-                "mp_prefetch(num_workers=%d) is left out of the lanes; give the feed num_workers", len(workers)
+                "mp_prefetch(num_workers=%d) is left out of the lanes; pass num_workers= to the feed", len(workers)
             )
             node = workers[0]
             if internals.initializes_workers(node):
@@ -500,8 +500,8 @@ def warn_batched(dataset: Node) -> None:
     node = _last_batch(dataset)
     if node is not None:
         _logger.warning(
-            "the Grain pipeline ends in batch(%d), which makes each of its batches one record of the feed; leave batch() "
-            "out, and give its size as global_batch_size",
+            "the Grain pipeline ends in batch(%d), which makes each of its batches one record of the feed; remove "
+            "batch(), and pass its size as global_batch_size",
             private(node, "batch_size"),
         )
 
@@ -523,8 +523,8 @@ def check_batched(dataset: Node, num_lanes: int = 1) -> None:
     lanes = "" if num_lanes == 1 else f" in each of {num_lanes} lanes"
     raise SourceError(
         f"the Grain pipeline ends in batch({size}), and its {length:,} elements do not fill the last batch{lanes}: each "
-        "batch is one record of the feed, and records must have one shape. Leave batch() out and give the feed "
-        "global_batch_size, or pass drop_remainder=True to batch()."
+        "batch is one record of the feed, and records must have one shape. Remove batch() and pass its size "
+        "as global_batch_size, or pass drop_remainder=True to batch()."
     )
 
 
@@ -692,7 +692,7 @@ class InterleaveIterator(grain.DatasetIterator):
     def set_state(self, state: dict[str, Any]) -> None:
         if len(state["slots"]) != len(self._slots) or state["cut"] != self._unit:
             raise ValueError(f"parts cut by {state['cut']}, {len(state['slots'])} at a time")
-        # New iterators, so that the lane is unchanged if one of them refuses its state.
+        # New iterators: the lane stays as it is if one of them refuses its state.
         opened = [None if entry is None else self._open(entry[0]) for entry in state["slots"]]
         for entry, slot in zip(state["slots"], opened, strict=True):
             if slot is not None:

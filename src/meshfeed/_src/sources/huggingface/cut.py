@@ -102,8 +102,8 @@ def check_tree(node: Node) -> None:
             size = found.buffer_size
             raise SourceError(
                 f"the dataset has a shuffle(buffer_size={size}), whose state does not hold the buffer: a resume would "
-                "lose and repeat records. Take the shuffle() out and give the buffer to the source: "
-                f"meshfeed.sources.HuggingFace(dataset, shuffle_buffer={size}), which continues exactly."
+                "lose and repeat records. Remove the shuffle() and pass the buffer size to the source: "
+                f"meshfeed.sources.HuggingFace(dataset, shuffle_buffer={size}), which resumes exactly."
             )
 
 
@@ -667,8 +667,8 @@ def file_sizes(node: Node, paths: Sequence[str]) -> list[int]:
             return xgetsize(local_path(path) or path, download_config=download)
         except FileNotFoundError:
             raise SourceError(
-                f"the file {path} of the dataset is missing. Restore it, or make the dataset again from the files that "
-                "are there."
+                f"the file {path} of the dataset is missing. Restore it, or create the dataset again from the "
+                "existing files."
             ) from None
 
     return file_paths.in_threads(size_of, paths)  # each remote size is a round trip

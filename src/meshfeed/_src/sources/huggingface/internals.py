@@ -150,7 +150,7 @@ def dataset_of(tree: Node, dataset: IterableDataset) -> IterableDataset:
     try:
         return IterableDataset(tree, info=dataset.info.copy(), token_per_repo_id=tokens)  # pyright: ignore[reportArgumentType]
     except TypeError as error:
-        raise _unsupported(f"makes datasets in another way ({error})") from error
+        raise _unsupported(f"creates datasets differently ({error})") from error
 
 
 def private(dataset: Dataset | IterableDataset, name: str) -> Any:

@@ -106,8 +106,8 @@ class HuggingFaceStream:
         window = window_of(self._shuffle_buffer, num_lanes)
         if self._shuffle_buffer < 2 * num_lanes and lane_index == 0:
             _log.warning(
-                "shuffle_buffer=%d over %d lanes is less than two records a lane: each shuffles windows of %d, and the "
-                "order of its files; give at least %d, and better some thousands",
+                "shuffle_buffer=%d over %d lanes is less than two records per lane: each shuffles windows of %d, and the "
+                "order of its files; use at least %d, preferably some thousands",
                 *(self._shuffle_buffer, num_lanes, window, 2 * num_lanes),
             )
         return shuffle_windows(lane, window, (seed, epoch, lane_index))
@@ -327,7 +327,7 @@ class TableLane(_Lane):
             raise StopIteration
 
     def _forget(self, table: pa.Table | None) -> None:
-        """Continues with ``table``, of which no block is decoded."""
+        """Continues with ``table``, without a decoded block."""
         self._table, self._block = table, None
         self._block_start = self._block_stop = 0
 
@@ -419,10 +419,8 @@ def _rows_of(block: dict[str, PyTree], rows: int | slice) -> dict[str, PyTree]:
 
 
 def _alike(first: PyTree, second: PyTree) -> bool:
-    a, b = jax.tree.leaves(first), jax.tree.leaves(second)
-    return len(a) == len(b) and all(
-        x.shape[1:] == y.shape[1:] and x.dtype == y.dtype for x, y in zip(a, b, strict=True)
-    )
+    shapes, others = ([(leaf.shape[1:], leaf.dtype) for leaf in jax.tree.leaves(part)] for part in (first, second))
+    return shapes == others
 
 
 def _dtypes_of(features: Features | None) -> dict[str, np.dtype]:
