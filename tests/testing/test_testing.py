@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -16,6 +17,7 @@ import pytest
 
 from meshfeed import testing
 from meshfeed._src.base.errors import SettingsError
+from meshfeed._src.testing import hosts
 
 _SCALE = 10
 
@@ -189,6 +191,17 @@ def test_hosts_die_with_their_parent() -> None:
     while not all(_gone(pid) for pid in pids) and time.monotonic() < end:
         time.sleep(0.05)
     assert all(_gone(pid) for pid in pids)
+
+
+@pytest.mark.multihost
+def test_a_port_that_another_process_took_is_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
+    with socket.socket() as other:
+        other.bind(("127.0.0.1", 0))
+        other.listen()
+        ports = [other.getsockname()[1], hosts.free_port()]
+        monkeypatch.setattr(hosts, "free_port", lambda: ports.pop(0))
+        assert [r.value for r in testing.run_hosts(_helper, 4, num_hosts=1, devices_per_host=1)] == [40]
+    assert ports == []
 
 
 def test_wrong_sizes_are_refused() -> None:

@@ -90,7 +90,7 @@ class RemoteIterator:
 
     def reset(self, dummy_array: jax.Array | None = None) -> None:
         """Restarts from the beginning with a new dataset."""
-        del dummy_array
+        del dummy_array  # MaxText passes it because a method of colocated Python needs an array
         dataloader = self._make_dataloader()
         self.close()
         self._loader, self._dataloader = None, dataloader
@@ -106,6 +106,7 @@ class RemoteIterator:
         return next(self.over(_mesh_of(dummy_array)))
 
     def _path(self, step_array: Step) -> epath.Path:
+        # NumPy cannot read an array over devices of other hosts.
         step = int(np.asarray(getattr(step_array, "addressable_data", lambda _: step_array)(0)).reshape(-1)[0])
         host = "0" if self.elastic else f"{coordination.process_index()}-of-{coordination.process_count()}"
         return epath.Path(self.checkpoint_path) / str(step) / "iter" / f"process_{host}.json"
@@ -147,7 +148,7 @@ class RemoteIterator:
 
 
 def _mesh_of(array: object) -> Mesh:
-    """Returns the mesh of an array's sharding, or a mesh of all devices if there is none."""
+    """Returns the mesh of an array's sharding, or a mesh of all devices if it has none."""
     mesh = getattr(getattr(array, "sharding", None), "mesh", None)
     return mesh if isinstance(mesh, Mesh) else Mesh(np.array(jax.devices()), ("devices",), axis_types=(AxisType.Auto,))
 

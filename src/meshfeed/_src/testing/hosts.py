@@ -9,13 +9,14 @@ failure quotes the log. The hosts and their own children end with the parent.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
+import multiprocessing.connection
 import os
 import pathlib
 import pickle
 import pkgutil
-import selectors
 import shutil
 import signal
 import socket
@@ -60,7 +61,7 @@ class HostTask:
         import jax
 
         jax.config.update("jax_cpu_collectives_implementation", "gloo")
-        if self.recoverability:
+        if self.recoverability:  # read by initialize()
             jax.config.update("jax_enable_recoverability", True)
         address = f"127.0.0.1:{self.port}"
         jax.distributed.initialize(
@@ -102,7 +103,8 @@ def _portable(value: PyTree) -> PyTree:
 
 _LOG_TAIL_BYTES = 6_000
 _HEARTBEAT_SECONDS = 100  # JAX's default
-_PORT_TAKEN = ("Failed to start RPC server", "Address already in use")
+# In errors of JAX; after the last one, JAX 0.10 crashes.
+_PORT_TAKEN = ("Failed to start RPC server", "Address already in use", "Failed to add port to server")
 _START_ATTEMPTS = 5
 _EXIT_SECONDS = 15.0
 
@@ -248,14 +250,12 @@ def dump_task(function: Callable[..., Any] | str, args: tuple[Any, ...]) -> byte
     names = {getattr(value, "__module__", None) or type(value).__module__ for value in values}
     modules = [sys.modules[name] for name in names if name in sys.modules and _pickle_by_value(sys.modules[name])]
     registered = cloudpickle.list_registry_pickle_by_value()
-    added = [module for module in modules if module.__name__ not in registered]
-    for module in added:
-        cloudpickle.register_pickle_by_value(module)
-    try:
+    with contextlib.ExitStack() as stack:
+        for module in modules:
+            if module.__name__ not in registered:  # by the user, whose registration must stay
+                cloudpickle.register_pickle_by_value(module)
+                stack.callback(cloudpickle.unregister_pickle_by_value, module)
         return cloudpickle.dumps((function, args))
-    finally:
-        for module in added:
-            cloudpickle.unregister_pickle_by_value(module)
 
 
 @public("meshfeed.testing")
@@ -489,16 +489,11 @@ class HostPool:
             self._receive(0.5)
 
     def _receive(self, seconds: float) -> None:
-        with selectors.DefaultSelector() as selector:
-            for host in self._hosts:
-                if host.open:
-                    selector.register(host.child, selectors.EVENT_READ, host)
-            if not selector.get_map():
-                return
-            ready = [key.data for key, _ in selector.select(seconds)]
-        for host in ready or self._hosts:
+        hosts = {host.child.fileno(): host for host in self._hosts if host.open}
+        ready = multiprocessing.connection.wait(hosts, seconds) if hosts else ()
+        for number, host in hosts.items():
             # On a timeout, also poll the processes: a dead host may have left a child that keeps the pipe open.
-            if host in ready or (host.open and host.child.returncode is not None):
+            if number in ready or (not ready and host.child.returncode is not None):
                 host.receive()
 
     def _give_up(self, seconds: float) -> None:
