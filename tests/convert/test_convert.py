@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import pathlib
 import tempfile
@@ -15,14 +16,14 @@ import pyarrow.parquet as pq
 import pytest
 
 import meshfeed
-from meshfeed._src.convert.run import Converted, RunInWorkers, convert, run_here
+from meshfeed._src.convert.run import Converted, convert, run_here, run_in_workers
 from meshfeed._src.convert.writers import Settings
 from meshfeed.sources import ArrayRecord, DecodeExample, Tokens
 
 
 def run(data: Any, folder: pathlib.Path, workers: int = 1, **settings: Any) -> Converted:
     paths = [str(item) for item in (data if isinstance(data, list) else [data])]
-    return convert(paths, str(folder), Settings(**settings), RunInWorkers(workers))
+    return convert(paths, str(folder), Settings(**settings), functools.partial(run_in_workers, num_workers=workers))
 
 
 def records_of(folder: pathlib.Path) -> list[bytes]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import pathlib
 import sys
 from collections.abc import Iterator
@@ -10,7 +11,7 @@ import formats
 import pytest
 
 import meshfeed
-from meshfeed._src.convert.run import RunInWorkers, convert, run_here
+from meshfeed._src.convert.run import convert, run_here, run_in_workers
 from meshfeed._src.convert.writers import Settings
 
 sys.path.append(str(pathlib.Path(__file__).parents[1] / "sources"))
@@ -51,7 +52,7 @@ def test_over_http(store: Store, tmp_path: pathlib.Path) -> None:
     names = ["a.jsonl", "b.jsonl.gz?signature=x/y"]
     urls = [store.put(name, pathlib.Path(path).read_bytes()) for name, path in zip(names, local, strict=True)]
     store.broken[("a.jsonl", 0)] = "cut"
-    result = convert(urls, str(tmp_path / "out"), Settings(shards=3), RunInWorkers(2))
+    result = convert(urls, str(tmp_path / "out"), Settings(shards=3), functools.partial(run_in_workers, num_workers=2))
     assert not store.broken
     assert result.num_records == formats.COUNT
     assert formats.content_of(tmp_path / "out").keys() == formats.content_of(tmp_path / "whole").keys()

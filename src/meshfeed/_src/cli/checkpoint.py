@@ -9,10 +9,9 @@ from typing import Any
 import click
 
 from meshfeed._src.base.types import JsonValue
-from meshfeed._src.cli.text import at_least, example, json_option, show, size_text
+from meshfeed._src.cli.text import at_least, example, json_option, shortened, show, size_text
 
 _step = at_least(0, "--step", help="One step only; default: all steps.")
-_SHOWN = 100
 
 
 @click.command(epilog=example("inspect checkpoints/", "inspect checkpoints/ --step 800"))
@@ -165,8 +164,7 @@ def _number(value: int | None) -> str:
 
 
 def _short(value: JsonValue) -> str:
-    text = json.dumps(value)
-    return text if len(text) <= _SHOWN else f"{text[: _SHOWN - 1]}…"
+    return shortened(json.dumps(value), 100)
 
 
 COMMANDS = (inspect, verify, diff, import_position)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import os
 import sys
 import time
@@ -41,13 +42,7 @@ def _names(_context: click.Context, _option: click.Parameter, value: str | None)
     ),
 )
 @click.argument("data", nargs=-1, required=True)
-@click.option(
-    "--to",
-    "directory",
-    type=click.Path(),
-    required=True,
-    help="Folder to write to: new, empty, or that of the same command.",
-)
+@click.option("--to", "directory", type=click.Path(), required=True, help="Folder: new, empty, or of the same command.")
 @at_least(1, "--shards", help="Number of output files; default: one per 256 MiB of input.")
 @at_least(1, "--workers", help="Number of processes; default: one per CPU core.")
 @click.option(
@@ -57,12 +52,8 @@ def _names(_context: click.Context, _option: click.Parameter, value: str | None)
     show_default=True,
     help="Write tf.train.Example, one column as it is, or token files.",
 )
-@click.option(
-    "--columns", metavar="NAMES", callback=_names, help="Columns to write, separated by commas; default: all."
-)
-@click.option(
-    "--column", metavar="NAME", help="Column to write with --encoding bytes or tokens; default: the only one."
-)
+@click.option("--columns", metavar="NAMES", callback=_names, help="Columns to write, as in a,b; default: all.")
+@click.option("--column", metavar="NAME", help="Column to write as bytes or tokens; default: the only one.")
 @click.option("--tokenizer", type=click.Path(), help="A tokenizer.json of Hugging Face tokenizers.")
 @click.option("--eod", metavar="TOKEN", help="Token, or its number, to write after each record of tokens.")
 @click.option(
@@ -134,11 +125,11 @@ def _is_number(text: str) -> bool:
 
 
 def _engine(workers: int | None, runner: str | None, options: tuple[str, ...]) -> Engine:
-    from meshfeed._src.convert.run import RunInBeam, RunInWorkers
+    from meshfeed._src.convert.run import RunInBeam, run_in_workers
 
     if runner is not None:
         return RunInBeam(runner, [f"--{option.removeprefix('--')}" for option in options])
-    return RunInWorkers(workers or len(os.sched_getaffinity(0)))
+    return functools.partial(run_in_workers, num_workers=workers or len(os.sched_getaffinity(0)))
 
 
 def _summary(result: Converted, encoding: str, seconds: float) -> Iterator[str]:

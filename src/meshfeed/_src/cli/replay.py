@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -11,6 +12,7 @@ from etils import epath
 from meshfeed._src.base.errors import CheckpointError, MeshfeedError, SettingsError
 from meshfeed._src.base.settings import BatchSchedule
 from meshfeed._src.base.types import RecordIds
+from meshfeed._src.cli.text import shortened
 from meshfeed._src.order import epochs as epoch_order
 from meshfeed._src.order import permutation
 from meshfeed._src.order.steps import StepSchedule, derive_step, parse_segments
@@ -20,7 +22,6 @@ from meshfeed._src.state import files as state_files
 from meshfeed._src.state import state as feed_state
 
 _SHOWN_BYTES = 48
-_SHOWN = 40  # characters of a record on a line of text
 
 
 def load_state(path: str) -> feed_state.FeedState:
@@ -116,30 +117,22 @@ def replay(state: feed_state.FeedState, batch_index: int | None, global_batch_si
     }
 
 
-def lines(found: dict[str, Any], records: list[dict[str, Any]] | None) -> list[str]:
-    """Formats the result of :func:`replay`, with its ids as a list, and of :func:`describe_records`, as lines of text."""
+def lines(found: dict[str, Any], records: list[dict[str, Any]] | None) -> Iterator[str]:
+    """Yields the result of :func:`replay`, with its ids as a list, and of :func:`describe_records`, as lines of text."""
     ids, start, (first, last) = found["record_ids"], found["first_position"], found["epochs"]
     when = "delivered" if found["delivered"] else "not yet delivered"
-    files = [record["file"] for record in records or ()]
-    folder = os.path.commonprefix(files).rpartition("/")[0]  # noqa: RUF071 (these may be URLs)
-    shown = [
-        f"{record['record_id']:>12}  {record['bytes']:>10,} B  {_after(folder, record['file'])}  {_short(record['begins'])}"
-        for record in records or ()
-    ]
-    return [
-        f"state: feed step {found['feed_step']:,}, position {found['position']:,}",
-        f"batch index {found['batch_index']:,}, {when}: positions {start:,}..{start + len(ids) - 1:,}",
-        f"{len(ids):,} records of epoch {first}" + (f" to {last}" if last != first else ""),
-        *([f"from {folder}", *shown] if shown else [" ".join(map(str, ids))]),
-    ]
-
-
-def _after(folder: str, file: str) -> str:
-    return file[len(folder) + 1 :] if folder else file
-
-
-def _short(text: str) -> str:
-    return text if len(text) <= _SHOWN else f"{text[: _SHOWN - 1]}…"
+    yield f"state: feed step {found['feed_step']:,}, position {found['position']:,}"
+    yield f"batch index {found['batch_index']:,}, {when}: positions {start:,}..{start + len(ids) - 1:,}"
+    yield f"{len(ids):,} records of epoch {first}" + (f" to {last}" if last != first else "")
+    if not records:
+        yield " ".join(map(str, ids))
+        return
+    shared = os.path.commonprefix([record["file"] for record in records])  # noqa: RUF071 (these may be URLs)
+    folder, slash, _ = shared.rpartition("/")
+    yield f"from {folder}"
+    for record in records:
+        name, begins = record["file"].removeprefix(folder + slash), shortened(record["begins"], 40)
+        yield f"{record['record_id']:>12}  {record['bytes']:>10,} B  {name}  {begins}"
 
 
 def describe_records(state: feed_state.FeedState, paths: list[str], record_ids: RecordIds) -> list[dict[str, Any]]:

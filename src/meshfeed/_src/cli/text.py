@@ -47,6 +47,11 @@ def size_text(num_bytes: float) -> str:
     return f"{num_bytes:.4g} TB"
 
 
+def shortened(text: str, width: int) -> str:
+    """Returns the text, cut off with an ellipsis if it is longer than ``width`` characters."""
+    return text if len(text) <= width else f"{text[: width - 1]}…"
+
+
 def counted(number: int, noun: str) -> str:
     """Returns a number with its noun, in the plural unless it is 1: ``"2 files"``."""
     return f"{number:,} {noun}{'' if number == 1 else 's'}"

@@ -45,7 +45,7 @@ class Scan:
 
     def to_json(self) -> dict[str, Any]:
         """Returns the scan as JSON."""
-        schema = None if self.schema is None else base64.b64encode(self.schema.serialize()).decode()
+        schema = None if self.schema is None else schema_text(self.schema)
         return {"num_records": self.num_records, "schema": schema, "marks": list(self.marks), "more": self.more}
 
     @classmethod
@@ -55,8 +55,13 @@ class Scan:
         return cls(value["num_records"], schema, [tuple(mark) for mark in value["marks"]], value["more"])
 
 
+def schema_text(schema: pa.Schema) -> str:
+    """Returns the base64 form of a schema, for JSON."""
+    return base64.b64encode(schema.serialize()).decode()
+
+
 def read_schema(text: str) -> pa.Schema:
-    """Returns the schema from its base64 form."""
+    """Reverses :func:`schema_text`."""
     import pyarrow as pa
 
     return pa.ipc.read_schema(pa.BufferReader(base64.b64decode(text)))

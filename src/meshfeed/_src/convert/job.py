@@ -34,7 +34,7 @@ import numpy as np
 from meshfeed._src.base.errors import SettingsError, SourceError
 from meshfeed._src.convert.example import feature_kinds
 from meshfeed._src.convert.formats import FORMATS, download, path_of
-from meshfeed._src.convert.inputs import Input, Scan, TypesChanged, align, choose, read_schema
+from meshfeed._src.convert.inputs import Input, Scan, TypesChanged, align, choose, read_schema, schema_text
 from meshfeed._src.convert.writers import ArrayRecordFile, OutputFile, Settings, TokenWriter, check_column
 from meshfeed._src.sources.files.formats import compression_of, decompress
 from meshfeed._src.sources.files.manifest import FileEntry, describe_file
@@ -215,7 +215,7 @@ class Conversion:
                 setting="shards",
             )
         kept = self._choose(schema)
-        encoded = [Scan(0, one.remove_metadata()).to_json()["schema"] for one in (schema, kept)]
+        encoded = [schema_text(one.remove_metadata()) for one in (schema, kept)]
         return {"ends": ends, "shards": shards, "schemas": encoded, "all_types": self.all_types}
 
     def _choose(self, schema: pa.Schema) -> pa.Schema:

@@ -13,7 +13,7 @@ import pickle
 import shutil
 import time
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, Protocol, TypeAlias
+from typing import Any, TypeAlias
 
 import numpy as np
 
@@ -43,12 +43,14 @@ _SAMPLE = 100  # records that show the features of Examples that are copied
 _VERSION = 1  # of job.json and of what the manifest keeps of a job
 
 
-class Engine(Protocol):
-    """Runs tasks of a job, in any order and anywhere; see :class:`Conversion`."""
+Engine: TypeAlias = Callable[[str, Phase, Sequence[int]], None]
+"""Runs the tasks with the given numbers of a phase of the job in a folder, in any order and anywhere.
 
-    def __call__(self, directory: str, phase: Phase, numbers: Sequence[int]) -> None:
-        """Returns when all tasks are done; raises the error of one that failed."""
-        ...
+Returns when all tasks are done; raises the error of one that failed.
+"""
+
+Show: TypeAlias = Callable[[Conversion, Phase], contextlib.AbstractContextManager[object]]
+"""Returns a context in which the progress of a phase is shown."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -76,10 +78,6 @@ class Converted:
     files: Sequence[str]
     features: dict[str, Any]
     was_complete: bool
-
-
-Show: TypeAlias = Callable[[Conversion, Phase], contextlib.AbstractContextManager[object]]
-"""Returns a context in which the progress of a phase is shown."""
 
 
 def hide_progress(_job: Conversion, _phase: Phase) -> contextlib.AbstractContextManager[object]:
@@ -352,33 +350,23 @@ def _result(directory: str, description: dict[str, Any], *, was_complete: bool) 
 
 
 def run_here(directory: str, phase: Phase, numbers: Sequence[int]) -> None:
-    """An :class:`Engine`: one task after the other, in this process."""
+    """An :data:`Engine`: one task after the other, in this process."""
     for number in numbers:
         run_task(directory, phase, number)
 
 
-class RunInWorkers:
-    """An :class:`Engine`: tasks in worker processes of this machine.
-
-    Args:
-      num_workers: number of processes; 1 for this one.
-    """
-
-    def __init__(self, num_workers: int) -> None:
-        self._num_workers = num_workers
-
-    def __call__(self, directory: str, phase: Phase, numbers: Sequence[int]) -> None:
-        """See :class:`Engine`."""
-        num_workers = min(self._num_workers, len(numbers))
-        if num_workers <= 1:
-            run_here(directory, phase, numbers)
-            return
-        task = pickle.dumps(functools.partial(make_task, directory, phase))
-        pool: WorkerPool[int, None] = WorkerPool(num_workers, task, name="convert", gc_every=0)
-        try:
-            _work(pool, list(reversed(numbers)))
-        finally:
-            pool.close()
+def run_in_workers(directory: str, phase: Phase, numbers: Sequence[int], *, num_workers: int) -> None:
+    """An :data:`Engine` once ``num_workers`` is set: tasks in worker processes of this machine; 1 for this process."""
+    num_workers = min(num_workers, len(numbers))
+    if num_workers <= 1:
+        run_here(directory, phase, numbers)
+        return
+    task = pickle.dumps(functools.partial(make_task, directory, phase))
+    pool: WorkerPool[int, None] = WorkerPool(num_workers, task, name="convert", gc_every=0)
+    try:
+        _work(pool, list(reversed(numbers)))
+    finally:
+        pool.close()
 
 
 def _work(pool: WorkerPool[int, None], waiting: list[int]) -> None:
@@ -397,7 +385,7 @@ def _work(pool: WorkerPool[int, None], waiting: list[int]) -> None:
 
 
 class RunInBeam:
-    """An :class:`Engine`: each phase is one Apache Beam pipeline, on any of its runners.
+    """An :data:`Engine`: each phase is one Apache Beam pipeline, on any of its runners.
 
     The workers must see the input and the output folder under the same paths as this process, as on a shared file system,
     and have meshfeed installed.
@@ -426,7 +414,7 @@ class RunInBeam:
         self._options = PipelineOptions(list(options))
 
     def __call__(self, directory: str, phase: Phase, numbers: Sequence[int]) -> None:
-        """See :class:`Engine`."""
+        """See :data:`Engine`."""
         import apache_beam as beam
 
         if not numbers:
