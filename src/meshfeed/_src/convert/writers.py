@@ -19,7 +19,7 @@ from meshfeed._src.base.errors import SettingsError, SourceError, missing_packag
 from meshfeed._src.convert.example import encode_examples, flatten, is_text_or_bytes
 from meshfeed._src.convert.inputs import flags, to_bytes
 from meshfeed._src.sources.decode import parse_example
-from meshfeed._src.sources.tokens.source import LLM_C_BYTES, LLM_C_DTYPES
+from meshfeed._src.sources.files.formats import LLM_C_BYTES, LLM_C_DTYPES
 
 if TYPE_CHECKING:
     import pyarrow as pa

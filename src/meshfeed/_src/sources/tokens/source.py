@@ -37,7 +37,13 @@ from meshfeed._src.reading.identity import digest_tree, probe_digest
 from meshfeed._src.sources.checks import check_ids, checked_count, is_count
 from meshfeed._src.sources.files import paths as file_paths
 from meshfeed._src.sources.files.direct import RemoteBytes, SparseFile, sparse_files
-from meshfeed._src.sources.files.formats import compression_of, names_other_format, reader_hint
+from meshfeed._src.sources.files.formats import (
+    LLM_C_BYTES,
+    LLM_C_DTYPES,
+    compression_of,
+    names_other_format,
+    reader_hint,
+)
 from meshfeed._src.sources.files.lookup import FileFormat, find_files, look_at
 from meshfeed._src.sources.files.manifest import FileEntry, lengths_by_file
 from meshfeed._src.sources.files.open_files import Descriptor, files_per_call, open_descriptor, shared_pool
@@ -56,8 +62,6 @@ except ImportError as error:  # installed without a C compiler, or built for ano
     extension: Any = None
 
 _NPY_MAGIC = b"\x93NUMPY"
-LLM_C_BYTES = 1024
-LLM_C_DTYPES = {(20240520, 1): "<u2", (20240801, 7): "<u4"}  # (magic number, version) → dtype
 _MEGATRON_MAGIC = b"MMIDIDX\x00\x00"
 _MEGATRON_BYTES = 34  # magic number, version, dtype code, number of sequences, number of document boundaries
 _MEGATRON_DTYPES = {1: "u1", 2: "i1", 3: "<i2", 4: "<i4", 5: "<i8", 8: "<u2"}  # 6 and 7 are floats
