@@ -171,7 +171,7 @@ class _Grid:
 
     Attributes:
       positions: int64[bands, columns].
-      names: axes and coordinate of each band, and of each column; empty if they have none.
+      band_names, column_names: axes and coordinates of each band, and of each column; empty if they have none.
       rows_in_cells: whether the cells of one band hold different rows.
     """
 
@@ -182,7 +182,7 @@ class _Grid:
 
 
 def _grid(plan: MeshPlan) -> _Grid:
-    """Bands are the blocks of rows. If each block is on one device, they are the hosts, if these hold adjacent rows."""
+    """Makes a band of each block of rows or, if no two devices share rows and each host's are adjacent, of each host."""
     table = plan.table
     row_block = table.blocks[:, 0]
     order = np.argsort(row_block, kind="stable")
@@ -195,14 +195,13 @@ def _grid(plan: MeshPlan) -> _Grid:
         if (process == process[:, :1]).all():
             return _Grid(by_host, [], [], True)
     row_axes = plan.spec[0] if plan.spec else ()
-    other = [axis for axis in plan.mesh_axes if axis not in row_axes and plan.mesh_axes[axis] > 1]
-    return _Grid(
-        positions, _coordinates(plan, row_axes, positions[:, 0]), _coordinates(plan, other, positions[0]), False
-    )
+    other_axes = [axis for axis in plan.mesh_axes if axis not in row_axes]
+    bands, columns = _coordinates(plan, row_axes, positions[:, 0]), _coordinates(plan, other_axes, positions[0])
+    return _Grid(positions, bands, columns, False)
 
 
 def _coordinates(plan: MeshPlan, axes: Sequence[str], positions: np.ndarray[Any, Any]) -> list[str]:
-    """``data 0`` for each position."""
+    """Returns text such as ``data 0`` for each position; an empty list if no axis has more than one coordinate."""
     where = dict(zip(plan.mesh_axes, np.unravel_index(positions, tuple(plan.mesh_axes.values())), strict=True))
     axes = [axis for axis in axes if plan.mesh_axes[axis] > 1]
     return [" ".join(f"{axis} {where[axis][i]}" for axis in axes) for i in range(len(positions))] if axes else []
@@ -230,9 +229,8 @@ class _MeshDrawing:
     def __init__(self, plan: MeshPlan) -> None:
         self._plan, self._grid = plan, _grid(plan)
         self.drawing = Drawing(_title(plan))
-        bands, columns = (
-            _folded(count, first, 2) for count, first in zip(self._grid.positions.shape, (9, 5), strict=True)
-        )
+        num_bands, num_columns = self._grid.positions.shape
+        bands, columns = _folded(num_bands, 9, 2), _folded(num_columns, 5, 2)
         names = [self._grid.band_names[band] for band in bands if band is not None] if self._grid.band_names else []
         self._batch = max((text_width(name, 11) + 10 for name in names), default=0.0)  # left edge of the batch
         self._start = self._batch + _BATCH_WIDTH + _ARROW  # and of the devices
@@ -241,9 +239,8 @@ class _MeshDrawing:
         self._headings()
         for band, top in zip(bands, tops, strict=True):
             if band is None:
-                more = self._grid.positions.shape[0] - len(bands) + 1
                 what = "hosts" if self._grid.rows_in_cells else "blocks of rows"
-                self._text(self._start, top + 13, f"⋮  {more:,} more {what}", "muted", 12)
+                self._text(self._start, top + 13, f"⋮  {num_bands - len(bands) + 1:,} more {what}", "muted", 12)
             else:
                 self._band(band, top)
         self._state(tops[-1] + _CELL_HEIGHT + 30)

@@ -69,11 +69,10 @@ def _over_time(logs: Sequence[HostLog], start: float, end: float) -> dict[str, J
     found: dict[str, dict[str, list[float | None]]] = {}
     for log in logs:
         for before, after in _intervals(log.samples):
-            inside = np.flatnonzero((centers > before.time) & (centers <= after.time)).tolist()
+            first, last = np.searchsorted(centers, (before.time, after.time), side="right").tolist()
             for name, value in rates(before, after).items():
                 values = found.setdefault(name, {}).setdefault(str(log.host), [None] * _POINTS)
-                for point in inside:
-                    values[point] = value
+                values[first:last] = [value] * (last - first)
     return {"seconds": (centers - start).tolist(), **found}
 
 
