@@ -65,7 +65,7 @@ def poisoned(monkeypatch: pytest.MonkeyPatch) -> None:
     def poison(shape: tuple[int, ...], dtype: Any) -> np.ndarray:
         return np.full(int(np.prod(shape)) * np.dtype(dtype).itemsize, 0xAB, np.uint8).view(dtype).reshape(shape)
 
-    monkeypatch.setattr(load_once, "placeholder", poison)
+    monkeypatch.setattr(load_once.memory, "zeros", poison)
 
 
 @pytest.mark.usefixtures("poisoned")

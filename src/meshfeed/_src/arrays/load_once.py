@@ -378,7 +378,8 @@ class _LoadedLeaf:
         indices = [(slice(n * assignment.chunk_rows, (n + 1) * assignment.chunk_rows), *whole) for n, _, _ in held]
         devices = [device for _, device, _ in held]
         self._put = BlockDevicePut(device_put, shape, assignment.sharding, self._carrier.dtype, devices, indices)
-        self._placeholder = placeholder(self._block_shape, self._carrier.dtype)
+        # One for all batches and devices: nothing writes to it.
+        self._placeholder = memory.zeros(self._block_shape, self._carrier.dtype)
         self._nothing_read: jax.Array | None = None
 
     def __call__(self, host: np.ndarray) -> jax.Array:
@@ -393,17 +394,9 @@ class _LoadedLeaf:
     def _block(self, rows: np.ndarray) -> np.ndarray:
         if len(rows) == self._block_shape[0]:
             return rows
-        block = memory.empty(self._block_shape, self._carrier.dtype)
+        block = memory.zeros(self._block_shape, self._carrier.dtype)
         block[: len(rows)] = rows
-        block[len(rows) :] = self._placeholder[: len(block) - len(rows)]
         return block
-
-
-def placeholder(shape: tuple[int, ...], dtype: npt.DTypeLike) -> np.ndarray:
-    """Returns the zeros that a device holds if its host reads no rows for it."""
-    block = memory.empty(shape, dtype)
-    block[...] = 0
-    return block
 
 
 class LoadOncePlacer:

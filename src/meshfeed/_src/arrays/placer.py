@@ -141,7 +141,7 @@ class ShardedPlacer:
     def blocks(self, tree: PyTree, global_batch_size: int) -> dict[str, np.ndarray]:
         """See :class:`Placer`."""
         plan = self.plan(global_batch_size)
-        blocks: dict[str, np.ndarray] = {}
+        blocks: dict[str, np.ndarray] = {}  # replicas on this host have one label, so they are digested once
         full = {
             path: spec.shape for path, spec in flatten_with_paths(self.put.record_shapes)[0]
         }  # of leaves read in columns
@@ -198,6 +198,7 @@ def make_placer(sharding: PyTree, settings: FeedSettings) -> Placer:
         placer = LoadOncePlacer(prefix, settings.load, here)
     # Check all sizes now: a bad size would otherwise fail only at the step where the schedule switches to it.
     if settings.schedule is not None:
+        # load="once" too ends in the shardings, so these must divide the sizes.
         check = ShardedPlacer(prefix, here) if not isinstance(placer, ShardedPlacer) else placer
         for size in settings.schedule.sizes:
             check.plan(size)  # raises if the mesh does not divide this size

@@ -233,6 +233,7 @@ def normalize_sharding(sharding: PyTree) -> PyTree:
         unreduced spec).
       PlanError: a mesh has no devices.
     """
+    # A NamedSharding and a Mesh are leaves: JAX registers neither as a pytree.
     paths, treedef = flatten_with_paths(sharding)
     if not paths:
         raise SettingsError(f"sharding={sharding!r} holds no sharding. {_TAKES}.", setting="sharding")
@@ -287,6 +288,7 @@ def cut_spec(sharding: NamedSharding, ndim: int) -> NamedSharding:
     """
     if len(sharding.spec) <= ndim:
         return sharding
+    # update() keeps the memory kind, which a new NamedSharding would not.
     cut: NamedSharding = cast("Any", sharding).update(spec=PartitionSpec(*tuple(sharding.spec)[:ndim]))
     return cut
 

@@ -66,10 +66,10 @@ class Recovery:
 
         def read_rest() -> PyTree:
             nonlocal done, size
-            if failed:
+            if failed:  # counts as the first attempt
                 raise failed.pop()
             while done < len(record_ids):
-                piece, asked, size = slice(done, done + size), size, 1
+                piece, asked, size = slice(done, done + size), size, 1  # 1 again if the read raises
                 parts.append(self._read(record_ids[piece], epochs[piece]))
                 done, size = done + asked, 2 * asked
             return join_batches(parts, what=lambda _: "the source")

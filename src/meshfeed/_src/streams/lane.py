@@ -24,6 +24,7 @@ from meshfeed._src.state import state as feed_state
 _log = logging.getLogger("meshfeed.lanes")
 _SNAPSHOT_SHARE = 0.01  # share of the lane's read time that snapshots of its state may cost
 _MAX_SNAPSHOT_SECONDS = 60.0  # read time that a resume may have to repeat
+_CHEAP_SECONDS = 2e-5  # a faster snapshot is taken after every batch, whatever its share
 _EXPENSIVE_SECONDS = 2e-3  # a slower snapshot is logged
 _MAX_BAD_IN_A_ROW = 1000  # more than that means that the data or the decoder is broken as a whole
 _ALL = 1 << 62  # no limit: more records than any request
@@ -299,7 +300,8 @@ class Lane:
 
     def _add(self, record: Record, stack: RecordStack, result: Taken) -> None:
         if self._decode is not None:
-            record_id = (self.lane_index << 48) | self._taken  # unique over all lanes, for rng= and the ledger
+            # Unique over all lanes, for rng= and the ledger. States list these ids, so the shift cannot change.
+            record_id = (self.lane_index << 48) | self._taken
             extra = {"rng": philox(self._settings.seed, self._epoch, record_id)} if self._decode_rng else {}
             try:
                 record = self._decode(record, **extra)
@@ -358,7 +360,7 @@ class Lane:
         if self._since and self._iterator is not None and self._resumable is not None:
             cheap = self._snapshot_cost <= _SNAPSHOT_SHARE * self._busy_since_snapshot
             overdue = self._busy_since_snapshot > _MAX_SNAPSHOT_SECONDS
-            if cheap or overdue or self._snapshot_cost < 2e-5:
+            if cheap or overdue or self._snapshot_cost < _CHEAP_SECONDS:
                 self._take_snapshot(self._resumable)
         return LaneEntry(
             records=self._records,

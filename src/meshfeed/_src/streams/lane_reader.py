@@ -178,6 +178,7 @@ class WorkerLanes:
         def make_task() -> Callable[[_Request], GroupRows | None]:
             groups: list[LaneGroup] = []
 
+            # The first request opens the lanes: each worker has its own, but all get the same pickled task.
             def task(request: _Request) -> GroupRows | None:
                 if isinstance(request, int):
                     return groups[0].read(request)

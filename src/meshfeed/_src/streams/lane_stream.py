@@ -121,6 +121,7 @@ class LaneStream:
         num_lanes = self._settings.num_lanes or state.num_lanes
         if state.num_lanes is None or state.step is None or state.lanes is None or not num_lanes:
             raise StateMismatchError("lanes", None, "num_lanes, step and lanes of a stream", DAMAGED_STATE)
+        # Without num_lanes=, the number in the state is the one to compare fingerprints with.
         here = dataclasses.replace(self.start(), num_lanes=num_lanes)
         mixture = check_fingerprint(state, self.fingerprint(here), self.source)
         self._check_num_lanes(num_lanes, state.num_lanes)

@@ -157,6 +157,7 @@ class RandomAccessStream:
         segments, position = parse_segments(state.segments), state.position
         order = self._order
         if self._numbering is not None or self._shard_lengths is not None:  # the order depends on the steps
+            # The end of the stream follows from the order, which follows from the step: any position may be the end.
             step = derive_step(segments, position, position, pad=self._pad)
             order = self._order_of(StepSchedule(self.schedule, past=segments, step=step, position=position), num_lanes)
             staged = find(order, hooks.ChecksSaved)
