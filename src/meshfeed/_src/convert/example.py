@@ -17,7 +17,6 @@ Features are in order of name, so equal rows have equal bytes. ``sources/decode.
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import mmap
 import os
@@ -43,23 +42,6 @@ _MARK_BYTES = 8 << 20
 _HEAD = struct.Struct("<QI")  # size of a record, and the checksum of the size
 _CHECK = struct.Struct("<I")
 _CHOOSE = "Choose other columns with --columns, or convert this one before."
-
-
-@dataclasses.dataclass(frozen=True)
-class Values:
-    """The values of a column.
-
-    Attributes:
-      kind: the kind of feature.
-      payloads: for numbers, the packed values of each row; for bytes, each value.
-      lengths: int64[rows], values of bytes per row; None if every row has one, and for numbers.
-      nulls: bool[rows], or None if no row is null.
-    """
-
-    kind: int
-    payloads: Sequence[bytes | memoryview]
-    lengths: np.ndarray | None
-    nulls: np.ndarray | None
 
 
 def flatten(batch: pa.RecordBatch, first_record: int = 0) -> list[_Column]:
@@ -96,38 +78,6 @@ def feature_kinds(schema: pa.Schema) -> dict[str, dict[str, Any]]:
         leaf = array.type.value_type if _is_list(array.type) else array.type
         kinds[name] = {"kind": KIND_NAMES[_kind(name, leaf)], "list": _is_list(array.type)}
     return kinds
-
-
-def values_of(name: str, array: pa.Array, first_record: int) -> Values:
-    """Returns the values of a column that :func:`flatten` returned.
-
-    Args:
-      name: the column.
-      array: its values.
-      first_record: number of the first row, for messages.
-
-    Raises:
-      SourceError: a value does not fit; names the column and the record.
-    """
-    nulls = null_mask(array)
-    lengths = None
-    if _is_list(array.type):
-        lengths = _list_lengths(array, null=0)
-        array = array.flatten()
-        if array.null_count:
-            bad = flags(array.is_null())
-            _refuse(bad, np.cumsum(lengths), first_record, name, "a list with a null, which an Example cannot hold")
-    kind = _kind(name, array.type)
-    if kind == BYTES:
-        return Values(kind, to_bytes(array), lengths, nulls)
-    ends = np.cumsum(np.ones(len(array), np.int64) if lengths is None else lengths)
-    if kind == FLOAT:
-        packed, edges = _floats(name, array, ends, first_record).tobytes(), ends * 4
-    else:
-        packed, value_ends = pack_varints(_integers(name, array, ends, first_record))
-        edges = np.concatenate([[0], value_ends])[ends]
-    stops = edges.tolist()
-    return Values(kind, [packed[low:high] for low, high in zip([0, *stops[:-1]], stops, strict=True)], None, nulls)
 
 
 def pack_varints(values: np.ndarray) -> tuple[bytes, np.ndarray]:
@@ -345,26 +295,46 @@ def encode_examples(columns: Sequence[tuple[str, pa.Array]], first_record: int) 
     Raises:
       SourceError: a value cannot be stored; names the column and the record.
     """
-    entries = [_entries(name, values_of(name, column, first_record)) for name, column in sorted(columns)]
+    entries = [_entries(name, column, first_record) for name, column in sorted(columns)]
     rows = zip(*entries, strict=True)
     return [_VALUES_TAG + varint(len(body)) + body for body in map(b"".join, rows)]
 
 
-def _entries(name: str, values: Values) -> list[bytes]:
-    """Returns each row's entry of the map of features; empty for a null."""
-    payloads, tag = values.payloads, _tag(values.kind)
-    wrap = _wrapper(name, tag, one=True)
-    if values.lengths is None:
-        entries = [wrap(len(payload)) + payload for payload in payloads]
+def _entries(name: str, array: pa.Array, first_record: int) -> list[bytes]:
+    """Returns each row's entry of the map of features, for a column of :func:`flatten`; empty for a null."""
+    nulls, lengths = null_mask(array), None
+    if _is_list(array.type):
+        lengths = _list_lengths(array, null=0)
+        array = array.flatten()
+        if array.null_count:
+            bad = flags(array.is_null())
+            _refuse(bad, np.cumsum(lengths), first_record, name, "a list with a null, which an Example cannot hold")
+    kind = _kind(name, array.type)
+    if kind == BYTES and lengths is not None:
+        entries = _byte_lists(name, _tag(kind), to_bytes(array), lengths)
     else:
-        entries = _byte_lists(name, tag, payloads, values.lengths)
-    if values.nulls is not None:
-        for row in np.flatnonzero(values.nulls).tolist():
+        wrap = _wrapper(name, _tag(kind), one=True)
+        payloads = to_bytes(array) if kind == BYTES else _packed_rows(kind, name, array, lengths, first_record)
+        entries = [wrap(len(payload)) + payload for payload in payloads]
+    if nulls is not None:
+        for row in np.flatnonzero(nulls).tolist():
             entries[row] = b""
     return entries
 
 
-def _byte_lists(name: str, tag: bytes, payloads: Sequence[bytes | memoryview], lengths: np.ndarray) -> list[bytes]:
+def _packed_rows(kind: int, name: str, array: pa.Array, lengths: np.ndarray | None, first_record: int) -> list[bytes]:
+    """Returns the packed numbers of each row; ``lengths`` is their count per row, None for one."""
+    ends = np.cumsum(np.ones(len(array), np.int64) if lengths is None else lengths)
+    if kind == FLOAT:
+        packed, edges = _floats(name, array, ends, first_record).tobytes(), ends * 4
+    else:
+        packed, value_ends = pack_varints(_integers(name, array, ends, first_record))
+        edges = np.concatenate([[0], value_ends])[ends]
+    stops = edges.tolist()
+    return [packed[low:high] for low, high in zip([0, *stops[:-1]], stops, strict=True)]
+
+
+def _byte_lists(name: str, tag: bytes, payloads: Sequence[bytes], lengths: np.ndarray) -> list[bytes]:
     """Returns the entries of rows that hold several values each; ``lengths`` is the number of values of each row."""
     wrap = _wrapper(name, tag, one=False)
     parts = [_value_prefix(len(payload)) + payload for payload in payloads]
