@@ -57,6 +57,12 @@ def checked_count(value: object, setting: str, least: int = 1) -> int:
     return int(value)
 
 
+def check_choice(value: object, setting: str, *taken: str) -> None:
+    """Raises SettingsError if a value given by the user is not one of those that the setting takes."""
+    if value not in taken:
+        raise SettingsError(f"{setting}={value!r}; it takes {' or '.join(map(repr, taken))}.", setting=setting)
+
+
 def chosen_columns(columns: Sequence[str] | None, stored: Sequence[str], source: str, path: str) -> list[str]:
     """Returns the names of the columns that the user chose, or of all that are ``stored`` at ``path`` if that is None.
 

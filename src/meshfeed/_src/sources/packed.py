@@ -16,12 +16,11 @@ from meshfeed._src.order import permutation
 from meshfeed._src.order.packing import Packing, PackingStats, Pieces, PlaceOrder
 from meshfeed._src.reading.identity import source_identity
 from meshfeed._src.reading.records import file_of
-from meshfeed._src.sources.checks import check_ids, is_count
+from meshfeed._src.sources.checks import check_choice, check_ids, is_count
 from meshfeed._src.sources.documents import digest_of_lengths, documents_of, lengths_of, read_items
 
 _OF_STREAM = "Pack streams with Grain's packing, or convert them to files that are read at random."
 _OF_MIXTURE = "Pack the components: Mixture({name: Packed(documents, sequence_length)}, weights=…)."
-_METHODS, _LONG = ("split", "fit"), ("split", "truncate", "drop")
 
 
 @public("meshfeed.sources")
@@ -77,9 +76,8 @@ class Packed:
         segment_ids: str = "segment_ids",
         positions: str = "positions",
     ) -> None:
-        for name, value, taken in (("method", method, _METHODS), ("long", long, _LONG)):
-            if value not in taken:
-                raise SettingsError(f"{name}={value!r}; it takes {' or '.join(map(repr, taken))}.", setting=name)
+        check_choice(method, "method", "split", "fit")
+        check_choice(long, "long", "split", "truncate", "drop")
         for name, number in (("sequence_length", sequence_length), ("block", block)):
             if not is_count(number) or number >= 1 << 31:
                 raise SettingsError(f"{name}={number!r}; it takes an int of at least 1.", setting=name)

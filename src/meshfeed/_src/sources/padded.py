@@ -17,7 +17,7 @@ from meshfeed._src.order.buckets import BucketOrder
 from meshfeed._src.reading.identity import source_identity
 from meshfeed._src.reading.records import file_of
 from meshfeed._src.reading.stacking import RecordStack
-from meshfeed._src.sources.checks import checked_count
+from meshfeed._src.sources.checks import check_choice, checked_count
 from meshfeed._src.sources.documents import (
     RowError,
     digest_of_lengths,
@@ -63,8 +63,7 @@ def Padded(  # named like a class, as Map is
       SourceError: ``source`` is not a source of records. Reads raise it for a record without the leaves ``key``, with
         leaves of different lengths, or longer than ``length``.
     """
-    if long not in ("raise", "truncate"):
-        raise SettingsError(f"long={long!r}; it takes 'raise' or 'truncate'.", setting="long")
+    check_choice(long, "long", "raise", "truncate")
     return Map(source, Pad(key, mask_key, pad_value, checked_count(length, "length"), long == "truncate"), batched=True)
 
 
@@ -239,8 +238,7 @@ class Buckets:
         long: str = "raise",
     ) -> None:
         self.boundaries = _checked_boundaries(boundaries)
-        if long not in ("raise", "truncate", "drop"):
-            raise SettingsError(f"long={long!r}; it takes 'raise', 'truncate' or 'drop'.", setting="long")
+        check_choice(long, "long", "raise", "truncate", "drop")
         self._pad = Pad(key, mask_key, pad_value, self.boundaries[-1], long == "truncate", "the last boundary")
         self._settings = [list(self._pad.keys), mask_key, pad_value, long]
         other = "Pad the records of {} with Padded."

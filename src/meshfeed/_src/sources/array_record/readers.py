@@ -49,8 +49,10 @@ except ImportError as error:  # installed without a C compiler, or built for ano
     _logger.debug("ArrayRecord files are read by the array_record library, which is slower: %s", error)
     riegeli: Any = None
 
-_MAGIC = 0x71930E704FDAE05E  # of ArrayRecord, in the postscript
-_BLOCK_BYTES = 1 << 16
+# The protocol buffer {1: footer offset, 2: magic number}, which is never compressed.
+_POSTSCRIPT = re.compile(rb"\x08([\x80-\xff]{0,9}[\x00-\x7f])\x10\xde\xc0\xeb\xfe\x84\xce\xc3\xc9\x71", re.DOTALL)
+_BLOCK_BYTES = 1 << 16  # a Riegeli block; the last one of a file holds its postscript
+_TAIL_BYTES = 4 * _BLOCK_BYTES  # the footer of about 20,000 chunks: one request is enough for most files
 _BLOCK_HEADER_BYTES = 24
 _CHUNK_HEADER_BYTES = 40
 _MAX_RECORD_BYTES = 1 << 23  # each reading thread keeps a buffer of the longest record
@@ -95,13 +97,9 @@ def _read_footer(fd: int, num_bytes: int, num_records: int) -> tuple[np.ndarray,
       Offsets int64[n + 1] (the last one is that of the footer), sizes int64[n], and whether records are compressed; None
       if the file needs the library.
     """
-    postscript = _read_records(fd, num_bytes - _BLOCK_BYTES, num_bytes, 3)
-    found = None if postscript is None else _columns(postscript[1], 0, 3, (8, 16))
-    if found is None or (found[1] != _MAGIC).any():
-        return None
-    footer_offset = int(found[0][0])
-    footer = _read_records(fd, footer_offset, num_bytes, num_records + 1)
-    if footer is None:
+    last = max(0, num_bytes - _BLOCK_BYTES)
+    footer_offset = _footer_offset(os.pread(fd, num_bytes - last, last))
+    if footer_offset is None or (footer := _read_records(fd, footer_offset, num_bytes, num_records + 1)) is None:
         return None
     compressed, values, metadata_size = footer
     columns = _columns(values, metadata_size, num_records, (8, 16, 24))  # chunk offset, data size, number of records
@@ -112,6 +110,12 @@ def _read_footer(fd: int, num_bytes: int, num_records: int) -> tuple[np.ndarray,
     if (spans <= 0).any() or (spans > _MAX_RECORD_BYTES).any() or (sizes > _MAX_RECORD_BYTES).any():
         return None
     return offsets, np.ascontiguousarray(sizes), compressed
+
+
+def _footer_offset(last_block: bytes) -> int | None:
+    """Returns the offset in the postscript; None if there is none. Only the hash of the footer shows that it is right."""
+    found = _POSTSCRIPT.search(last_block)
+    return None if found is None else sum((byte & 0x7F) << (7 * digit) for digit, byte in enumerate(found[1]))
 
 
 def _read_records(fd: int, offset: int, num_bytes: int, num_records: int) -> tuple[bool, bytes, int] | None:
@@ -358,12 +362,6 @@ def _open_library(file: Shard, path: str, _status: os.stat_result) -> tuple[Any,
     return reader, file.num_chunks
 
 
-_RIEGELI_BLOCK_BYTES = 1 << 16  # a Riegeli block; the last one of a file holds its postscript
-_TAIL_BYTES = 4 * _RIEGELI_BLOCK_BYTES  # the footer of about 20,000 chunks: one request is enough for most files
-# The postscript is the protocol buffer {1: footer offset, 2: magic number}, which is never compressed.
-_POSTSCRIPT = re.compile(rb"\x08([\x80-\xff]{0,9}[\x00-\x7f])\x10\xde\xc0\xeb\xfe\x84\xce\xc3\xc9\x71", re.DOTALL)
-
-
 def _inspect_url(url: str, cache: ShardCache | None) -> ShardFile:
     """Counts and checks like :func:`inspect_file`, without fetching the records.
 
@@ -419,16 +417,16 @@ def _copy_footer(file: RemoteBytes) -> SparseFile:
     """
     url, num_bytes = file.url, file.num_bytes
     # Start at a block boundary: the reader needs the header of the block in which a chunk begins.
-    tail_start = max(0, num_bytes - _TAIL_BYTES) // _RIEGELI_BLOCK_BYTES * _RIEGELI_BLOCK_BYTES
+    tail_start = max(0, num_bytes - _TAIL_BYTES) // _BLOCK_BYTES * _BLOCK_BYTES
     tail = file.read(tail_start, num_bytes)
-    postscript = _POSTSCRIPT.search(tail[-_RIEGELI_BLOCK_BYTES:])
-    if postscript is None or num_bytes < _RIEGELI_BLOCK_BYTES:
+    footer_offset = _footer_offset(tail[-_BLOCK_BYTES:])
+    if footer_offset is None or num_bytes < _BLOCK_BYTES:
         raise CorruptDataError(
             f"{url}: {num_bytes:,} bytes without the postscript of an ArrayRecord file. Expected a file closed by "
             f"ArrayRecordWriter.{remedy_for(url)}",
             path=url,
         )
-    footer_start = min(_read_varint(postscript[1]), tail_start) // _RIEGELI_BLOCK_BYTES * _RIEGELI_BLOCK_BYTES
+    footer_start = min(footer_offset, tail_start) // _BLOCK_BYTES * _BLOCK_BYTES
     footer = file.read(footer_start, tail_start)
     sparse = SparseFile(num_bytes)
     sparse.write(footer_start, footer)
@@ -493,10 +491,6 @@ def open_remote(
 
 def _no_library() -> None:
     raise AssertionError("the library reads whole files only")
-
-
-def _read_varint(encoded: bytes) -> int:
-    return sum((byte & 0x7F) << (7 * digit) for digit, byte in enumerate(encoded))
 
 
 _PROBES = 4
