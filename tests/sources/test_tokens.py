@@ -305,7 +305,7 @@ def test_files_that_are_none_of_these(tmp_path: pathlib.Path) -> None:
     np.save(tmp_path / "floats.npy", np.zeros(80))
     np.save(tmp_path / "tokens.npy", some_tokens(80))
     for arguments, message in (
-        ({"paths": path}, "no header that tells the dtype"),
+        ({"paths": path}, "no header with the dtype"),
         (
             {"paths": tmp_path / "x.jsonl", "dtype": np.uint16},
             r"as bare uint16\. Its name suggests a JSON file.* rename it",

@@ -85,7 +85,7 @@ def test_the_order_depends_on_the_key_and_on_the_window():
 
 def test_another_window_is_refused_by_name():
     state = Source(Stateful, 50, 16).open(0, 1).get_state()
-    with pytest.raises(StateMismatchError, match=r"shuffle_buffer.*16 records a lane.*8 records a lane"):
+    with pytest.raises(StateMismatchError, match=r"shuffle_buffer.*16 records per lane.*8 records per lane"):
         Source(Stateful, 50, 8).open(0, 1).set_state(state)
 
 

@@ -55,7 +55,7 @@ def lengths_of(source: RandomAccessSource, measure: Callable[[Record], int], key
 
     Args:
       source: a random-access source.
-      measure: returns the length of a record; used if the source does not know the lengths.
+      measure: returns the length of a record; used if the lengths are not known.
       key: leaf that is measured, whose lengths a manifest may list.
 
     Raises:

@@ -1,4 +1,4 @@
-"""Makes the manifest of files that are there already."""
+"""Makes the manifest of files that are there already, of any format; ``files/manifest.py`` reads and writes manifests."""
 
 from __future__ import annotations
 
@@ -105,7 +105,7 @@ def make_manifest(
 
 
 def _made(output: str, files: Sequence[FileEntry]) -> JsonValue:
-    """What an earlier manifest of the same files says about how they were made."""
+    """Returns what an earlier manifest of the same files has about how they were made."""
     try:
         earlier = read_manifest(output)
     except (SourceError, CorruptDataError, OSError):

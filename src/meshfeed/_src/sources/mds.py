@@ -132,7 +132,7 @@ class MDS(ShardReader[MDSShard, np.ndarray]):
         ids = np.asarray(record_ids, np.int64)
         samples, bounds = self._samples(ids)
         rows = None
-        if (bounds == bounds[0]).all():  # every value stands at the same place of its sample
+        if (bounds == bounds[0]).all():  # every value is at the same offset in its sample
             rows = np.frombuffer(b"".join(samples), np.uint8).reshape(len(samples), -1)
         batch = {}
         for number, column in self._chosen:
@@ -351,7 +351,7 @@ class Column:
 
 
 def value_bounds(columns: Sequence[Column], samples: Sequence[bytes]) -> tuple[np.ndarray, int | None]:
-    """Returns where the values of each sample begin and end, given all columns in stored order.
+    """Returns the bounds of the values in each sample, given all columns in stored order.
 
     Returns:
       int64[n, columns + 1], the first byte of each value and the end of the last one; and the index of a sample whose size is

@@ -48,7 +48,7 @@ class Packed:
         block is padded. ``"fit"`` cuts no document that fits into a sequence: best fit, from the longest to the shortest.
       block: documents per block.
       pad_id: token on padding.
-      long: what becomes of a document of more than L tokens: ``"split"`` cuts it, ``"truncate"`` keeps its first L
+      long: the treatment of a document of more than L tokens: ``"split"`` cuts it, ``"truncate"`` keeps its first L
         tokens, ``"drop"`` leaves it out.
       segment_ids: name of the leaf of segment ids, such as MaxText's ``"inputs_segmentation"``.
       positions: name of the leaf of positions, such as MaxText's ``"inputs_position"``.

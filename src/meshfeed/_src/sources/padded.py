@@ -53,7 +53,7 @@ def Padded(  # named like a class, as Map is
       key: the leaf to pad, or several of one length per record, such as ``("tokens", "loss_mask")``.
       mask_key: name of the mask, or None for no mask.
       pad_value: value of the entries that are added to the first leaf of ``key``; those of the others are 0.
-      long: what becomes of a longer record: ``"raise"`` raises an error, ``"truncate"`` keeps its first ``length`` entries.
+      long: the treatment of a longer record: ``"raise"`` raises an error, ``"truncate"`` keeps its first ``length`` entries.
 
     Returns:
       A random-access source if ``source`` is one, otherwise a stream source.
@@ -211,7 +211,7 @@ class Buckets:
       key: the leaf to pad, or several of one length per record; the lengths are those of the first.
       mask_key: name of the mask, bool ``[boundary]``, or None for no mask.
       pad_value: value of the entries that are added to the first leaf of ``key``; those of the others are 0.
-      long: what becomes of records longer than the last boundary: ``"raise"`` raises an error, ``"truncate"`` keeps their
+      long: the treatment of records longer than the last boundary: ``"raise"`` raises an error, ``"truncate"`` keeps their
         first entries, ``"drop"`` leaves them out.
 
     Attributes:

@@ -1,4 +1,7 @@
-"""Shuffles the records of any stream, with the feed's seed and an exact state."""
+"""Shuffles the records of any stream, with the feed's seed and an exact state.
+
+Apart from ``window_shuffle.py``, which streams that ``recognize.py`` makes use too: one module would be a cycle of imports.
+"""
 
 from __future__ import annotations
 

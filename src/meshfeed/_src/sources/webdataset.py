@@ -1,7 +1,7 @@
 """Tar archives of WebDataset as one random-access source.
 
 WebDataset groups consecutive files of an archive whose names are equal up to the first dot of the base name. The headers of
-an archive are read once; its index, where the samples are, is saved.
+an archive are read once; the offsets of its samples are saved as an index.
 """
 
 from __future__ import annotations
@@ -186,7 +186,7 @@ def _beside(archive: Descriptor | RemoteBytes, url: str) -> TarIndex | None:
 
 
 def _local_places(name: str, num_bytes: int, version: str, cache: ShardCache | None) -> tuple[str, list[pathlib.Path]]:
-    """Returns the stamp of a local archive, and where its index may be saved."""
+    """Returns the stamp of a local archive, and the paths at which its index may be saved."""
     places = [pathlib.Path(f"{name}{SUFFIX}")]
     if cache is not None:
         places.append(cache.directory / f"{os.path.basename(name)}-{num_bytes}-{version}{SUFFIX}")
@@ -213,7 +213,7 @@ def _temporary(stamp: str) -> pathlib.Path:
 def _find_or_make(
     places: Sequence[pathlib.Path], stamp: str, make: Callable[[], TarIndex]
 ) -> tuple[TarIndex, pathlib.Path | None]:
-    """Returns a saved index, or makes and saves one; and where it is saved, if it could be."""
+    """Returns a saved index, or makes and saves one, and its path; None if it could not be saved."""
     for place in places:
         found = load(place, stamp)
         if found is not None:

@@ -22,7 +22,7 @@ from meshfeed._src.sources.stream import drop, ended_early
 
 
 def shuffle_windows(lane: object, window_records: int, key: tuple[int, ...]) -> WindowShuffle:
-    """The records of a lane, shuffled within windows; has ``next_batch`` if ``lane`` has it.
+    """Returns the records of a lane, shuffled within windows; has ``next_batch`` if ``lane`` has it.
 
     Args:
       lane: the lane to shuffle, before its first record. A lane without ``get_state`` resumes by reading and dropping.
@@ -73,8 +73,8 @@ class WindowShuffle:
         if state["records"] != self._window_records:
             raise StateMismatchError(
                 "shuffle_buffer",
-                f"{state['records']} records a lane",
-                f"{self._window_records} records a lane",
+                f"{state['records']} records per lane",
+                f"{self._window_records} records per lane",
                 "Pass the shuffle_buffer that the state was saved with.",
             )
         if self._stateful:

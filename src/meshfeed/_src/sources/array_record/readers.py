@@ -1,17 +1,13 @@
-"""Opens, counts and checks ArrayRecord files, and bounds the number of open files.
+"""Opens, counts and checks ArrayRecord files for their two readers, the extension and the array_record library.
+
+The extension (``_riegeli.c``) reads a batch of files with one record per chunk in one call without the GIL; the library
+acquires the GIL for each record. The extension returns only records whose hashes match. Everything else is left to the
+library, which also reports damage; :func:`read_by_library` maps its exceptions to those of meshfeed.
 
 The library opens a truncated, invalid or missing file without an error, as a file of 0 records. ``ok()`` then returns
 False, and the first read raises the reason.
 
-Opens local ArrayRecord files with one record per chunk for the extension module, which reads whole batches.
-
-For each record, the array_record library checks the hash, copies the bytes into a Python object and acquires the GIL.
-The extension (``_riegeli.c``) reads, checks and copies a batch in one call without the GIL. It returns only records whose
-hashes match; everything else is left to the library, which also reports damage.
-
-Counts the records of a remote ArrayRecord file from its footer, without downloading the records.
-
-:func:`read_by_library` reads records that the extension does not; it maps exceptions of the library to those of meshfeed.
+The records of a remote file are counted from its footer, without fetching them.
 """
 
 from __future__ import annotations

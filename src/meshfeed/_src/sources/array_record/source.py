@@ -1,4 +1,7 @@
-"""ArrayRecord files as one random-access source, read in batches."""
+"""ArrayRecord files as one random-access source, read in batches.
+
+The reads of a step are in ``rows.py``; what creates and decodes is here.
+"""
 
 from __future__ import annotations
 

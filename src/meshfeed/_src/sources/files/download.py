@@ -1,6 +1,6 @@
 """Downloads files in blocks; all connections serve the file that is needed next.
 
-Each block is one range request, so a connection that breaks or stalls costs one block, and the file goes on from there.
+Each block is one range request, so a connection that breaks or stalls costs one block, and the download continues from there.
 Every thread that waits for a file takes the next block of the file that is needed first, also if another thread asked for
 it. The nearest file therefore gets the whole bandwidth until its last block is requested, whether a connection or the link
 is the bottleneck.

@@ -1,4 +1,4 @@
-"""What the name of a file stands for: the source that reads it, for error messages, and its compression."""
+"""Formats and compressions by file name: the source that reads a file, what to pass to the feed, and decompression."""
 
 from __future__ import annotations
 
@@ -110,7 +110,7 @@ _COMPRESSIONS = {"gz": "gz", "bz2": "bz2", "xz": "xz", "zst": "zstd", "zstd": "z
 
 
 def compression_of(name: str) -> str | None:
-    """Returns the compression that the last extension of a file name stands for, or None."""
+    """Returns the compression that the last extension of a file name denotes, or None."""
     return _COMPRESSIONS.get(name.rsplit(".", 1)[-1].lower())
 
 

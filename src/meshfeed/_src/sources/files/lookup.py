@@ -63,7 +63,7 @@ class FileFormat(Generic[S]):
 def find_files(paths: file_paths.Paths, cache: ShardCache | None, form: FileFormat[S]) -> tuple[list[S], list[str]]:
     """Returns the files that ``paths`` expand to, with what is in each, and the paths of the manifests that list some.
 
-    A path that ends in ``.json`` is a manifest, and stands for the files that it lists. A manifest in the folder of the
+    A path that ends in ``.json`` is a manifest, and represents the files that it lists. A manifest in the folder of the
     files is used too, for those that it lists. All other files are looked at.
 
     Raises:

@@ -1,6 +1,6 @@
-"""A manifest: one small file that lists the files of a data set, so that opening the data set reads no other file.
+"""A manifest: one small file that lists the files of a data set; opening the data set reads no other file.
 
-``manifest.json`` lies in the folder of the data. It has one row per file: name, size in bytes, number of records, digest,
+``manifest.json`` is in the folder of the data. It has one row per file: name, size in bytes, number of records, digest,
 and what the format needs to open the file without reading it::
 
     {"format": "meshfeed manifest", "version": 1, "source": "ArrayRecord",

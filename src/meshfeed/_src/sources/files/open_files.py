@@ -167,7 +167,7 @@ class ShardPool:
         Args:
           shard: the file.
           check: returns what is kept, and the number of 8-byte entries that it holds.
-          kind: tells different things that are kept of one file apart.
+          kind: distinguishes the values that are kept for one file.
         """
 
         def make() -> tuple[object, int]:

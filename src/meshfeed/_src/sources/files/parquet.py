@@ -1,4 +1,4 @@
-"""Reads ranges of rows of a Parquet file in bounded memory."""
+"""Reads ranges of rows of a Parquet file in bounded memory: for streams, conversions, and the source in ``../parquet.py``."""
 
 from __future__ import annotations
 

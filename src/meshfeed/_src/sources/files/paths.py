@@ -28,7 +28,7 @@ Paths: TypeAlias = "str | os.PathLike[str] | Iterable[str | os.PathLike[str]]"
 _URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+://")  # at least two letters: "C:/" is a drive
 _MAGIC = re.compile(r"[*?\[]")
 _RETRY = Retry()
-_MESSAGE_CHARACTERS = 300  # of clients, some of which quote the bytes that they got
+_MESSAGE_CHARACTERS = 300  # of clients' errors, which may quote the bytes that they got
 _MAX_THREADS = 32  # latency-bound requests, not computation
 _PACKAGES = {  # protocol → packages that provide it, including fsspec
     "abfs": "adlfs",
@@ -140,7 +140,7 @@ def _sought(name: str, path: str) -> str:
 def _expand_url(name: str, source: str) -> list[str]:
     file_system, path = open_file_system(name, source)
     if not _MAGIC.search(path):
-        return [name]  # without a request: whoever looks at the file finds out whether it is there
+        return [name]  # without a request: a missing file is found when it is looked at
 
     def list_files() -> list[str]:
         with remote_errors(name, source):

@@ -127,7 +127,7 @@ def inspect_copy(name: str, cache: ShardCache, inspect: Callable[[str], S]) -> S
             found = inspect(str(copy))
         except CorruptDataError as error:
             raise CorruptDataError(str(error).replace(str(copy), name), path=name) from error
-    # A manifest, and a host that did not look at the file, do not know the size of the copy.
+    # 0 bytes, because neither a manifest nor a host that did not look at the file has the size of the copy.
     return dataclasses.replace(found, path=name, num_bytes=0, version=cache.identify(name)[1], compression=compression)
 
 

@@ -217,7 +217,7 @@ class _SharedPlans:
         """Writes when this process needs copies, in batches from now."""
         path = self._directory / f"{_PREFIX}{secrets.token_hex(16)}.plan"
         nearest = dict(sorted(uses.items(), key=lambda item: item[1])[:_PLANNED_FILES])
-        with self._lock, contextlib.suppress(OSError):  # on a full or removed disk, others do not know the plan
+        with self._lock, contextlib.suppress(OSError):  # on a full or removed disk, other processes do without the plan
             self._written = time.monotonic()
             handle = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644)
             last, self._own[:] = list(self._own), [(path, handle)]
@@ -301,7 +301,7 @@ class RemoteFile:
         self.cache._follow(next_use)
 
     def is_here(self) -> bool:
-        """See ``CachedFile``. Counts as a use, so that other processes do not evict the copy."""
+        """See ``CachedFile``. Counts as a use, or other processes may evict the copy."""
         entry = self.cache._entries.get((self.url, self.compression))
         if entry is None or not _is_whole(entry) or not self.cache._known.get(entry.path.name):
             return False

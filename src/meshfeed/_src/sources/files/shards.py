@@ -1,7 +1,8 @@
 """Files of a source as one sequence of records: record id → file and row.
 
 A source over files keeps :class:`Shards`, which describe the files as they were when the source was created, and reads
-them through a pool (``open_files.py``), which all sources of the process share.
+them through a pool (``open_files.py``), which all sources of the process share. What happens at other times than in a step is
+in ``shard.py`` and ``shard_reader.py``.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ class Shards(Generic[S]):
       shards: the files.
       source: the source, for an error, such as "ArrayRecord".
       manifests: paths of the manifests that list some of them.
-      lengths: int64[files], the number of records of each file, if it is not what the file itself says.
+      lengths: int64[files], the number of records of each file, if it is not that of the file itself.
 
     Attributes:
       files: the files.

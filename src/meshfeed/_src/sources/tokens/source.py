@@ -68,7 +68,7 @@ _MEGATRON_DTYPES = {1: "u1", 2: "i1", 3: "<i2", 4: "<i4", 5: "<i8", 8: "<u2"}  #
 _HEAD_BYTES = 1 << 16  # a numpy header of version 1 is no longer
 _SCANNED_BYTES = 1 << 22
 LENGTHS_KEY = "tokens"
-"""Where a manifest lists the lengths of documents; the name of the leaf is a setting of the reader."""
+"""The leaf for which a manifest lists the lengths of documents; its name in a batch is a setting of the source."""
 
 _FEW = 16  # so many files are all opened for a batch, since finding those that it needs takes longer
 _RANGES_PER_CALL = 1024  # Ctrl-C takes effect only between calls
@@ -166,7 +166,7 @@ class _Pieces(NamedTuple):
 
     Attributes:
       file_index: int64[pieces], the file of each.
-      starts: int64[pieces], where window 0 would start in the piece's file if its windows went on before the piece.
+      starts: int64[pieces], the start of window 0 in the file if the windows of the piece were continued to its left.
       ends: int64[pieces], windows up to and including the piece.
     """
 
@@ -207,7 +207,7 @@ class Tokens(ShardSource[TokenFile]):
       SourceError: if there are no files, a file is missing or does not hold integers, a file without a header is given
         without ``dtype``, or no file is long enough for a window. Reads raise it for a token that does not fit into
         int32; names the file.
-      CorruptDataError: if a file is shorter than its header or index says, or becomes shorter while it is read; names
+      CorruptDataError: if a file is shorter than in its header or index, or becomes shorter while it is read; names
         the file.
     """
 
@@ -238,7 +238,7 @@ class Tokens(ShardSource[TokenFile]):
         if not self._pieces.ends.size:
             longest = max(file.num_records for file in self._files.files)
             raise SourceError(
-                f"Tokens: no window of {self._width:,} tokens fits into the {len(self._files.files):,} file(s), of which "
+                f"Tokens: no window of {self._width:,} tokens fits into the {len(self._files.files):,} file(s); "
                 f"the longest has {longest:,} tokens{'' if eod is None else ' in all its documents'}. Use a smaller "
                 "sequence_length."
             )
@@ -460,7 +460,7 @@ def _token_dtype(dtype: DTypeLike) -> np.dtype[Any]:
 
 
 def token_files(names: Sequence[str]) -> list[str]:
-    """Returns the files that hold tokens, in order: a Megatron index stands for the ``.bin`` beside it."""
+    """Returns the files that hold tokens, in order: the ``.bin`` in place of the Megatron index beside it."""
     return list(dict.fromkeys(f"{name[:-4]}.bin" if name.endswith(".idx") else name for name in names))
 
 
@@ -469,7 +469,7 @@ def inspect(path: str, dtype: np.dtype[Any] | None, cache: ShardCache | None) ->
 
     Raises:
       SourceError: if the file is missing or does not hold integers, or its dtype is unknown or not ``dtype``.
-      CorruptDataError: if the file is empty or shorter than its header says.
+      CorruptDataError: if the file is empty or shorter than in its header.
       OSError: if it cannot be read.
     """
     if cache is not None and compression_of(path):
@@ -486,7 +486,7 @@ def inspect(path: str, dtype: np.dtype[Any] | None, cache: ShardCache | None) ->
         return _checked_dtype(found, dtype)
     if dtype is None:
         raise SourceError(
-            f"Tokens: {path} has no header that tells the dtype of its tokens (numpy, llm.c, or a Megatron .idx beside "
+            f"Tokens: {path} has no header with the dtype of its tokens (numpy, llm.c, or a Megatron .idx beside "
             f"it).{reader_hint(path, unless='Tokens') or ' Pass dtype=, such as numpy.uint16.'}"
         )
     if names_other_format(path, "Tokens"):
