@@ -165,7 +165,7 @@ def test_convert_names_the_extra_that_installs_a_library(
     assert not (tmp_path / "out").exists()
 
 
-def test_convert_hints_at_a_csv_without_a_header_and_lists_its_formats(tmp_path: pathlib.Path) -> None:
+def test_convert_hints_at_a_csv_without_a_header_or_with_another_delimiter(tmp_path: pathlib.Path) -> None:
     option = next(param for param in main.main.commands["convert"].params if param.name == "named_format")
     assert isinstance(option.type, click.Choice)
     assert list(option.type.choices) == sorted(FORMATS)
@@ -176,6 +176,9 @@ def test_convert_hints_at_a_csv_without_a_header_and_lists_its_formats(tmp_path:
         assert (
             "All names of columns are numbers: -1.5, 3. If the first line of the CSV input is a record" in result.stderr
         )
+    (tmp_path / "x.csv").write_text("a;b\n4;2\n")
+    result = run(f"convert {tmp_path / 'x.csv'} --to {tmp_path / 'one'} --workers 1")
+    assert (result.exit_code, "The only column is 'a;b'. If it is several, separate" in result.stderr) == (0, True)
     (tmp_path / "x.csv").write_text("2024,name\n4,2\n")
     result = run(f"convert {tmp_path / 'x.csv'} --to {tmp_path / 'named'} --workers 1")
     assert (result.exit_code, result.stderr) == (0, "")

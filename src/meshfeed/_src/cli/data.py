@@ -105,15 +105,25 @@ def convert(
         raise SystemExit(INTERRUPTED) from None
     except OSError as error:
         raise MeshfeedError(f"{error}. After correcting this, run the same command again to continue.") from error
-    if result.format == "csv" and all(map(_is_number, result.features)):
-        names = ", ".join(result.features)
-        click.echo(
-            f"All names of columns are numbers: {names}. If the first line of the CSV input is a record, and not a header, "
-            "it is missing in the output. Add a line with names before it, and convert to a new folder.",
-            err=True,
-        )
+    if result.format == "csv" and (hint := _csv_hint(list(result.features))):
+        click.echo(hint, err=True)
     lines = _summary(result, chosen.encoding, time.monotonic() - start)
     show(dataclasses.asdict(result), lines, as_json=as_json)
+
+
+def _csv_hint(columns: list[str]) -> str:
+    """Returns a hint if the columns look like those of a file without a header, or with a different delimiter."""
+    if all(map(_is_number, columns)):
+        return (
+            f"All names of columns are numbers: {', '.join(columns)}. If the first line of the CSV input is a record, and "
+            "not a header, it is missing in the output. Add a line with names before it, and convert to a new folder."
+        )
+    if len(columns) == 1 and any(mark in columns[0] for mark in ";|\t"):
+        return (
+            f"The only column is {columns[0]!r}. If it is several, separate the values with commas, or with tabs in a file "
+            "that ends in .tsv, and convert to a new folder."
+        )
+    return ""
 
 
 def _is_number(text: str) -> bool:

@@ -108,10 +108,10 @@ def _expand(name: str, named: str | None) -> list[tuple[str, str]]:
     matches = sorted(glob.glob(path)) if not os.path.exists(path) else []
     if matches and all(os.path.isdir(match) for match in matches):
         return [item for match in matches for item in _expand(match, named)]
+    if os.path.basename(path) == "index.json":
+        path = os.path.dirname(path)
     if os.path.isdir(path):
         return _expand_folder(_local_folder(path), named)
-    if os.path.basename(path) == "index.json":
-        return _expand_folder(_local_folder(os.path.dirname(path)), named)
     return _expand_files(name, named)
 
 

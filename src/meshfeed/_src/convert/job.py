@@ -140,20 +140,20 @@ class Conversion:
         """Returns the path of an input, downloaded and decompressed if need be."""
         path, copy = self.paths[number], self._copy(number)
         kind = _compression(path)
-        if copy.exists() or (kind is None and not is_url(path)):
-            return str(copy) if copy.exists() else path
-        stored = pathlib.Path(path)
-        if is_url(path):
-            stored = copy if kind is None else copy.with_name(f"{copy.name}.stored")
-            with _replacing(stored) as part:
+        if kind is None and not is_url(path):
+            return path
+        if copy.exists():
+            return str(copy)
+        download_path = copy if kind is None else copy.with_name(f"{copy.name}.stored")
+        if is_url(path) and not download_path.exists():
+            with _replacing(download_path) as part:
                 download(path, part)
         if kind is not None:
             with _replacing(copy) as part:
                 part.touch()
-                decompress(kind, str(stored), str(part), None, what=path)
+                decompress(kind, str(download_path) if is_url(path) else path, str(part), None, what=path)
                 sync(part)
-            if is_url(path):
-                stored.unlink()
+            download_path.unlink(missing_ok=True)
         return str(copy)
 
     def _copy(self, number: int) -> pathlib.Path:
