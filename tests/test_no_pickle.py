@@ -26,10 +26,11 @@ UNSAFE = {"pickle", "cloudpickle", "marshal", "shelve", "dill", "joblib"}
 ALLOWED = {
     "base.child": "between a process and its own children, over a socket pair",
     "base.frames": "between a process and its own children, over a socket pair",
+    "convert.run": "to this process's own children, over a socket pair",
     "reading.workers": "to and from this process's own children, over a socket pair",
     "testing.hosts": "to and from this process's own children, and in them its parent, over socket pairs",
 }
-FACTORIES = {("remote.client", "make_payload"), ("remote.client", "begin")}
+FACTORIES = {("remote.client", "make_payload"), ("remote.client", "make_target")}
 """The user's functions, from the controller to its hosts. Documented there."""
 
 

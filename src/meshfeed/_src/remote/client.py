@@ -151,11 +151,11 @@ class Endpoint:
     def begin(self, request: jax.Array) -> jax.Array:
         """Creates the target over the mesh of ``request``; returns one header per device."""
 
-        def make() -> None:
+        def make_target() -> None:
             self._target = cloudpickle.loads(self._payload)(request.sharding.mesh)  # pyright: ignore[reportAttributeAccessIssue] # the request is sharded over a mesh
             self._spec = self._target.spec()
 
-        return _outcome(self, request, make)
+        return _outcome(self, request, make_target)
 
     def take(self, request: jax.Array) -> tuple[jax.Array, PyTree]:
         """Returns a header and the next batch.
