@@ -291,6 +291,7 @@ class MappedLane:
         if state["source"] is not None and resumable is not None:
             resumable.set_state(state["source"][0])
         else:
+            # Of the source: the function need not run again.
             drop(self._lane, state["read"], f"mapped lane {self._place[1]}")
         self._read = state["read"]
 

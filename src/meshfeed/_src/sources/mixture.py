@@ -396,6 +396,7 @@ class RandomMixture(_Mixture):
         for number, rows in group_by(numbers):
             reader = readers[number]
             own_rngs = [rngs[row] for row in rows.tolist()] if rngs and reader in self._rng_readers else None
+            # A group has the name of its first component; after an error, read_batch reads again by component.
             name = self._names[number if readers is self._readers else int(np.argmax(self._group_of == number))]
             try:
                 tree = reader.read(ids[rows], own_rngs, columns=columns)
@@ -422,6 +423,7 @@ class RandomMixture(_Mixture):
     def replacement_id(self, seed: int, epoch: int, record_id: int, attempt: int) -> int:
         """Id of the record that replaces a bad one: a different record of the same component."""
         number, own_id = split_ids(record_id)
+        # Of the same component, which keeps the shares exact.
         replacement = permutation.replacement_id(seed, epoch, own_id, attempt, int(self._lengths[number]))
         return join_ids(number, replacement)
 

@@ -80,6 +80,7 @@ def _by_interface(obj: Any) -> object:
     if _is_arrays(obj):
         return Memory(obj)
     if isinstance(obj, Mapping):
+        # As an iterable, it would feed its keys.
         leaves = jax.tree_util.tree_leaves_with_path(obj)
         wrong = (f"leaf {jax.tree_util.keystr(path)} is {leaf!r:.40}" for path, leaf in leaves if not _is_array(leaf))
         raise _refused(

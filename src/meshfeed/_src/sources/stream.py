@@ -176,6 +176,7 @@ def ended_early(what: str, missing: int) -> SourceError:
 
 
 def _takes_keyword(function: Callable[..., Any], keyword: str) -> bool:
+    """Whether a function can be called with ``keyword``, even if only through ``**kwargs``."""
     try:
         parameters = inspect.signature(function).parameters.values()
     except (TypeError, ValueError):  # some C callables have no signature

@@ -166,7 +166,7 @@ class TFDataLane:
                 pathlib.Path(folder, f"state{name}").write_bytes(zlib.decompress(base64.b64decode(text)))
             try:
                 restored = self._tf.train.Checkpoint(iterator=self._iterator).read(f"{folder}/state")
-                restored.assert_existing_objects_matched()
+                restored.assert_existing_objects_matched()  # read() alone ignores what does not match
             except (self._tf.errors.OpError, AssertionError) as error:
                 raise StateMismatchError(
                     f"lanes.{self._lane_index}.checkpoint",

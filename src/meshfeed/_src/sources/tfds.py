@@ -335,6 +335,7 @@ def _prefer_array_record(builder: Builder) -> Builder:
     """The builder for the ArrayRecord files if the dataset is also prepared in that format, otherwise ``builder``."""
     import tensorflow_datasets as tfds
 
+    # The other formats are read in order, through TensorFlow.
     wanted = tfds.core.file_adapters.FileFormat.ARRAY_RECORD  # pyright: ignore[reportAttributeAccessIssue] # loaded late
     if builder.info.file_format != wanted and wanted in builder.info.available_file_formats():
         return tfds.builder_from_directory(builder.data_dir, file_format=wanted)

@@ -213,7 +213,7 @@ def _without_stops(function: Callable[P, T]) -> Callable[P, T]:
 
 
 class _FlatMap(grain.experimental.FlatMapTransform):
-    """A user's transform, whose StopIteration is a SourceError."""
+    """A user's transform whose StopIteration is a SourceError; Grain takes the method from it at each ``iter``."""
 
     def __init__(self, transform: grain.experimental.FlatMapTransform) -> None:
         self.max_fan_out = transform.max_fan_out
