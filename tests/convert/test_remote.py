@@ -109,3 +109,20 @@ def test_a_download_survives_an_interrupt(store: Store, tmp_path: pathlib.Path) 
     assert convert(urls, out, Settings(), run_here).num_records == formats.COUNT
     assert sorted(store.fetches) == ["a.jsonl", "b.jsonl.gz"]
     assert sorted(formats.content_of(tmp_path / "out")) == ["data-00000-of-00001.array_record", "manifest.json"]
+
+
+def test_an_interrupt_while_decompressing_keeps_the_download(
+    store: Store, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _, local = formats.jsonl(tmp_path)
+    url = store.put("b.jsonl.gz", pathlib.Path(local).read_bytes())
+
+    def interrupted(*_: object, **__: object) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr("meshfeed._src.convert.job.decompress", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            convert([url], str(tmp_path / "out"), Settings(), run_here)
+    assert convert([url], str(tmp_path / "out"), Settings(), run_here).num_records == formats.COUNT - 30
+    assert store.fetches == ["b.jsonl.gz"]

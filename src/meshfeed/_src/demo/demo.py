@@ -7,6 +7,7 @@ has: the source code of Python's standard library, as ArrayRecord files.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import hashlib
 import importlib.util
@@ -23,7 +24,7 @@ import sysconfig
 import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple, Self
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
@@ -84,7 +85,7 @@ def example_script() -> pathlib.Path:
     )
 
 
-class Job:
+class Job(contextlib.AbstractContextManager["Job"]):
     """The processes of one job; a context manager that kills them on exit."""
 
     def __init__(self, topology: Topology, directory: pathlib.Path, arguments: Sequence[str]) -> None:
@@ -159,9 +160,6 @@ class Job:
         self.kill()
         for child in self._children:
             child.close()
-
-    def __enter__(self) -> Self:
-        return self
 
     def __exit__(self, *exc_info: object) -> None:
         self.close()
