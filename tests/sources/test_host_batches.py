@@ -220,6 +220,14 @@ def test_a_loader_that_ends_before_its_length_is_logged(caplog):
     assert (values(resumed), caplog.text) == ([4, 5, 6], "")
 
 
+def test_a_length_that_is_not_known_does_not_replace_the_end():
+    class Unknown(Restartable):
+        def __len__(self):
+            raise NotImplementedError("the sampler has no length")
+
+    assert values(HostBatches(Unknown()).iterator()) == list(range(7))
+
+
 def test_an_interrupted_generator_does_not_look_like_the_end():
     def generate():
         yield {"x": np.zeros(2)}

@@ -264,7 +264,7 @@ class HostBatchIterator:
         """
         try:
             expected = len(self._batches.iterable) if self._restartable else 0
-        except (TypeError, NotImplementedError):
+        except Exception:  # such as of a torch dataset without a length: the end stays an end
             return
         if self._delivered < expected:
             _logger.warning(
