@@ -111,6 +111,7 @@ def _made(output: str, files: Sequence[FileEntry]) -> JsonValue:
     except (SourceError, CorruptDataError, OSError):
         return None
     listed = [(file.path, file.num_bytes, file.digest) for file in earlier.files]
+    # Files that were written again are not those that the earlier manifest describes. Digests count if they were asked for.
     found = [(file.path, file.num_bytes, file.digest or old[2]) for file, old in zip(files, listed, strict=False)]
     return earlier.made if listed == found and len(files) == len(listed) else None
 

@@ -360,6 +360,7 @@ def value_bounds(columns: Sequence[Column], samples: Sequence[bytes]) -> tuple[n
     varying = [number for number, column in enumerate(columns, 1) if column.size is None]
     num_bytes = np.fromiter(map(len, samples), np.int64, len(samples))
     head = _WORD.itemsize * len(varying)
+    # The heads of all samples are read as one array, for which none may be shorter.
     if len(samples) and int(num_bytes.min()) < head:
         return np.empty((0, 0), np.int64), int(num_bytes.argmin())
     sizes = np.empty((len(samples), len(columns) + 1), np.int64)

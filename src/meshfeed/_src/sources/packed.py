@@ -263,6 +263,7 @@ class Packed:
             out = memory.empty((number, size, *values.shape[1:]), dtype)
             if name == self._key:
                 values = _as_tokens(values)
+            # Full rows are the values as they are, in one copy.
             if not short:
                 out.reshape(-1, *values.shape[1:])[:] = values
             else:

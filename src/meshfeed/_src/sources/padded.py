@@ -248,6 +248,7 @@ class Buckets:
 
     def _split(self, long: str) -> list[np.ndarray]:
         """The record ids of each bucket, ascending."""
+        # Counted before they are filled: a bucket is allocated once, and a large one is mapped from a file.
         counts, longest = np.zeros(len(self.boundaries) + 1, np.int64), 0
         for _, bucket, part in self._parts():
             counts += np.bincount(bucket, minlength=len(counts))
@@ -262,6 +263,7 @@ class Buckets:
             counts[-2] += counts[-1]
         if not counts[:-1].any():
             raise SourceError(f"Buckets: all {len(self._lengths):,} records are longer than {self.boundaries[-1]:,}.")
+        # 4 instead of 8 bytes per record.
         ids_dtype = np.uint32 if len(self._lengths) < 1 << 32 else np.uint64
         buckets = [empty(int(count), ids_dtype) for count in counts[:-1]]
         filled = [0] * len(buckets)
@@ -306,6 +308,7 @@ class Buckets:
         """
         ids = np.asarray(record_ids, np.int64)
         self.check_record_ids(ids)
+        # Ids beyond the records are those of shared batches, which are padded to a longer bucket; see shape_index.
         own = ids % len(self._lengths)
         records = read_items(self._source, own)
         try:
@@ -315,6 +318,8 @@ class Buckets:
 
     def shape_index(self, record_ids: RecordIds) -> int:
         """Returns the bucket to whose boundary these records, int64[n], are padded together."""
+        # A host has some rows of a batch, and must pad them as the other hosts do, so the ids alone give the bucket: in a
+        # batch that buckets share, they are raised by the number of records times one plus the bucket.
         times, own = np.divmod(record_ids, len(self._lengths))
         bucket = np.minimum(np.searchsorted(self.boundaries, self._lengths[own]), len(self.boundaries) - 1)
         return int(np.maximum(bucket, times - 1).max())

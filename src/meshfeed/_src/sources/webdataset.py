@@ -206,6 +206,7 @@ def _listed(entry: FileEntry, version: str, manifest: str, cache: ShardCache | N
     return dataclasses.replace(shard, index=place, stamp=stamp)
 
 
+# Kept beyond the process: without it, each source over a remote archive without an index would read all of the archive.
 def _temporary(stamp: str) -> pathlib.Path:
     return pathlib.Path(tempfile.gettempdir()) / f"meshfeed_{xxhash.xxh3_128_hexdigest(stamp.encode())}{SUFFIX}"
 
@@ -328,6 +329,7 @@ def split_name(name: str) -> tuple[str, str] | None:
         return None
     folder, slash, base = name.rpartition("/")
     stem, dot, extension = base.partition(".")
+    # For WebDataset's expression, a base name that begins with a dot is an extension of its folder, if that has no dot.
     if not dot or (not stem and (not slash or "." in folder.rpartition("/")[2])):
         return None
     return f"{folder}{slash}{stem}", extension.lower()

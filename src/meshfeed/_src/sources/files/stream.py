@@ -90,6 +90,7 @@ def cut_files(
       The pieces of the lane. The pieces of all lanes cover every row of every file exactly once.
     """
     whole = len(files) // num_lanes * num_lanes
+    # Whole files first: a file that is divided may be opened, and its row groups read, by several lanes.
     pieces = list(files[lane_index:whole:num_lanes])
     left = files[whole:]
     if not left:
