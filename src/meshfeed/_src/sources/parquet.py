@@ -176,7 +176,7 @@ class Parquet(ShardReader[ParquetShard, _CheckedFile]):
         return stacked
 
     def _check_footer(self, shard: ParquetShard, _open_file: OpenFile) -> tuple[_CheckedFile, int]:
-        direct = self._cache is None and file_paths.is_url(shard.path)
+        direct = shard.is_direct(self._cache)
         with contextlib.ExitStack() as stack:
             path = "" if direct else stack.enter_context(local_copy(shard, self._cache))[0]
             file = stack.enter_context(_open_footer(shard.remote) if direct else ParquetFile(path))
@@ -289,7 +289,7 @@ def _decode_group(
 @contextlib.contextmanager
 def _local_group(file: _CheckedFile, group: int, columns: tuple[str, ...], cache: ShardCache | None) -> Iterator[str]:
     """Yields the path of a local file that has the columns of a row group at their offsets."""
-    if cache is not None or not file_paths.is_url(file.shard.path):
+    if not file.shard.is_direct(cache):
         with local_copy(file.shard, cache) as (path, _):
             yield path
         return

@@ -58,8 +58,12 @@ class Shard:
 
     @property
     def is_cached(self) -> bool:
-        """Whether the file is read from a copy in the cache."""
+        """Whether the file is read from a copy if there is a cache."""
         return self.compression is not None or is_url(self.path)
+
+    def is_direct(self, cache: ShardCache | None) -> bool:
+        """Whether the file is remote and read without a copy."""
+        return cache is None and is_url(self.path)
 
     def details(self) -> dict[str, JsonValue]:
         """Returns the fields that a subclass adds, as JSON."""

@@ -59,7 +59,7 @@ class ShardSource(Generic[S]):
         self._shards = shards
         self._cache = cache
         self._has_copies = cache is not None and any(shard.is_cached for shard in shards.files)
-        self._is_direct = cache is None and any(is_url(shard.path) for shard in shards.files)
+        self._is_direct = any(shard.is_direct(cache) for shard in shards.files)
         self._pool = shared_pool
 
     def __getstate__(self) -> dict[str, object]:
@@ -101,7 +101,7 @@ class ShardSource(Generic[S]):
         return [file.path for file in self._shards.files]
 
     def cached_files(self, record_ids: np.ndarray) -> list[RemoteFile] | None:
-        """Returns the files that hold these records, int64[n], and are read through a cache that fetches ahead."""
+        """Returns the files of these records, int64[n], that a cache fetches ahead; None if no file is read through one."""
         if self._cache is None or not self._cache.ahead_bytes or not self._has_copies:
             return None
         numbers = np.unique(np.searchsorted(self._shards.ends, record_ids, side="right"))
@@ -197,8 +197,9 @@ class ShardReader(ShardSource[S], Generic[S, T]):
         )
 
     def _checked(self, shard: S) -> Checked[S, T]:
-        direct = self._cache is None and is_url(shard.path)
-        open_file = (lambda: shard.remote) if direct else self._pool.descriptor(shard, self._cache)
+        open_file = (
+            (lambda: shard.remote) if shard.is_direct(self._cache) else self._pool.descriptor(shard, self._cache)
+        )
 
         def check() -> tuple[Checked[S, T], int]:
             index, num_entries = self._check(shard, open_file)

@@ -103,7 +103,7 @@ class _TokenShard(Shard):
 
     def read(self, start: int, stop: int, cache: ShardCache | None) -> bytes:
         """Reads bytes ``[start, stop)``; fetches a remote file whole if there is a cache."""
-        if cache is None and is_url(self.path):
+        if self.is_direct(cache):
             return self.remote.read(start, stop)
         found = self.open(cache).read(start, stop)
         if len(found) < stop - start:
