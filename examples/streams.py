@@ -35,7 +35,7 @@ def make_feed(paths: list[pathlib.Path], num_devices: int) -> meshfeed.Feed:
         for path in paths[lane_index::num_lanes]:
             with open(path) as lines:
                 for line in map(json.loads, lines):
-                    if line["ok"]:  # nobody knows how many records are left, and nobody needs to
+                    if line["ok"]:  # a stream need not know how many records it will deliver
                         yield {"file": np.int32(line["file"]), "line": np.int32(line["line"])}
 
     mesh = jax.make_mesh((num_devices,), ("data",), axis_types=(AxisType.Auto,), devices=jax.devices()[:num_devices])
