@@ -369,6 +369,7 @@ READERS = {
     "x.parquet": "meshfeed.sources.Parquet(",
     "x.npy": "meshfeed.sources.Memory(numpy.load(",
     "x.bin": "meshfeed.sources.Tokens(",
+    "x.idx": "meshfeed.sources.Tokens(",
     "x.tar": "meshfeed.sources.WebDataset(",
     "shard.00000.mds": "meshfeed.sources.MDS(folder)",
     "x.mds.zstd": "meshfeed.sources.MDS(folder)",

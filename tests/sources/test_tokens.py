@@ -300,6 +300,7 @@ def test_wrong_settings(tmp_path: pathlib.Path) -> None:
 def test_files_that_are_none_of_these(tmp_path: pathlib.Path) -> None:
     path = tmp_path / "x.bin"
     some_tokens(100).tofile(path)
+    (tmp_path / "x.txt").write_text("some text " * 10)
     (tmp_path / "x.jsonl").write_text('{"tokens": [1, 2]}\n' * 10)
     np.save(tmp_path / "rows.npy", np.zeros((4, 8), np.int32))
     np.save(tmp_path / "floats.npy", np.zeros(80))
@@ -310,6 +311,7 @@ def test_files_that_are_none_of_these(tmp_path: pathlib.Path) -> None:
             {"paths": tmp_path / "x.jsonl", "dtype": np.uint16},
             r"as bare uint16\. Its name suggests a JSON file.* rename it",
         ),
+        ({"paths": tmp_path / "x.txt", "dtype": np.uint16}, "suggests a text file"),
         ({"paths": path, "dtype": np.uint16, "sequence_length": 100}, "no window of 101 tokens fits"),
         ({"paths": tmp_path / "rows.npy"}, r"shape \(4, 8\).*Memory"),
         ({"paths": tmp_path / "floats.npy"}, "holds float64. Expected integers"),

@@ -376,8 +376,7 @@ def value_bounds(columns: Sequence[Column], samples: Sequence[bytes]) -> tuple[n
 def check_columns(columns: Sequence[Column], *, what: str) -> None:
     """Raises SourceError for a column that is pickled, or has an unknown encoding."""
     for column in columns:
-        others = [other.name for other in columns if other is not column]
-        leave_out = f", or leave it out: columns={others!r}" if others else ""
+        leave_out = _leave_out([other.name for other in columns if other is not column])
         if column.encoding == "pkl":
             raise SourceError(
                 f"{what}: column {column.name!r} is stored as a pickle, which can run any code when it is read, and "
@@ -392,12 +391,15 @@ def check_columns(columns: Sequence[Column], *, what: str) -> None:
             ) from error
 
 
+def _leave_out(others: Sequence[str]) -> str:
+    return f", or leave it out: columns={others!r}" if others else ""
+
+
 def check_stackable(columns: Sequence[Column], *, what: str) -> None:
     """Raises SourceError for a column of text or bytes."""
     for column in columns:
         if column.encoding in _HOST_ONLY:
-            others = [other.name for other in columns if other.encoding not in _HOST_ONLY]
-            leave_out = f", or leave it out: columns={others!r}" if others else ""
+            leave_out = _leave_out([other.name for other in columns if other.encoding not in _HOST_ONLY])
             raise SourceError(
                 f"{what}: column {column.name!r} is stored as {column.encoding}, which no device holds. Expected "
                 f"numbers or arrays. Convert it with meshfeed.sources.Map(source, function){leave_out}."
