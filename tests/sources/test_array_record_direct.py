@@ -469,6 +469,9 @@ def test_records_of_another_size_than_decode_raw_takes(folder: pathlib.Path) -> 
     with pytest.raises(ValueError, match=r"record 0 of 3 has 24 bytes; int32\[5\] takes 20") as caught:
         SourceReader(ArrayRecord(path, decode_batch=DecodeRaw(np.int32, 5))).read(np.arange(3))
     assert any("while decoding 3 records" in note for note in caught.value.__notes__)
+    with pytest.raises(ValueError) as caught:
+        SourceReader(ArrayRecord(path, decode_batch=DecodeRaw(np.int32, 5))).read(np.arange(1))
+    assert caught.value.__notes__ == [f"while decoding record 0 of {path}"]
 
 
 @pytest.mark.slow

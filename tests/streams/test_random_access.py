@@ -288,6 +288,13 @@ def test_batches_are_the_same_on_any_hosts_and_after_any_resume(data: st.DataObj
         )
 
 
+def test_a_step_before_the_first_of_an_endless_stream() -> None:
+    mesh = jax.make_mesh((1,), ("data",), axis_types=(AxisType.Auto,))
+    feed = meshfeed.Feed({"x": np.arange(8)}, mesh, global_batch_size=4, num_epochs=None)
+    with feed, pytest.raises(IndexError, match=r"step -1 is not in this stream, which begins at step 0\."):
+        feed.record_ids(-1)
+
+
 @pytest.mark.parametrize(
     ("changes", "setting", "message"),
     [

@@ -62,7 +62,11 @@ def _feed_marker(feed: HasState | None) -> JsonValue:
 
 
 class SkippedStep:
-    """A training state and a feed at one step. Nothing is copied, so :meth:`problem` checks for later changes."""
+    """A training state and a feed at one step.
+
+    Nothing is copied, because a copy at every step would need memory for a second train state. So :meth:`problem` checks
+    for later changes.
+    """
 
     def __init__(self, step: int, train_state: PyTree, feed: HasState | None) -> None:
         self.step = step
@@ -354,7 +358,8 @@ class Checkpointer:
     def _restore_step(self, step: int, wanted: PyTree, feed: Resumable | None, agreement: Agreement) -> PyTree:
         folder = self._directory / str(step)
         try:
-            # Read the feed's state first and set it last, so a failed restore leaves the feed unchanged.
+            # Read the feed's state first and set it last, so a failed restore leaves the feed unchanged. The arrays are not
+            # restored through Orbax's manager, whose barrier makes all hosts wait if one fails.
             position = None if feed is None else agreement.attempt(lambda: _position(folder))
             state = restore_tree(folder / ARRAYS, wanted, self._options, agreement)
             if feed is not None and position is not None:
@@ -427,7 +432,8 @@ class Checkpointer:
                 _log.info("removed the unfinished save %s", path)
 
     def _set_damaged_aside(self, step: int) -> None:
-        # Damaged steps occupy future step numbers: Orbax would skip those steps or refuse to write them.
+        # Damaged steps occupy future step numbers: Orbax would skip those steps or refuse to write them. They are renamed
+        # and not deleted, and only by a job that saves: a job that only reads must not write.
         newer = sorted(number for number in self._damaged if number >= step)
         if not newer:
             return
@@ -478,7 +484,7 @@ class Checkpointer:
         with self._leaving(min(_CLOSE_SECONDS, self._options.timeout_seconds)) as agreement:
             found = agreement.collect(last.problem())
         problems = [f"host {host}: {problem}" for host, problem in sorted(found.items()) if problem is not None]
-        if problems:
+        if problems:  # only a warning: the program has done its work, and may still have to export a model
             _log.warning(_NOT_SAVED, last.step, self._directory, problems[0])
         else:
             self._write(last.step, last.train_state, last.feed)
@@ -500,6 +506,7 @@ class Checkpointer:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        # After an exception, the training state and the feed may not belong together.
         if kind is not None and not self._closed and self._owner.is_here:
             self._abandon_skipped(f"the with block of the Checkpointer raised {kind.__name__}")
         self.close()

@@ -166,6 +166,7 @@ def _receive(block: jax.Array, plan: LoadPlan) -> jax.Array:
         count = plan.mesh.shape[axis]
         distance = (lax.axis_index(axis) - first) % count
         reach = 1
+        # Not a sum with zeros, which loses -0.0, subnormals and NaN payloads.
         while reach < count:  # devices that have the block forward it, so their number doubles each round
             pairs = [((first + i) % count, (first + i + reach) % count) for i in range(reach) if i + reach < count]
             received = lax.ppermute(block, axis, pairs)
@@ -191,6 +192,7 @@ def _gatherer(
         received = (_trim(_receive(block, plan), plan) for block, plan in zip(blocks, plans, strict=True))
         return tuple(from_bits(block, dtype) for block, dtype in zip(received, dtypes, strict=True))
 
+    # Not jit with output shardings: the compiler would choose the collective, and on CPU gather bfloat16 through float32.
     mapped = jax.shard_map(
         gather,
         mesh=plans[0].mesh,

@@ -75,7 +75,10 @@ from meshfeed._src.state import files as state_files
 _CREATION_SECONDS, _POLL_SECONDS = 60.0, 0.01  # after that, writing names the folder that is missing
 
 PLAIN_FILE = "metadata"
-"""A copy of the state under the name that Orbax's own JSON handlers read."""
+"""A copy of the state under the name that Orbax's own JSON handlers read.
+
+A handler registered with Orbax would read the state only in processes that import meshfeed.
+"""
 
 # Constructor arguments of Orbax's SingleReplicaArrayHandler, and our names for them.
 _ORBAX_NAMES = {
@@ -214,6 +217,8 @@ class ArrayHandler(ocp.type_handlers.ArrayHandler):
             value, dtype=args.dtype, share=self._share and early, min_slice_bytes=self._min_slice_bytes
         )
         dtype = np.dtype(args.dtype or value.dtype)  # lay_out has cast the values to it
+        # Narrow dtypes keep their own name: Orbax silently casts if the stored dtype differs from the requested one, so a
+        # float8 stored as the uint8 of its bits would become 56 instead of 1.
         entry.pop("stored", None)
         entry |= {"dtype": dtype.name, **stored_as(dtype), "cell": list(cell)}
         asked = args.chunk_byte_size or chunk_byte_size

@@ -151,7 +151,7 @@ def ways(mesh: AnyMesh, axes: Iterable[str]) -> int:
     return math.prod(mesh.shape[axis] for axis in axes)
 
 
-TARGET_CHUNK_BYTES = 16 << 20
+TARGET_CHUNK_BYTES = 16 << 20  # a chunk is read whole by one host, so a job with more hosts can share smaller ones
 _LEAST_CHUNK_BYTES = 1 << 20  # a dimension without good divisors would give tiny chunks: keep the slice whole
 MIN_SLICE_BYTES = 64 << 10  # below this, a slice costs more in requests than it gains by spreading bytes
 _LEAST_SLICE_BYTES = 4 << 10  # even if each host has only one slice
@@ -177,7 +177,7 @@ def _is_worth(shard_bytes: int, replicas: int, hosts: int, min_slice_bytes: int 
     slice_bytes = shard_bytes // replicas
     if min_slice_bytes is not None:
         return slice_bytes >= min_slice_bytes
-    # Share smaller leaves between hosts, so that one host does not write alone a leaf of a few MiB that a thousand hold.
+    # Share smaller leaves between hosts, so one host does not write alone a leaf of a few MiB that a thousand hosts hold.
     # More slices within a host only add cost.
     each = -(-replicas // hosts)
     between = hosts > 1 and slice_bytes >= _LEAST_SLICE_BYTES and shard_bytes >= each * _CHUNK_WORTH_BYTES

@@ -603,7 +603,7 @@ def type_handlers(arrays: ocp.type_handlers.ArrayHandler) -> ocp.type_handlers.T
 
 
 _SMALL_BYTES = 256 << 10  # a leaf up to this size is sent packed: its own collective costs more than it saves
-_GROUP_BYTES = 4 << 30
+_GROUP_BYTES = 4 << 30  # memory of the leaves that are read and gathered together, without a limit
 _BROADCAST_BYTES = 64 << 20  # broadcasting in blocks is faster than whole shards, for which every device needs zeros
 
 

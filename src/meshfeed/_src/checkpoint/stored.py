@@ -53,7 +53,10 @@ def digest_of_bytes(data: bytes | memoryview) -> str:
 
 
 def digest(values: NDArray[np.generic]) -> str:
-    """Returns the digest of ``values``' bytes in row-major order."""
+    """Returns the digest of ``values``' bytes in row-major order.
+
+    Digests are of decoded values, not of files: a flipped bit in a compressed chunk may decode without an error.
+    """
     return digest_of_bytes(np.ascontiguousarray(values).reshape(-1).view(np.uint8).data)
 
 

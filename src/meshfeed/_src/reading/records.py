@@ -257,7 +257,9 @@ class SourceReader:
             raise
         except Exception as error:
             first = _name_record(self.source, int(record_ids[0]))
-            error.add_note(f"while decoding {number} records (first: {first})")
+            error.add_note(
+                f"while decoding {first}" if number == 1 else f"while decoding {number} records (first: {first})"
+            )
             raise
         if not (self._fresh_decoded if rows is None else self._fresh_from_rows):
             batch = own_leaves(batch)

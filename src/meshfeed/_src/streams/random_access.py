@@ -202,7 +202,8 @@ class RandomAccessStream:
     def _check_step(self, cursor: RandomAccessCursor, step: int) -> None:
         last = self.num_steps(cursor)
         if step < 0 or (last is not None and step >= last):
-            raise IndexError(f"step {step} is not in this stream, which has {last} steps (0 to {(last or 0) - 1}).")
+            steps = "begins at step 0" if last is None else f"has {last} steps (0 to {last - 1})"
+            raise IndexError(f"step {step} is not in this stream, which {steps}.")
 
     def record_ids(self, cursor: RandomAccessCursor, step: int) -> RecordIds:
         """See :class:`meshfeed._src.streams.protocol.FeedStream`."""
