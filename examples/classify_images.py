@@ -1,4 +1,4 @@
-"""Trains an image classifier from JPEG files in one folder per class: workers decode and augment, the position is saved.
+"""Trains an image classifier from JPEG files in one folder per class, decoded and augmented by workers, with checkpoints.
 
 Needs ``pip install '.[images]' flax optax`` in a checkout. Without ``--images`` it first draws some images.
 """
@@ -24,7 +24,7 @@ SIDE = 32
 
 
 def draw_images(folder: pathlib.Path, num_images: int) -> None:
-    """Stripes, in two classes by their direction."""
+    """Draws stripes, in two classes by their direction."""
     for number in range(num_images):
         rng = np.random.default_rng(number)
         stripes = np.sin(np.arange(48) * rng.uniform(0.5, 1.0) + rng.uniform(0, 6))
@@ -67,7 +67,9 @@ class Classifier(nnx.Module):
         self.out = nnx.Linear(16, num_classes, rngs=rngs)
 
     def __call__(self, images: jax.Array) -> jax.Array:
-        x = images[..., None].astype(jnp.float32) / 128 - 1  # bytes travel to the devices; floats are made there
+        x = (
+            images[..., None].astype(jnp.float32) / 128 - 1
+        )  # uint8 is sent to the devices and converted there: a quarter of the bytes
         return self.out(nnx.relu(self.second(nnx.relu(self.first(x)))).mean((1, 2)))
 
 

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Restarts a job on another number of hosts when one of them fails, as a scheduler does with the machines that are left:
+# Restarts a job on a different number of hosts when one of them fails, as a scheduler does with the remaining machines:
 #
 #   examples/elastic_restart.sh "4 3 2" python examples/train_lm.py --data 'data/*' --checkpoints run --steps 1000
 #

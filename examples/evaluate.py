@@ -43,7 +43,7 @@ def eval_step(confusion: jax.Array, batch: dict[str, jax.Array]) -> jax.Array:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--coordinator", help="address:port of host 0; left out: this process is the only host")
+    parser.add_argument("--coordinator", help="address:port of host 0; by default this process is the only host")
     parser.add_argument("--num-hosts", type=int, default=1)
     parser.add_argument("--host", type=int, default=0, help="number of this host")
     parser.add_argument("--batch", type=int, default=64, help="rows of the global batch, over all hosts")

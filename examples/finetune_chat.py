@@ -1,7 +1,7 @@
-"""Fine-tunes on chats of a Hugging Face dataset on disk: the loss covers the assistant's turns alone, chats are packed.
+"""Fine-tunes on chats of a Hugging Face dataset on disk: the loss covers only the assistant's turns, and chats are packed.
 
 Needs ``pip install '.[hf]' optax`` in a checkout. Without ``--dataset`` it first writes a small one. The model is two
-matrices, which predict a token from the one before it; replace it by your own.
+matrices, which predict a token from the one before it; replace it with your own.
 """
 
 from __future__ import annotations

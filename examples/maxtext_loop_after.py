@@ -1,7 +1,7 @@
-"""The training of `maxtext_loop_before.py` with a feed of its own.
+"""The training of `maxtext_loop_before.py` with a meshfeed feed.
 
-What is gone: the cutting of records by host, the parts of a ramp-up, the iterator's files, the reshard in the step.
-What is new: it continues on any number of hosts and devices, and no record of the evaluation is lost or counted twice.
+Removed: the division of records among hosts, the parts of a ramp-up, the iterator's files, the reshard in the step.
+Added: it resumes on any number of hosts and devices, and no record of the evaluation is lost or counted twice.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ def main() -> None:
 
     records = np.random.default_rng(0).normal(size=(RECORDS, WIDTH)).astype(np.float32)
     mesh = jax.make_mesh((jax.device_count() // 2, 2), ("data", "fsdp"), axis_types=(AxisType.Auto, AxisType.Auto))
-    rows = NamedSharding(mesh, P(("data", "fsdp")))  # what the step wants, whatever that is
+    rows = NamedSharding(mesh, P(("data", "fsdp")))  # the layout that the step wants
     train = meshfeed.Feed(
         {"inputs": records},
         rows,

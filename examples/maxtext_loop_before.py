@@ -1,7 +1,7 @@
-"""A training loop as MaxText has it: load_next_batch, an eval iterator with reset, ramp-up, checkpoints of the loader.
+"""A training loop like MaxText's: load_next_batch, an eval iterator with reset, ramp-up, checkpoints of the loader.
 
-It runs with MaxText's loader and, by the one import below, with meshfeed's. `maxtext_loop_after.py` is the same
-training with a feed of its own; docs/how-to/migrate-from-maxtext.md compares them.
+It runs with MaxText's loader or, with the import below, with meshfeed's. `maxtext_loop_after.py` is the same
+training with a feed; docs/how-to/migrate-from-maxtext.md compares them.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ from jax.sharding import PartitionSpec as P
 
 try:
     from maxtext.input_pipeline import multihost_dataloading
-except ImportError:  # the whole change for those who have MaxText: this import in place of the one above
+except ImportError:  # users of MaxText change only this: this import instead of the one above
     from meshfeed import maxtext as multihost_dataloading
 
 RECORDS, WIDTH, BATCH, SMALL_BATCH, RAMP_STEPS = 2048, 8, 32, 16, 2
 
 
 class HostBatches:
-    """This host's share of the records in batches; its iterators have a state, as Grain's have."""
+    """This host's share of the records in batches; its iterators have a state, like Grain's."""
 
     def __init__(self, records: np.ndarray, batch: int) -> None:
         share = records[jax.process_index() :: jax.process_count()]
@@ -57,7 +57,7 @@ class HostIterator:
 
 
 def load_next_batch(train_iter: Any, pending: list[Any], step: int) -> Any:
-    """The next batch; while ramping up, a full one is loaded and given in parts."""
+    """Returns the next batch; while ramping up, loads a full one and returns it in parts."""
     if step >= RAMP_STEPS:
         return next(train_iter)
     if not pending:

@@ -4,13 +4,13 @@ On one host, with all its devices::
 
     python examples/pretrain_documents.py --data 'corpus/*.bin' --checkpoints checkpoints
 
-On several, the same line on each, with its own number::
+On several hosts, run the same command on each, with its own number::
 
     python examples/pretrain_documents.py --data ... --checkpoints ... --coordinator host0:8476 --num-hosts 4 --host 0
 
 Files hold bytes of text (uint8 tokens), and every document ends with a 0. A token attends only to its own document, and the
-last token of a document predicts nothing. On the same mesh, a job that was killed and continued on any number of hosts has
-the same loss at every step as one that ran without interruption.
+last token of a document predicts nothing. On the same mesh, a job that was killed and resumed on any number of hosts has
+the same loss at every step as an uninterrupted one.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ import meshfeed
 
 
 def summed_loss(params: dict[str, Any], batch: dict[str, jax.Array]) -> tuple[jax.Array, jax.Array]:
-    """Sum of the cross entropies, in nats, of each byte given those before it in its document; and their number.
+    """Sum of the cross entropies, in nats, of each byte given those before it in its document, and the number of bytes.
 
     Args:
       params: parameters of the model.
@@ -108,13 +108,13 @@ def report(options: argparse.Namespace, line: dict[str, Any]) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--data", required=True, help="files of bytes: a path or a glob")
-    parser.add_argument("--checkpoints", required=True, help="folder; training continues from the newest step in it")
+    parser.add_argument("--checkpoints", required=True, help="folder; training resumes from the newest step in it")
     parser.add_argument("--steps", type=int, default=200, help="train up to this step")
     parser.add_argument("--batch", type=int, default=64, help="rows of the global batch, over all hosts")
     parser.add_argument("--context", type=int, default=128, help="bytes per sequence")
     parser.add_argument("--seed", type=int, default=0, help="of the order of documents")
     parser.add_argument("--save-every", type=int, default=25, help="steps between checkpoints")
-    parser.add_argument("--coordinator", help="address:port of host 0; left out: this process is the only host")
+    parser.add_argument("--coordinator", help="address:port of host 0; by default this process is the only host")
     parser.add_argument("--num-hosts", type=int, default=1)
     parser.add_argument("--host", type=int, default=0, help="number of this host")
     options = parser.parse_args()

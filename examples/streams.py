@@ -1,7 +1,7 @@
-"""A stream: records that can only be read one after another, saved in the middle and continued on other devices.
+"""A stream: records that can only be read sequentially, saved midway and resumed on a different number of devices.
 
-The stream is cut into lanes once and for all. A lane always feeds the same rows of every batch, whichever host reads
-it, so the batches are the same on any number of hosts, and so is what comes after a restart.
+The stream is divided into a fixed number of lanes. A lane always feeds the same rows of every batch, whichever host reads
+it, so the batches are the same on any number of hosts, also after a restart.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ from jax.sharding import PartitionSpec as P
 
 import meshfeed
 
-NUM_FILES, LINES_A_FILE, BATCH = 16, 500, 16
+NUM_FILES, LINES_PER_FILE, BATCH = 16, 500, 16
 
 
 def write_files(folder: pathlib.Path) -> list[pathlib.Path]:
     """Files of JSON lines, as a log would be."""
     paths = [folder / f"log-{number:02d}.jsonl" for number in range(NUM_FILES)]
     for number, path in enumerate(paths):
-        lines = ({"file": number, "line": line, "ok": (number + line) % 3 != 0} for line in range(LINES_A_FILE))
+        lines = ({"file": number, "line": line, "ok": (number + line) % 3 != 0} for line in range(LINES_PER_FILE))
         path.write_text("".join(json.dumps(line) + "\n" for line in lines))
     return paths
 
@@ -58,11 +58,11 @@ def main() -> None:
 
         with make_feed(paths, jax.device_count()) as feed:
             parts = [lines_of(next(feed)) for _ in range(100)]
-            text = json.dumps(feed.get_state())  # one entry a lane
+            text = json.dumps(feed.get_state())  # one entry per lane
         few = max(1, jax.device_count() // 4)
         with make_feed(paths, few) as feed:
             feed.set_state(json.loads(text))
-            print(f"continued on {few} device{'s' * (few > 1)} at step {feed.step}, record {feed.position:,}")
+            print(f"resumed on {few} device{'s' * (few > 1)} at step {feed.step}, record {feed.position:,}")
             parts += [lines_of(batch) for batch in feed]
         print("the same batches" if parts == whole else "DIFFERENT batches")
 

@@ -1,15 +1,15 @@
-"""Trains a small byte-level language model on any number of hosts, and goes on from its checkpoints on any other number.
+"""Trains a small byte-level language model on any number of hosts, and resumes from its checkpoints on any other number.
 
 On one host, with all its devices::
 
     python examples/train_lm.py --data 'corpus/*.array_record' --checkpoints checkpoints
 
-On several, the same line on each, with its own number::
+On several hosts, run the same command on each, with its own number::
 
     python examples/train_lm.py --data ... --checkpoints ... --coordinator host0:8476 --num-hosts 4 --host 0
 
-Records are pieces of text of one length. Every global batch is the same whatever the number of hosts, so a job that was
-killed is started again on as many as there are: nothing is lost and nothing repeated. ``meshfeed demo`` runs this file.
+Records are pieces of text of equal length. Every global batch is the same on any number of hosts, so a job that was killed
+can restart on as many hosts as are available: nothing is lost and nothing repeated. ``meshfeed demo`` runs this file.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ def init_params(key: jax.Array, context: int) -> dict[str, Any]:
 
 
 def layout(mesh: Mesh, path: Any, leaf: Any) -> NamedSharding:
-    """Heads and hidden units over the model axis; all else, and what Adam keeps of it, by the same names."""
+    """Divides heads and hidden units over the model axis; everything else is replicated. Adam's state has the same names."""
     specs = {
         "qkv": P(None, None, "model"),
         "out": P("model"),
@@ -72,7 +72,7 @@ def normalize(x: jax.Array, scale: jax.Array) -> jax.Array:
 
 
 def loss_of(params: dict[str, Any], text: jax.Array) -> jax.Array:
-    """Mean cross entropy, nats a byte, of each byte of ``text`` (uint8 ``[rows, context + 1]``) given those before."""
+    """Mean cross entropy of ``text`` (uint8 ``[rows, context + 1]``), in nats per byte, each given the bytes before it."""
     inputs, targets = text[:, :-1], text[:, 1:].astype(jnp.int32)
     x = params["bytes"][inputs] + params["places"]
     for layer in params["layers"]:
@@ -176,16 +176,18 @@ def report(options: argparse.Namespace, line: dict[str, Any]) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--data", required=True, help="ArrayRecord files: a path or a glob")
-    parser.add_argument("--checkpoints", required=True, help="folder; training goes on from the newest step in it")
+    parser.add_argument("--checkpoints", required=True, help="folder; training resumes from the newest step in it")
     parser.add_argument("--steps", type=int, default=200, help="train up to this step")
     parser.add_argument("--batch", type=int, default=64, help="rows of the global batch, over all hosts")
     parser.add_argument("--seed", type=int, default=0, help="of the order of records")
     parser.add_argument("--save-every", type=int, default=25, help="steps between checkpoints")
     parser.add_argument("--model-axis", type=int, default=1, help="devices that share a row of the batch")
-    parser.add_argument("--coordinator", help="address:port of host 0, or `auto`: Slurm, a TPU pod or Kubernetes tells")
+    parser.add_argument(
+        "--coordinator", help="address:port of host 0, or `auto` under Slurm, on a TPU pod or on Kubernetes"
+    )
     parser.add_argument("--num-hosts", type=int, default=1)
     parser.add_argument("--host", type=int, default=0, help="number of this host")
-    parser.add_argument("--log", help="file for one line of JSON a step")
+    parser.add_argument("--log", help="file for one line of JSON per step")
     parser.add_argument("--audit", action="store_true", help="log record ids and a digest of each row too")
     parser.add_argument("--forget-position", action="store_true", help=argparse.SUPPRESS)  # for the demo's own test
     options = parser.parse_args()

@@ -116,7 +116,7 @@ def test_pages_give_a_cache_to_files_behind_urls() -> None:
 def test_streams() -> None:
     out = run("streams.py").splitlines()
     assert out[0].startswith("uninterrupted, 8 devices: 666 batches")
-    assert out[1:] == ["continued on 2 devices at step 100, record 1,600", "the same batches"]
+    assert out[1:] == ["resumed on 2 devices at step 100, record 1,600", "the same batches"]
 
 
 @pytest.mark.slow
