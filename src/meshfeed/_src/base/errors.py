@@ -50,7 +50,7 @@ _MAX_REASON = 200  # every state lists up to 256 reasons
 VARIABLE = "MESHFEED_FULL_TRACEBACK"
 _ROOT = str(pathlib.Path(__file__).resolve().parents[2]) + os.sep  # the package's folder
 _EXAMPLES = os.path.join(_ROOT, "_examples") + os.sep  # user code, which the demo runs
-_CARRIERS = ("concurrent.futures.", "contextlib.", "tenacity.")
+_CARRIERS = ("concurrent.futures.", "contextlib.")
 
 
 @public("meshfeed")
@@ -379,5 +379,5 @@ def _is_own(frame: FrameType) -> bool:
 
 
 def _is_carrier(frame: FrameType) -> bool:
-    """Whether the frame belongs to a library that only forwards meshfeed's call: to a thread, or as a retry."""
+    """Whether the frame belongs to a library that only forwards meshfeed's call, such as to a thread."""
     return f"{frame.f_globals.get('__name__', '')}.".startswith(_CARRIERS)

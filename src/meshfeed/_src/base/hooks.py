@@ -135,7 +135,7 @@ class LocatesRecords(Protocol):
 
 
 class Concatenates(Protocol):
-    """Joins sources that read and decode alike, so that a mixture reads them with one call."""
+    """Joins sources that read and decode alike, so a mixture can read them with one call."""
 
     def concatenate(self, others: Sequence[RandomAccessSource]) -> RandomAccessSource | None:
         """Returns one source of this source's records followed by those of ``others``; None if they are not alike."""
@@ -188,7 +188,7 @@ class CachesFiles(Protocol):
 
 
 class WaitsForReads(Protocol):
-    """Spends its reads waiting for a store, so that several batches should be read at the same time."""
+    """Waits for a store while it reads, so several batches should be read at the same time."""
 
     read_threads: int
     """Threads that read if the feed has no ``num_threads=``."""
@@ -243,7 +243,7 @@ class Unconverted(Protocol):
 
 
 class ChecksRecords(Protocol):
-    """Knows whether its records can become arrays, from the types of their leaves."""
+    """Checks from the types of its leaves whether its records can become arrays."""
 
     def check_records(self) -> None:
         """Raises SourceError if they cannot; reads nothing."""
@@ -430,6 +430,6 @@ def open_lane(source: StreamSource, lane_index: int, num_lanes: int, *, epoch: i
         raise
     except Exception as error:
         note = f"while opening lane {lane_index} of {num_lanes}, epoch {epoch}"
-        if note not in getattr(error, "__notes__", ()):  # a source over a different one opens its lane with this too
+        if note not in getattr(error, "__notes__", ()):  # a source that wraps another opens its lane with this too
             error.add_note(note)
         raise

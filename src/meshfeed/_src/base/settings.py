@@ -141,8 +141,8 @@ class Workers(int):
 
     Args:
       count (int): number of processes, at least 0. A plain int uses the default ``gc_every``.
-      gc_every (int): reads between runs of a worker's garbage collector, which is disabled in between so that it does not
-        delay a batch; 0 keeps Python's own schedule.
+      gc_every (int): reads between runs of a worker's garbage collector, which is disabled in between to avoid delaying a
+        batch; 0 keeps Python's own schedule.
 
     Raises:
       SettingsError: a number is out of range.
