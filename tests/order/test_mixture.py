@@ -104,7 +104,7 @@ def test_a_component_that_no_weight_names_is_an_error_or_with_stages_a_warning(c
         check_all_named({"b": 3, "d": 0}, names)
     assert raised.value.setting == "weights"
     assert str(raised.value) == (
-        "weights leaves out the component 'a', 'c', which would never be read. Name every component, as in "
+        "weights leaves out the components 'a', 'c', which would never be read. Name every component, as in "
         "weights={'a': 1, 'b': 3, 'c': 1, 'd': 0} (0: not read), or remove it from the components."
     )
     check_all_named([(0, {"a": 1}), (5, {"c": 1})], names)
@@ -112,7 +112,7 @@ def test_a_component_that_no_weight_names_is_an_error_or_with_stages_a_warning(c
         (
             "meshfeed.mixture",
             "WARNING",
-            "no stage of weights names the component 'b', 'd'; it is not read until a stage does.",
+            "no stage of weights names the components 'b', 'd': not read until a stage does.",
         )
     ]
 

@@ -333,7 +333,7 @@ def test_columns_reach_the_components():
         (
             lambda: stream_mixture({"code": 1}),
             SettingsError,
-            "leaves out the component 'web', 'books', .*'web': 1, 'code'",
+            "leaves out the components 'web', 'books', .*'web': 1, 'code'",
         ),
         (lambda: stream_mixture(shuffle=-1), SettingsError, "shuffle=-1"),
         (lambda: feed(random_mixture(on_end="stop"), num_epochs=None), SettingsError, "never stops"),

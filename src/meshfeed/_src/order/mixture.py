@@ -116,15 +116,16 @@ def check_all_named(weights: GivenWeights, names: Sequence[str]) -> None:
     """
     stages = [(0, weights)] if isinstance(weights, Mapping) else weights
     named = {name for _, stage in stages for name in stage}
-    forgotten = ", ".join(repr(name) for name in names if name not in named)
-    if not forgotten:
+    missing = [repr(name) for name in names if name not in named]
+    if not missing:
         return
+    forgotten = f"component{'s' * (len(missing) > 1)} {', '.join(missing)}"
     if not isinstance(weights, Mapping):
-        _log.warning("no stage of weights names the component %s; it is not read until a stage does.", forgotten)
+        _log.warning("no stage of weights names the %s: not read until a stage does.", forgotten)
         return
     complete = {name: weights.get(name, 1) for name in names}
     raise SettingsError(
-        f"weights leaves out the component {forgotten}, which would never be read. Name every component, as in "
+        f"weights leaves out the {forgotten}, which would never be read. Name every component, as in "
         f"weights={complete!r} (0: not read), or remove it from the components.",
         setting="weights",
     )

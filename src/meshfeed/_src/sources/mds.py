@@ -401,7 +401,7 @@ def check_stackable(columns: Sequence[Column], *, what: str) -> None:
         if column.encoding in _HOST_ONLY:
             leave_out = _leave_out([other.name for other in columns if other.encoding not in _HOST_ONLY])
             raise SourceError(
-                f"{what}: column {column.name!r} is stored as {column.encoding}, which no device holds. Expected "
+                f"{what}: column {column.name!r} is stored as {column.encoding}, which JAX has no dtype for. Expected "
                 f"numbers or arrays. Convert it with meshfeed.sources.Map(source, function){leave_out}."
             )
 

@@ -132,7 +132,7 @@ def _check_leaf(path: str, leaf: object) -> np.ndarray:
         raise SourceError(f"ragged rows: {where} holds lists of unequal lengths. Pad or cut them to one length first.")
     if dtype.kind in "OUSMm" or dtype.names is not None or dtype.type in (np.void, np.longdouble, np.clongdouble):
         raise SourceError(
-            f"{where} has dtype {dtype} and shape {array.shape}, which no device holds. Expected numbers or booleans. "
+            f"{where} has dtype {dtype} and shape {array.shape}, which JAX has no dtype for. Expected numbers or booleans. "
             "Turn text into token ids, and ragged rows into padded ones, first."
         )
     return array

@@ -106,7 +106,7 @@ def inspect_array(spec: object, leaf: str, window: int | None, *, fill_missing: 
         raise SourceError(f"{where} ({leaf}) has shape () and so no rows. Expected an array [records, ...].")
     if dtype.kind in "OUSMm" or dtype.type is np.void:
         raise SourceError(
-            f"{where} ({leaf}) has dtype {store.dtype.name}, which no device holds. Expected numbers or booleans. Store "
+            f"{where} ({leaf}) has dtype {store.dtype.name}, which JAX has no dtype for. Expected numbers or booleans. Store "
             "token ids instead of text."
         )
     return Array(resolved, store, where, window, cache_bytes)

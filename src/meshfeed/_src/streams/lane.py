@@ -147,7 +147,9 @@ class Lane:
             return hooks.open_lane(self._source, self.lane_index, settings.num_lanes, epoch=epoch, seed=settings.seed)
         except StopIteration as error:
             raise SourceError(
-                f"opening lane {self.lane_index} raised StopIteration.", lane_index=self.lane_index
+                f"opening lane {self.lane_index} raised StopIteration, which does not end the data. Return an iterator; it "
+                "may be empty.",
+                lane_index=self.lane_index,
             ) from error
 
     def _reopen(self) -> None:

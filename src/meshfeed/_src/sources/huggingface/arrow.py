@@ -159,7 +159,7 @@ def _is_text(t: pa.DataType) -> bool:
 
 def _unusable(column: str, what: object, remedy: str, without: str, **where: Unpack[Where]) -> SourceError:
     return SourceError(
-        f"column {column!r} holds {what}, which no device holds. Expected numbers, booleans, or lists of them. {remedy} "
+        f"column {column!r} holds {what}, which JAX has no dtype for. Expected numbers, booleans, or lists of them. {remedy} "
         f"with {MAP}{without}.",
         **where,
     )
