@@ -12,11 +12,11 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
-import multiprocessing.connection
 import os
 import pathlib
 import pickle
 import pkgutil
+import selectors
 import shutil
 import signal
 import socket
@@ -489,11 +489,14 @@ class HostPool:
             self._receive(0.5)
 
     def _receive(self, seconds: float) -> None:
-        hosts = {host.child.fileno(): host for host in self._hosts if host.open}
-        ready = multiprocessing.connection.wait(hosts, seconds) if hosts else ()
-        for number, host in hosts.items():
+        hosts = [host for host in self._hosts if host.open]
+        with selectors.DefaultSelector() as selector:
+            for host in hosts:
+                selector.register(host.child, selectors.EVENT_READ, host)
+            ready = [key.data for key, _ in selector.select(seconds)] if hosts else []
+        for host in ready or hosts:
             # On a timeout, also poll the processes: a dead host may have left a child that keeps the pipe open.
-            if number in ready or (not ready and host.child.returncode is not None):
+            if ready or host.child.returncode is not None:
                 host.receive()
 
     def _give_up(self, seconds: float) -> None:
