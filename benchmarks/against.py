@@ -1,4 +1,4 @@
-"""Speed of this checkout's ``next(feed)`` beside that of another checkout: two processes that take turns.
+"""Speed of this checkout's ``next(feed)`` and restores beside those of another checkout: processes that take turns.
 
 ``scripts/bench against --other ../older/src`` compares with a folder that contains the package ``meshfeed``; further
 folders for its ``PYTHONPATH`` follow after colons. Any version with ``MultiHostDataLoadIterator`` will do. Use it to
@@ -7,6 +7,8 @@ check that a change costs nothing. On a machine that others use too, CPU time an
 Cases: ``assembly`` (arrays in memory), ``lm`` (20,000 records of 2,048 int32, shuffled), ``in-order`` (not shuffled),
 ``compressed`` (zstd), ``million`` (1,000,000 records of 200 bytes, 512 a batch), ``mosaic`` (4 KB records, decoded one by
 one), ``mix`` (35 components) and ``overlap`` (a step after each batch). A ``0`` after the name: without read-ahead.
+``restore`` and the names that begin with it restore the arrays of ``benchmarks restore`` on 4 hosts, each checkout what
+it has saved itself; ``ms`` is then one restore on the slowest host.
 """
 
 from __future__ import annotations
@@ -24,7 +26,7 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks import _data
+from benchmarks import _data, restore
 from benchmarks._measure import Table, main, make_mesh, spread, with_cpu_devices
 
 ROOT = pathlib.Path(__file__).parent.parent
@@ -92,9 +94,33 @@ CASES: dict[str, tuple[Callable[[str], Any], int, bool, int]] = {
     "overlap": (lm, 64, True, 20),
 }
 
+# case → its name in benchmarks/restore.py
+LIMIT_MIB = 16
+RESTORES = {
+    "restore": "meshfeed once",
+    "restore-unverified": "meshfeed once, no verify",
+    "restore-limit": f"meshfeed once, limit {LIMIT_MIB} MiB",
+    "restore-single": "meshfeed single_replica",
+    "restore-single-limit": f"meshfeed single_replica, limit {LIMIT_MIB} MiB",
+    "restore-every-host": "meshfeed every_host",
+    "restore-orbax": "meshfeed once, of Orbax's files",
+}
 
-def serve(case: str, folder: str) -> None:
-    """Does one round for each line on standard input, and prints its seconds by wall clock and of CPU time."""
+
+def restore_rounds(case: str, folder: str) -> Callable[[], tuple[float, float]]:
+    from meshfeed.testing import HostPool
+
+    pool = HostPool(4, 2, timeout_seconds=900)
+    directory = tempfile.mkdtemp(dir=folder)
+
+    def round_of() -> tuple[float, float]:
+        hosts = [r.value for r in pool.run(restore.restore_again, directory, RESTORES[case], LIMIT_MIB << 20)]
+        return max(wall for wall, _ in hosts), sum(cpu for _, cpu in hosts)
+
+    return round_of
+
+
+def feed_rounds(case: str, folder: str) -> Callable[[], tuple[float, float]]:
     with_cpu_devices(8)
     import jax
     from jax.sharding import NamedSharding, PartitionSpec
@@ -113,21 +139,29 @@ def serve(case: str, folder: str) -> None:
     weights = np.ones((_data.TOKENS, 256), np.float32)
     step = jax.jit(lambda batch: (batch["tokens"].astype(np.float32) @ weights).sum())
 
-    def round_of() -> None:
+    def round_of() -> tuple[float, float]:
+        wall, cpu = time.perf_counter(), time.process_time()
         found = None
         for _ in range(batches):
             found = next(feed)
             if case.startswith("overlap"):
                 step(found).block_until_ready()
         jax.block_until_ready(found)
+        return time.perf_counter() - wall, time.process_time() - cpu
 
+    return round_of
+
+
+def serve(case: str, folder: str) -> None:
+    """Does one round for each line on standard input, and prints its seconds by wall clock and of CPU time."""
+    import meshfeed
+
+    round_of = (restore_rounds if case in RESTORES else feed_rounds)(case, folder)
     for _ in range(3):
         round_of()
     print(meshfeed.__file__, flush=True)
     for _ in sys.stdin:
-        wall, cpu = time.perf_counter(), time.process_time()
-        round_of()
-        print(time.perf_counter() - wall, time.process_time() - cpu, flush=True)
+        print(*round_of(), flush=True)
     os._exit(0)  # without waiting for the read-ahead
 
 
@@ -179,11 +213,11 @@ def compare(case: str, folder: str, paths: list[str], rounds: int) -> dict[str, 
         checkout.close()
     (wall, cpu), (other_wall, other_cpu) = (list(zip(*each, strict=True)) for each in found)
     pairs = [there / here for here, there in zip(wall, other_wall, strict=True)]
-    batches = CASES[case.removesuffix("0")][3]
+    per_round = 1 if case in RESTORES else CASES[case.removesuffix("0")][3]
     return {
         "case": case,
-        "ms per batch": statistics.median(wall) / batches * 1e3,
-        "of the other": statistics.median(other_wall) / batches * 1e3,
+        "ms": statistics.median(wall) / per_round * 1e3,
+        "of the other": statistics.median(other_wall) / per_round * 1e3,
         "× as fast": statistics.median(other_wall) / statistics.median(wall),
         "fastest rounds": min(other_wall) / min(wall),
         "median of pairs": statistics.median(pairs),
@@ -194,7 +228,7 @@ def compare(case: str, folder: str, paths: list[str], rounds: int) -> dict[str, 
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    names = [*CASES, *(f"{name}0" for name in CASES)]
+    names = [*CASES, *(f"{name}0" for name in CASES), *RESTORES]
     parser.add_argument("--other", metavar="PATH", help="folder that contains the other package meshfeed")
     parser.add_argument("--cases", nargs="+", choices=names, default=[*CASES, "assembly0", "lm0", "million0"])
     parser.add_argument("--rounds", type=int, default=41)
@@ -213,7 +247,7 @@ def measure(options: argparse.Namespace) -> Iterator[Table]:
         for case in options.cases:
             rows.append(compare(case, folder, [str(ROOT / "src"), other], options.rounds))
             print(rows[-1], flush=True)
-    yield Table(f"next(feed) of {ROOT / 'src'} beside {options.other}, {options.rounds} rounds", rows)
+    yield Table(f"this checkout, {ROOT / 'src'} beside {options.other}, {options.rounds} rounds", rows)
 
 
 if __name__ == "__main__":

@@ -16,6 +16,7 @@ import pathlib
 import shutil
 import tempfile
 import time
+from collections.abc import Callable
 from typing import Any
 
 from benchmarks._measure import Table, main
@@ -145,24 +146,35 @@ def restorers(directory: str, tree: Any, limit: int) -> dict[str, Any]:
     }
 
 
-def job(directory: str, shape: tuple[int, int], mib: int, limit: int, rounds: int, replica_sharded: bool) -> Any:
-    """What every host runs."""
-    import jax
+def save_both(directory: str, tree: Any) -> dict[str, float]:
+    """Saves the arrays by us and by Orbax; returns the seconds of each."""
     import orbax.checkpoint as ocp
-    from jax.experimental import multihost_utils
 
     from meshfeed.checkpoint import ArraysHandler, ArraysSave
 
-    mesh = jax.make_mesh(shape, ("data", "model"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
-    tree = make_tree(mesh, mib, replica_sharded)
-    results: dict[str, Any] = {}
-    for name, checkpointer, args in (
-        ("save: meshfeed", ocp.Checkpointer(ArraysHandler()), ArraysSave(tree)),
-        ("save: Orbax", ocp.PyTreeCheckpointer(), ocp.args.PyTreeSave(tree)),
+    seconds = {}
+    for folder, checkpointer, args in (
+        ("ours", ocp.Checkpointer(ArraysHandler()), ArraysSave(tree)),
+        ("orbax", ocp.PyTreeCheckpointer(), ocp.args.PyTreeSave(tree)),
     ):
         started = time.perf_counter()
-        checkpointer.save(pathlib.Path(directory, name.split()[1].lower().replace("meshfeed", "ours")), args=args)
-        results[name] = {"seconds": [time.perf_counter() - started]}
+        checkpointer.save(pathlib.Path(directory, folder), args=args)
+        seconds[folder] = time.perf_counter() - started
+    return seconds
+
+
+def job(directory: str, shape: tuple[int, int], mib: int, limit: int, rounds: int, replica_sharded: bool) -> Any:
+    """What every host runs."""
+    import jax
+    from jax.experimental import multihost_utils
+
+    mesh = jax.make_mesh(shape, ("data", "model"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
+    tree = make_tree(mesh, mib, replica_sharded)
+    saved = save_both(directory, tree)
+    results: dict[str, Any] = {
+        "save: meshfeed": {"seconds": [saved["ours"]]},
+        "save: Orbax": {"seconds": [saved["orbax"]]},
+    }
     for name, restore in restorers(directory, tree, limit).items():
         seconds, extra, read, wrong = [], [], 0, None
         try:
@@ -183,6 +195,41 @@ def job(directory: str, shape: tuple[int, int], mib: int, limit: int, rounds: in
         except Exception as error:  # Orbax refuses some layouts
             results[name] = {"error": f"{type(error).__name__}: {str(error).splitlines()[0][:160]}"}
     return list(results.items())  # a dict would come back sorted
+
+
+saved: list[tuple[Any, dict[str, Callable[[], Any]]]] = []  # in each host: the arrays, and the ways to restore them
+
+
+def restore_again(directory: str, way: str, limit: int) -> tuple[float, float]:
+    """What every host runs for benchmarks/against.py: one restore, and before the first the save.
+
+    Returns:
+      its seconds by wall clock and of CPU time.
+    """
+    import jax
+    from jax.experimental import multihost_utils
+
+    from benchmarks.restore import saved  # the host's own: this function's globals are sent anew with each call
+
+    if not saved:
+        mesh = jax.make_mesh(
+            (jax.process_count(), jax.local_device_count()),
+            ("data", "model"),
+            axis_types=(jax.sharding.AxisType.Auto,) * 2,
+        )
+        tree = make_tree(mesh, 200, replica_sharded=False)
+        save_both(directory, tree)
+        saved.append((tree, restorers(directory, tree, limit)))
+    tree, ways = saved[0]
+    gc.collect()
+    multihost_utils.sync_global_devices(way)
+    wall, cpu = time.perf_counter(), time.process_time()
+    restored = ways[way]()
+    jax.block_until_ready(restored)
+    seconds = time.perf_counter() - wall, time.process_time() - cpu
+    if wrong := count_wrong(tree, restored):
+        raise RuntimeError(f"{wrong} leaves were restored wrong")
+    return seconds
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
