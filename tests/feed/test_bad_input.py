@@ -311,6 +311,60 @@ def test_stop_iteration_inside_a_read_is_an_error_and_not_the_end() -> None:
         assert info.value.record_id == 20
 
 
+class Stops:
+    """Batches of 16 rows, or records, that may be read again; one method raises StopIteration where no data ends."""
+
+    def __init__(self, method: str, shape: tuple[int, ...] = ()) -> None:
+        self.method, self.shape, self.at, self.passes = method, shape, 0, 0
+
+    def _check(self, method: str) -> None:
+        if method == self.method:
+            raise StopIteration
+
+    def __iter__(self) -> Stops:
+        self.passes += 1
+        if self.passes > 2:  # the first call finds out whether the iterable is an iterator
+            self._check("__iter__")
+        self.at = 0
+        return self
+
+    def __next__(self) -> np.ndarray:
+        if self.at == 32:
+            raise StopIteration
+        self.at += 1
+        return np.full(self.shape, self.at, np.int32)
+
+    def get_state(self) -> int:
+        if self.at:
+            self._check("get_state")
+        return self.at
+
+    def set_state(self, state: int) -> None:
+        self._check("set_state")
+        self.at = state
+
+    def close(self) -> None:
+        self._check("close")
+
+
+@pytest.mark.parametrize("num_threads", [None, 2])
+@pytest.mark.parametrize("method", ["get_state", "close"])
+def test_stop_iteration_of_a_lane_where_no_data_ends_is_an_error(method: str, num_threads: int | None) -> None:
+    source = meshfeed.sources.Stream(lambda lane_index, num_lanes: Stops(method))
+    feed = make_feed(source, num_lanes=2, num_epochs=2, num_threads=num_threads)
+    with feed, pytest.raises(meshfeed.SourceError, match=r"lane \d raised StopIteration outside of next\(\)") as info:
+        list(feed)
+    assert info.value.lane_index in (0, 1)
+
+
+@pytest.mark.parametrize("method", ["get_state", "set_state", "__iter__"])
+def test_stop_iteration_of_host_batches_where_no_data_ends_is_an_error(method: str) -> None:
+    batches = meshfeed.sources.HostBatches(Stops(method, (16,)))
+    feed = make_feed(batches, global_batch_size=None, num_epochs=2)
+    with feed, pytest.raises(meshfeed.SourceError, match="raised StopIteration outside of __next__"):
+        list(feed)
+
+
 @pytest.mark.parametrize("record_ids", [[1.5], ["1"], [True], [[0, 1]], None, "1"])
 def test_read_takes_record_ids_and_nothing_that_only_looks_like_them(record_ids: Any) -> None:
     with make_feed() as feed, pytest.raises(meshfeed.SettingsError, match="record ids") as info:

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from meshfeed import SettingsError
+from meshfeed import SettingsError, SourceError
 from meshfeed._src.streams import balance as streams_balance
 from meshfeed._src.streams.balance import RowBalance
 
@@ -92,6 +92,14 @@ def test_a_function_must_return_a_cost(returned: Any) -> None:
         "number of at least 0."
     )
     assert refused.value.setting == "balance"
+
+
+def test_stop_iteration_is_not_the_end_of_the_data() -> None:
+    def cost(lengths: np.ndarray) -> float:
+        raise StopIteration
+
+    with pytest.raises(SourceError, match="raised StopIteration, which does not end the data"):
+        RowBalance(Records(), cost).rows(np.array([1]))
 
 
 def test_a_cost_of_zero_is_a_cost() -> None:

@@ -15,7 +15,7 @@ import math
 import numpy as np
 
 from meshfeed._src.base import hooks
-from meshfeed._src.base.errors import SettingsError
+from meshfeed._src.base.errors import SettingsError, SourceError
 from meshfeed._src.base.settings import Balance
 from meshfeed._src.base.types import RandomAccessSource, RecordIds
 from meshfeed._src.reading.identity import kind_of
@@ -50,7 +50,14 @@ class RowBalance:
 
     def rows(self, record_ids: RecordIds) -> RecordIds:
         """Returns the index into ``record_ids`` of each row's record, int64[n]."""
-        return balanced_rows(self._costs(record_ids))
+        try:
+            costs = self._costs(record_ids)
+        except StopIteration as error:  # which would end the feed
+            raise SourceError(
+                f"balance={self._balance!r}: computing the costs of records raised StopIteration, which does not end the "
+                "data. Raise a different exception in the function, or in the source's lengths()."
+            ) from error
+        return balanced_rows(costs)
 
     def _costs(self, record_ids: RecordIds) -> np.ndarray:
         if self._of_rows is not None:

@@ -165,7 +165,8 @@ class Lane:
             self._close_broken()
             if isinstance(error, StopIteration):  # which would end the feed
                 raise SourceError(
-                    f"restoring lane {self.lane_index} raised StopIteration.", lane_index=self.lane_index
+                    f"restoring lane {self.lane_index} raised StopIteration. Raise a different exception in set_state.",
+                    lane_index=self.lane_index,
                 ) from error
             raise
         finally:

@@ -118,8 +118,15 @@ class LaneGroup:
 
         def take(lane: Lane) -> LaneRows:
             self._reading = lane
-            taken = lane.take(num_records)
-            return LaneRows(taken, lane.entry())
+            try:
+                taken = lane.take(num_records)
+                return LaneRows(taken, lane.entry())
+            except StopIteration as error:  # which would end the feed
+                raise SourceError(
+                    f"lane {lane.lane_index} raised StopIteration outside of next(), in get_state or close, which does not "
+                    "end the data. Raise a different exception there.",
+                    lane_index=lane.lane_index,
+                ) from error
 
         rows = [take(lane) for lane in self._lanes] if self._threads is None else self._threads.map(take, self._lanes)
         lanes = {lane.lane_index: row for lane, row in zip(self._lanes, rows, strict=True)}

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import logging
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Generator, Mapping
 from typing import Protocol
 
 import jax
@@ -55,6 +56,18 @@ def rows_of(batch: PyTree) -> int:
         f"leaf {path or '(the batch itself)'} of a host batch is {type(leaves[0]).__name__} (dtype "
         f"{np.asarray(leaves[0]).dtype}) of shape (); {expected}"
     )
+
+
+@contextlib.contextmanager
+def _never_the_end() -> Generator[None]:
+    """Makes a StopIteration that the user's code raises outside of ``__next__``, and would end the feed, an error."""
+    try:
+        yield
+    except StopIteration as error:
+        raise SourceError(
+            "the iterable of host batches raised StopIteration outside of __next__, in __iter__, get_state, set_state or "
+            "close, which does not end the data. Raise a different exception there."
+        ) from error
 
 
 class LocalBatchReader:
@@ -179,7 +192,7 @@ class LocalBatchReader:
         start = time.perf_counter()
         batch = None
         if self._final is None:
-            with self._taking:
+            with self._taking, _never_the_end():
                 batch = self._take_to_deliver()
         seconds = time.perf_counter() - start
         made = self._padding() if batch is None else self._filled(batch)
@@ -190,7 +203,7 @@ class LocalBatchReader:
     def _filled(self, batch: PyTree) -> HostBatch:
         """Makes a HostBatch of ``batch``, padded to this host's rows."""
         step = self._step
-        self._entry = {"epoch": self._epoch, "step": step + 1, "iterator": self._iterator.get_state()}
+        self._entry = {"epoch": self._epoch, "step": step + 1, "iterator": self._iterator_state()}
         real = rows_of(batch)
         size = self._stream.size_for(real)
         rows = self._host_rows.rows(size)
@@ -206,13 +219,17 @@ class LocalBatchReader:
         if self._final is None:
             self._final = self._step
         if not self._entry:  # a state needs an entry even for a host that never has a batch
-            self._entry = {"epoch": 0, "step": self._step, "iterator": self._iterator.get_state()}
+            self._entry = {"epoch": 0, "step": self._step, "iterator": self._iterator_state()}
         size, size_known = self._stream.size_of_padding()
         rows = self._host_rows.rows(size)
         tree = None
         if size_known and self._spec is not None:
             tree = self._with_mask(self._spec.zeros(len(rows)), len(rows), 0)
         return self._made(size, tree, rows, size_from_others=not size_known)
+
+    def _iterator_state(self) -> JsonValue:
+        with _never_the_end():
+            return self._iterator.get_state()
 
     def _with_mask(self, tree: PyTree, num_rows: int, real: int) -> PyTree:
         if self._settings.mask_key is None:
@@ -417,7 +434,8 @@ class LocalBatchStream:
         if self._reading is not None:
             return self._reading.peek()
         if self._first is None:
-            iterator = self.source.iterator()
+            with _never_the_end():
+                iterator = self.source.iterator()
             try:
                 batch = next(iterator)
             except StopIteration:
@@ -533,7 +551,8 @@ class LocalBatchStream:
             iterator, ready = self._first
             self._first = None
         else:
-            iterator = self.source.iterator(None if entry is None else entry["iterator"])
+            with _never_the_end():
+                iterator = self.source.iterator(None if entry is None else entry["iterator"])
             self._first = None
         if cursor.step and self.schedule is None and not self._rows_may_vary:
             # The next batch may be the short one at the end of an epoch, which must not set the size.
