@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import threading
 import time
 from collections.abc import Iterator
@@ -67,6 +68,25 @@ def test_shutdown_finishes_what_was_submitted_and_close_does_not() -> None:
         assert (second.done(), second.succeeded, done) == (
             (True, True, [1]) if how == "shutdown" else (True, False, [])
         )
+
+
+def test_work_submitted_while_another_thread_closes_the_pool_does_not_wait_for_ever(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    threads = base_threads.Threads(1, "ends")
+    threads.submit(str).result()
+    partial = functools.partial
+
+    def closed_meanwhile(*args: Any) -> Any:
+        monkeypatch.undo()
+        threads.close()
+        return partial(*args)
+
+    monkeypatch.setattr("functools.partial", closed_meanwhile)
+    call = threads.submit(str)
+    assert call.done()
+    with pytest.raises(meshfeed.MeshfeedError, match="closed"):
+        call.result()
 
 
 def test_a_close_that_hangs_is_not_waited_for(caplog, monkeypatch: pytest.MonkeyPatch) -> None:

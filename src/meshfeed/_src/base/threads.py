@@ -227,6 +227,8 @@ class Threads:
                 self._unstarted.remove(thread)
         call = Call(functools.partial(function, *args, **kwargs))
         self._tasks.put(call)
+        if self._closed:  # by another thread: the pool's threads may have ended before they saw the call
+            call.cancel()
         return call
 
     def map(self, function: Callable[[T], R], values: Iterable[T]) -> list[R]:
