@@ -761,3 +761,47 @@ def test_what_host_batches_have_not_is_an_error() -> None:
         "host batches cannot be read again by the feed; pass a source of records.",
     ]
     assert stream.describe_batch(open_reader(stream).next()) == {}
+
+
+class Passes:
+    """An iterable that can be started again, whose passes count how often they are closed."""
+
+    def __init__(self, error: Exception | None = None) -> None:
+        self.error, self.closed = error, list[int]()
+
+    def __iter__(self) -> Iterator[Any]:
+        outer, number = self, len(self.closed)
+        self.closed.append(0)
+
+        class Pass(Resumable):
+            def __iter__(self) -> Pass:
+                return self
+
+            def close(self) -> None:
+                outer.closed[number] += 1
+                if outer.error is not None:
+                    raise outer.error
+
+        return Pass(4)
+
+
+def test_a_pass_opened_only_for_its_first_batch_is_closed_when_a_state_opens_another() -> None:
+    batches = Passes()
+    with make_feed(batches) as feed:
+        assert take(feed, 2) == [0, 1]
+        state = feed.get_state()
+    batches = Passes()
+    with make_feed(batches) as feed:
+        assert feed.element_spec["x"].shape == (8, 2)
+        assert batches.closed == [0]
+        feed.set_state(state)
+        assert batches.closed == [1, 0]
+        assert take(feed, 2) == [2, 3]
+    assert batches.closed == [1, 1]
+
+
+def test_a_pass_opened_only_for_its_first_batch_may_fail_to_close() -> None:
+    batches = Passes(OSError("the server has gone"))
+    with make_feed(batches) as feed:
+        assert feed.element_spec["x"].shape == (8, 2)
+    assert batches.closed == [1]

@@ -295,10 +295,14 @@ class LocalBatchReader:
     def close(self) -> None:
         """Closes the iterator."""
         self._stream.forget(self)
-        try:
-            self._iterator.close()
-        except Exception as error:  # a generator in which a read hangs cannot be closed
-            _log.debug("closing the iterator of host batches failed: %s", error)
+        _close(self._iterator)
+
+
+def _close(opened: HostBatchPass | HostBatchSource, what: str = "iterator") -> None:
+    try:
+        opened.close()
+    except Exception as error:  # a generator in which a read hangs cannot be closed
+        _log.debug("closing the %s of host batches failed: %s", what, error)
 
 
 _UNSUPPORTED = {
@@ -553,7 +557,7 @@ class LocalBatchStream:
         else:
             with _never_the_end():
                 iterator = self.source.iterator(None if entry is None else entry["iterator"])
-            self._first = None
+            self._close_first()
         if cursor.step and self.schedule is None and not self._rows_may_vary:
             # The next batch may be the short one at the end of an epoch, which must not set the size.
             self.schedule = BatchSchedule([(0, cursor.step_schedule.at(cursor.step - 1)[1])])
@@ -587,10 +591,10 @@ class LocalBatchStream:
 
     def close(self) -> None:
         """Closes the source and any iterator that was opened only to read its first batch."""
-        if self._first is not None:
-            self._first[0].close()
-            self._first = None
-        try:
-            self.source.close()
-        except Exception as error:  # a generator in which a read hangs cannot be closed
-            _log.debug("closing the iterable of host batches failed: %s", error)
+        self._close_first()
+        _close(self.source, "iterable")
+
+    def _close_first(self) -> None:
+        first, self._first = self._first, None
+        if first is not None:
+            _close(first[0])
