@@ -17,7 +17,7 @@ import meshfeed  # noqa: E402
 from meshfeed import CorruptDataError, SettingsError, SourceError  # noqa: E402
 from meshfeed._src.reading.records import SourceReader  # noqa: E402
 from meshfeed._src.sources import parquet  # noqa: E402
-from meshfeed.sources import Parquet  # noqa: E402
+from meshfeed.sources import ArrayRecord, Parquet, Tokens, WebDataset  # noqa: E402
 
 COUNTS = [23, 0, 41, 7]
 
@@ -71,6 +71,19 @@ def test_every_row_is_what_arrow_reads(paths: str, folder: pathlib.Path) -> None
             assert plain == wanted
     assert source[3]["fixed"].dtype == np.int16
     assert (source.file_of(22), source.file_of(23)) == (f"{folder}/0.parquet", f"{folder}/2.parquet")
+
+
+def test_paths_may_come_from_an_iterator(paths: str, folder: pathlib.Path) -> None:
+    assert len(Parquet(folder.glob("*.parquet"))) == 71
+    assert len(Parquet(map(str, folder.glob("[02].parquet")), "id")) == 64
+    with pytest.raises(SourceError, match="empty list of files"):
+        Parquet(folder.glob("*.arrow"))
+
+
+@pytest.mark.parametrize("source", [ArrayRecord, Parquet, Tokens, WebDataset])
+def test_paths_of_each_source_may_come_from_an_iterator(source: type, tmp_path: pathlib.Path) -> None:
+    with pytest.raises(SourceError, match=rf"^{source.__name__}: there is no file '{tmp_path}/a'"):
+        source(iter([f"{tmp_path}/a"]), **({"sequence_length": 8, "dtype": "uint16"} if source is Tokens else {}))
 
 
 def test_a_batch_is_stacked_over_files_and_row_groups(paths: str) -> None:
