@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import pickle
+from collections import OrderedDict
 
 import jax
 import numpy as np
@@ -244,6 +245,14 @@ def test_components_with_unlike_records_are_named():
     other = Memory({"component": np.zeros(50, np.int32), "tokens": np.zeros(50, np.int32)})
     with pytest.raises(SourceError, match=r"'tokens'.*int32.* in 'code', .*'value'.* in 'web'"):
         rows(feed(Mixture({"web": memory("web"), "code": other}, {"web": 1, "code": 1}, block=30)), 2)
+
+
+@pytest.mark.parametrize("container", [OrderedDict, lambda leaves: [leaves[0], leaves[1]]], ids=["order", "type"])
+def test_components_with_the_same_leaves_in_unlike_containers_are_named(container):
+    leaves = {1: np.zeros(50, np.int64), 0: np.zeros(50, np.int32)}  # a dict sorts its keys, an OrderedDict does not
+    components = {"web": Memory(leaves), "code": Memory(container(leaves))}
+    with pytest.raises(SourceError, match=r"unlike records: PyTreeDef\(.*\) in 'code', PyTreeDef\(.*\) in 'web'"):
+        rows(feed(Mixture(components, {"web": 1, "code": 1}, block=30)), 2)
 
 
 @pytest.mark.parametrize("wide", [0, 1])
