@@ -25,6 +25,7 @@ from lane_checks import check_lanes, read_batches, read_ids, restored, saved  # 
 
 import meshfeed  # noqa: E402
 from meshfeed._src.base.errors import CorruptDataError, SettingsError, SourceError, StateMismatchError  # noqa: E402
+from meshfeed._src.sources.huggingface import cut  # noqa: E402
 from meshfeed.sources import HuggingFace  # noqa: E402
 
 LANES = [1, 2, 3, 4, 5, 12]
@@ -296,6 +297,16 @@ def test_row_groups_without_rows_are_passed_over(tmp_path):
     dataset = stream([str(tmp_path / "a.parquet"), str(tmp_path / "b" / "00.parquet")])
     for num_lanes in (1, 2, 3):
         check_lanes(HuggingFace(dataset, columns=["id"]), num_lanes, range(4))
+
+
+def test_a_footer_is_read_once_for_all_lanes(tmp_path, monkeypatch):
+    source = HuggingFace(stream(write_files(tmp_path, "parquet", [20, 21, 22])))
+    opened = []
+    original = cut._ParquetFiles._open
+    monkeypatch.setattr(cut._ParquetFiles, "_open", lambda self, i: opened.append(i) or original(self, i))
+    for lane_index in range(2):  # one file each, and the third is cut by row groups
+        source.open(lane_index, 2)
+    assert sorted(opened) == [0, 1, 2]
 
 
 @pytest.mark.parametrize("suffix", ["parquet", "jsonl", "arrow"])

@@ -454,8 +454,8 @@ class Files:
         raise NotImplementedError
 
     def is_empty(self, file_index: int) -> bool:
-        """Whether a file is known to have no rows."""
-        return not any(self.group_rows(file_index) or ())
+        """Whether a file whose rows cannot be counted is known to have none."""
+        raise NotImplementedError
 
     def read(self, file_index: int, first_row: int) -> Iterator[Any]:
         """The tables (or examples) of a file from a row on. The boundaries of tables depend only on the file."""
@@ -622,9 +622,13 @@ class Counts:
         """Indices of the files that are not known to be empty, ascending."""
         if self._filled is None:
             checked = range(files.count) if files.count <= _MAX_LOOKED_INTO else ()
-            empty = file_paths.in_threads(files.is_empty, checked)
+            empty = file_paths.in_threads(lambda index: self._is_empty(files, index), checked)
             self._filled = [index for index in range(files.count) if not (checked and empty[index])]
         return self._filled
+
+    def _is_empty(self, files: Files, file_index: int) -> bool:
+        rows = self.group_rows(files, file_index)
+        return files.is_empty(file_index) if rows is None else not any(rows)
 
 
 class FeatureCast:
