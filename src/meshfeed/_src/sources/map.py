@@ -84,13 +84,14 @@ class _Mapped:
     def __repr__(self) -> str:
         return f"Map({self._source!r}, {getattr(self._function, '__qualname__', type(self._function).__name__)})"
 
-    def _apply(self, records: Sequence[Record], rngs: Rngs | None) -> PyTree:
+    def _apply(self, records: Sequence[Record], rngs: Rngs | None, lane_index: int | None = None) -> PyTree:
         """The function's result for a list of records, stacked, in memory that only the caller can write."""
         extra = {"rng": list(rngs)} if rngs is not None else {}
         try:
             returned = self._function(list(records), **extra)
         except StopIteration as error:
-            raise stopped(f"the function of Map, for a batch of {len(records)} records,") from error
+            which = f"{len(records)} records" + ("" if lane_index is None else f" of lane {lane_index}")
+            raise stopped(f"the function of Map, for a batch of {which},", lane_index=lane_index) from error
         if isinstance(returned, list) and (not returned or isinstance(returned[0], Mapping)):
             raise SourceError(
                 f"the function of Map(batched=True) returned a list of {len(returned)} records. Expected one pytree of "
@@ -328,7 +329,7 @@ class StackedMappedLane(MappedLane):
             if rng is not None:
                 rngs.append(rng)
         try:
-            return self._mapped._apply(records, rngs if self._mapped._passes_rng else None)
+            return self._mapped._apply(records, rngs if self._mapped._passes_rng else None, self._place[1])
         except RowError as error:
             _, lane_index, epoch = self._place
             which = f"record {self._read - len(records) + error.row} of lane {lane_index} in epoch {epoch}"
