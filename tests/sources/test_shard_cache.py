@@ -25,6 +25,7 @@ import xxhash
 from http_store import BLOCK, Store
 
 from meshfeed._src.base.errors import CorruptDataError, SettingsError, SourceError, StalledError
+from meshfeed._src.base.retry import call_with_retry
 from meshfeed._src.base.settings import Retry
 from meshfeed._src.sources.files import download, shard_cache
 from meshfeed._src.sources.files.download import Download
@@ -615,6 +616,21 @@ def test_a_full_disk_and_a_read_only_folder(store: Store, tmp_path, monkeypatch)
     cache.identify(url)
     with pytest.raises(OSError, match=r"the folder /sys cannot be written any more .*another directory=$"):
         read(cache, url)
+
+
+@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EROFS])
+def test_attempts_to_write_are_not_multiplied(store: Store, tmp_path, monkeypatch, number) -> None:
+    written = []
+
+    def fail(download: Download, content: bytes, start: int) -> None:
+        written.append(start)
+        raise OSError(number, os.strerror(number))
+
+    cache, url = ShardCache(tmp_path, retry=QUICK), store.put("x", bytes(1000))
+    patch_write(monkeypatch, fail)
+    with pytest.raises(OSError, match=r"disk of|cannot be written"):
+        call_with_retry(lambda: read(cache, url), QUICK, doing="reading")
+    assert len(written) == QUICK.attempts
 
 
 class _Plan:

@@ -628,8 +628,8 @@ class ShardCache:
         except OSError as error:
             if error.errno not in (errno.EROFS, errno.EACCES, errno.EPERM):
                 raise
-            raise OSError(
-                error.errno,
+            raise _reworded(
+                error,
                 f"ShardCache: the folder {self.directory} cannot be written any more ({os.strerror(error.errno)}). A disk "
                 "with errors is often remounted read-only: look at the system's log, or use another directory=",
             ) from error
@@ -684,7 +684,7 @@ class ShardCache:
             except OSError as error:
                 if error.errno not in (errno.ENOSPC, errno.EDQUOT):
                     raise
-                raise OSError(error.errno, self._describe_full(entry)) from error
+                raise _reworded(error, self._describe_full(entry)) from error
             _write_digest(part)
             with self._room():  # a concurrent scan of the folder could miss both names
                 self._publish_plan()  # or another process takes the new copy for one that is not needed
@@ -786,6 +786,13 @@ def _owned(part: tuple[pathlib.Path, int]) -> Iterator[pathlib.Path]:
         with contextlib.suppress(OSError):
             path.unlink(missing_ok=True)
         unlock(None, handle)
+
+
+def _reworded(error: OSError, message: str) -> OSError:
+    """Returns the error with another message; with its attributes, or its attempts would not count for the caller's retry."""
+    other = OSError(error.errno, message)
+    vars(other).update(vars(error))
+    return other
 
 
 def _check(entry: _Entry, part: pathlib.Path) -> None:
