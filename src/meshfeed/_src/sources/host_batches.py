@@ -268,8 +268,8 @@ class HostBatchIterator:
             return
         if self._delivered < expected:
             _logger.warning(
-                "the %s of host batches ended after %d batches, and its len() is %d; a StopIteration raised by its "
-                "dataset or functions ends it early",
+                "the %s of host batches ended after %d batches, and its len() is %d; if that counts batches, not records, "
+                "a StopIteration raised by its dataset or functions ended it early",
                 *(type(self._batches.iterable).__name__, self._delivered, expected),
             )
 
