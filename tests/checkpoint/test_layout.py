@@ -425,17 +425,72 @@ class TestRowsInFlight:
     def test_whole_units_within_the_limit(self, plan, limit, read, sent):
         assert rows_in_flight(plan, Grid((1024, 64), (32, 64)), 4, limit) == (read, sent)
 
-    def test_the_whole_piece_if_units_do_not_divide_it(self, plan):
+    def test_the_whole_piece_if_it_begins_inside_a_unit(self, plan):
         assert rows_in_flight(plan, Grid((1024, 64), (48, 64)), 4, 1 << 16)[0] == 256
-        assert rows_in_flight(plan, Grid((1000, 64), (32, 64)), 4, 1 << 16)[0] == 256
-        padded = LoadPlan(plan.sharding, (1000, 64), 0, ("data",), (), None, 256)
-        assert rows_in_flight(padded, Grid((1000, 64), (32, 64)), 4, 1 << 16)[0] == 256
+        # The units divide the pieces, but there are seven rows for each two of them: the second two begin at row 7.
+        sharding = sharding_of({"d": 4, "r": 2}, 2, ("d",))
+        plan, units = LoadPlan(sharding, (28,), 0, ("r",), (), None, 4), Grid((28,), (2,))
+        assert read_cost(plan, units, 1).ratio == 1.0
+        assert rows_in_flight(plan, units, 1, 1)[0] == 4
 
-    def test_a_divisor_of_the_units(self):
+    def test_the_whole_piece_if_the_requested_shape_differs(self, plan):
+        assert rows_in_flight(plan, Grid((1000, 64), (32, 64)), 4, 1 << 16)[0] == 256
+
+    def test_padded_pieces(self, plan):
+        padded = LoadPlan(plan.sharding, (1000, 64), 0, ("data",), (), None, 256)
+        assert rows_in_flight(padded, Grid((1000, 64), (32, 64)), 4, 1 << 16) == (128, 28)
+        three = sharding_of({"data": 3}, 3, ())
+        plan = LoadPlan(three, (1024, 8), 0, ("data",), (), None, 342)
+        assert rows_in_flight(plan, Grid((1024, 8), (2, 8)), 4, 1 << 13) == (114, 36)
+        assert rows_in_flight(plan, Grid((1024, 8), (32, 8)), 4, 1 << 13)[0] == 342
+
+    def test_a_single_piece_whose_last_unit_is_cut_short(self):
+        plan = replica_plan(sharding_of({"data": 4}, 4, ()), (1000, 8), "data", 0)
+        assert rows_in_flight(plan, Grid((1000, 8), (32, 8)), 1, 1 << 13) == (512, 341)
+        assert rows_in_flight(plan, Grid((1000, 8), (333, 8)), 1, 1 << 13) == (333, 1)  # the last unit is one row
+
+    def test_units_that_the_limit_does_not_divide(self):
         sharding = sharding_of({"data": 2}, 2, ())
         plan = LoadPlan(sharding, (24, 8), 0, ("data",), (), None, 12)
-        # Six units of two rows; five fit, but only divisors of six are used: three.
+        # Five of six units of two rows fit: three, then three.
         assert rows_in_flight(plan, Grid((24, 8), (2, 8)), 4, 2 * 10 * 32) == (6, 4)
+        plan = LoadPlan(sharding, (28, 8), 0, ("data",), (), None, 14)
+        assert rows_in_flight(plan, Grid((28, 8), (2, 8)), 4, 2 * 10 * 32) == (8, 4)  # four of seven, then three
+        plan = LoadPlan(sharding, (26, 8), 0, ("data",), (), None, 13)
+        assert rows_in_flight(plan, Grid((26, 8), (1, 8)), 4, 2 * 4 * 32) == (4, 1)  # the last row is alone
+
+    @settings(deadline=None, max_examples=30)
+    @given(
+        rows=st.integers(1, 80),
+        columns=st.integers(1, 12),
+        cell=st.tuples(st.integers(1, 24), st.integers(1, 6)),
+        spec=st.sampled_from([(), ("a",), ("b",), (None, "a"), ("b", "a")]),
+        hosts=st.sampled_from([1, 2, 3, 6]),
+        limit=st.integers(1, 2000),
+    )
+    def test_each_process_reads_a_unit_once(self, rows, columns, cell, spec, hosts, limit):
+        sharding = sharding_of({"a": 2, "b": 3}, hosts, spec)
+        shape = tuple(
+            n * ways(sharding.mesh, axes) for n, axes in zip((rows, columns), spec_axes(sharding, 2), strict=True)
+        )
+        units = Grid(shape, joint_cell(shape, cell))
+        plans = [*candidates(sharding, shape), *(replica_plan(sharding, shape, axis, 1) for axis in "ab")]
+        for plan in plans:
+            if plan.direct:
+                continue
+            read, sent = rows_in_flight(plan, units, 1, limit)
+            rounds = range(0, plan.piece, read)
+            assert 1 <= sent <= plan.piece - rounds[-1]
+            row = plan.piece_shape[1 - plan.dimension] * devices_of_a_process(sharding)
+            unit = units.cell[plan.dimension]
+            assert read in (unit, plan.piece) or (read % unit == 0 and read * row <= limit // 2)
+            total = 0
+            for first in rounds:
+                boxes = ((d.process_index, box) for d, box in plan.boxes().items() if box is not None)
+                taken = [(process, take_rows(box, plan.dimension, first, read)) for process, box in boxes]
+                found = {(process, number) for process, box in taken for number in units.touching(box)}
+                total += sum(box_size(units.box(number)) for _, number in found)
+            assert total == read_cost(plan, units, 1).total
 
     def test_along_another_dimension(self):
         sharding = sharding_of({"data": 2}, 2, ())

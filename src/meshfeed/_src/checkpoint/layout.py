@@ -475,7 +475,9 @@ def replica_plan(sharding: Sharding | None, shape: Shape, axis: str | None, inde
 def rows_in_flight(plan: LoadPlan, units: Grid, itemsize: int, limit: int) -> tuple[int, int]:
     """Returns how many rows of each piece to read at once under a limit, and how many of them to send at once.
 
-    A unit is always read whole and only once: if a piece is not a whole number of units, the whole piece is read.
+    A unit is always read whole and only once: if a piece begins inside a unit, which another piece then shares, or if
+    the requested shape differs from the stored one, pieces are read whole, whatever the limit. The last rows of a piece
+    may be fewer than are read at once, but not fewer than are sent.
 
     Args:
       plan: must not be direct.
@@ -486,12 +488,15 @@ def rows_in_flight(plan: LoadPlan, units: Grid, itemsize: int, limit: int) -> tu
     """
     devices = devices_of_a_process(plan.sharding)
     row = max(1, math.prod(plan.piece_shape) // max(1, plan.piece) * itemsize * devices)
-    unit, read = units.cell[plan.dimension], plan.piece
-    if plan.shape == units.shape and plan.piece % unit == 0 and plan.shape[plan.dimension] % plan.piece == 0:
-        count = plan.piece // unit
-        fitting = [n for n in range(1, count + 1) if count % n == 0 and n * unit * row <= limit // 2]
-        read = max(fitting, default=1) * unit
-    return read, min(read, max(1, limit // (row * (1 + 2 * plan.num_pieces))))
+    unit, read, last = units.cell[plan.dimension], plan.piece, plan.piece
+    starts = {box[plan.dimension][0] for box in plan.boxes().values() if box is not None and box_size(box)}
+    if plan.shape == units.shape and all(start % unit == 0 for start in starts):
+        count = -(-plan.piece // unit)
+        rounds = -(-count // max(1, limit // 2 // (unit * row)))
+        if rounds > 1:
+            read = -(-count // rounds) * unit  # as even as units allow: the last rows bound what is sent at once
+            last = plan.piece - (rounds - 1) * read
+    return read, min(last, max(1, limit // (row * (1 + 2 * plan.num_pieces))))
 
 
 def assign_units(

@@ -125,7 +125,8 @@ class RestoreOptions:
         None chooses, for each mesh, the axis that requires the fewest bytes to be read.
       primary_replica: index of that replica.
       memory_limit_bytes: limit on a process's memory in bytes while restoring, beyond the arrays themselves and one
-        shard. One stored chunk per reading device is always allowed. None means no limit.
+        shard. One stored chunk per reading device is always allowed, and its whole piece of a leaf if that begins
+        inside a chunk or the requested shape differs from the stored one. None means no limit.
       verify: check digests.
       timeout_seconds: how long hosts wait for each other's reads.
       memory_fraction: without ``memory_limit_bytes``: limit memory to this fraction of the memory that a device has left
@@ -656,8 +657,9 @@ class LeafRequest:
         """Returns this process's buffers, one per distinct box; devices share them until they are placed.
 
         A later call for other rows returns the same buffers, because fresh pages cost more than overwriting old ones.
-        This is safe: arrays that aliased the buffers no longer exist, and every value is overwritten, because pieces
-        are read in parts only if the leaf has the stored shape and the parts are whole units (``rows_in_flight``).
+        This is safe: arrays that aliased the buffers no longer exist, and every value is overwritten, except in rows
+        that are not sent or are padding, because pieces are read in parts only if the leaf has the stored shape
+        (``rows_in_flight``).
         """
         plan, shared = self.plan, dict[Box, NDArray[np.generic]]()
         for device, box in plan.boxes(process_index()).items():
@@ -727,8 +729,9 @@ class Restore(NamedTuple):
         for first in range(0, plan.piece, read_rows):
             request.rows = (first, read_rows)
             self.agreement.attempt(lambda: self._read([request]))
-            for at in range(0, read_rows, sent_rows):
-                at = min(at, read_rows - sent_rows)  # the last block may overlap, so one program serves all
+            rows = min(read_rows, plan.piece - first)
+            for at in range(0, rows, sent_rows):
+                at = min(at, rows - sent_rows)  # the last block may overlap, so one program serves all
                 if gather is not None:
                     blocks = cut_block(request.buffers, plan.dimension, at, sent_rows)
                     gather.add(first + at, {device: host_bits_of(block) for device, block in blocks.items()})
