@@ -106,6 +106,18 @@ def test_a_limited_restore_holds_a_chunk_for_each_device_that_reads(saved, monke
     assert own.settled() == 0
 
 
+@pytest.mark.parametrize("rows", [7 * 64, 7 * 64 - 7])
+def test_the_last_rows_read_at_once_may_be_fewer(tmp_path, rows):
+    values = special_floats(np.float32, rows * 1024).reshape(rows, 1024)
+    ocp.Checkpointer(ArraysHandler()).save(
+        tmp_path / "a", args=ArraysSave({"w": place(values, make_mesh(7, 1), "data")})
+    )
+    state = {"w": place(values, make_mesh(4, 2), None, "model")}  # three chunks at once, so three, three and one
+    assert_same(
+        state, restore_once(tmp_path / "a", abstract(state), memory_limit_bytes=12 << 20, restore="single_replica")
+    )
+
+
 @pytest.mark.slow
 def test_buffers_of_one_group_are_gone_before_those_of_the_next(tmp_path, monkeypatch):
     mesh = make_mesh(4, 2)
