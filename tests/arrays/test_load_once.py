@@ -226,7 +226,7 @@ def test_readers_must_have_a_device_in_the_sharding() -> None:
 
 @pytest.mark.parametrize("load", ["twice", [], [True], [0.5], 3, None])
 def test_what_load_takes(load: Any) -> None:
-    with pytest.raises(SettingsError, match=r'takes "sharded", "once", or a list of process indices'):
+    with pytest.raises(SettingsError, match=r'; it takes "sharded", "once", or a list of process indices'):
         load_participants(NamedSharding(fake_mesh({"d": 2}, 2, 1), P("d")), load)
 
 

@@ -176,7 +176,7 @@ def test_numbers_of_steps(saved, state, step):
             lambda: ckpt.restore(abstract(state), step=step),
             lambda: ckpt.metadata(step),
         ):
-            with pytest.raises(SettingsError, match=r"step=.*takes an int of at least 0") as caught:
+            with pytest.raises(SettingsError, match=r"step=.*; it takes an int of at least 0.*[^.]\.$") as caught:
                 call()
             assert caught.value.setting == "step"
 
@@ -270,12 +270,12 @@ def test_arrays_that_are_gone_or_not_yet_there(tmp_path):
         ({"directory": pathlib.Path("gs://bucket/run")}, "'gs:/bucket/run': is a URL that has lost a slash"),
         ({"directory": "memory://run"}, "folders and to gs://, and treats memory:// as a relative path"),
         ({"directory": "az://bucket/run"}, "folders and to gs://, and treats az:// as a relative path"),
-        ({"timeout_seconds": "soon"}, "timeout_seconds='soon': takes a positive number of seconds"),
+        ({"timeout_seconds": "soon"}, "timeout_seconds='soon'; it takes a positive number of seconds.$"),
         ({"timeout_seconds": 0}, "timeout_seconds=0"),
-        ({"replica_axis": 1.5}, "replica_axis=1.5: takes the name or number"),
+        ({"replica_axis": 1.5}, "replica_axis=1.5; it takes the name or number"),
         ({"array_options": {"colour": 1}}, "array_options: .*'colour'"),
         ({"orbax_options": {"colour": 1}}, "orbax_options: .*'colour'"),
-        ({"orbax_options": [1]}, "orbax_options=<builtins.list>: takes a dict"),
+        ({"orbax_options": [1]}, "orbax_options=<builtins.list>; it takes a dict"),
     ],
 )
 def test_settings(tmp_path, settings, message):

@@ -186,7 +186,8 @@ def _readers(load: Load, everyone: tuple[int, ...]) -> tuple[int, ...]:
     hosts = list(load) if isinstance(load, Sequence) and not isinstance(load, str) else []
     if not hosts or any(isinstance(host, bool) or not isinstance(host, int | np.integer) for host in hosts):
         raise SettingsError(
-            f'load={load!r}: takes "sharded", "once", or a list of process indices that read for all.', setting="load"
+            f'load={load!r}; it takes "sharded", "once", or a list of process indices that read for all.',
+            setting="load",
         )
     return tuple(sorted({int(host) for host in hosts}))
 

@@ -544,7 +544,7 @@ def as_step(step: object, order: str) -> int:
         number = -1 if isinstance(step, bool) else operator.index(step)  # pyright: ignore[reportArgumentType]
     except TypeError:
         number = -1
-    require(number >= 0, "step", step, f"an int of at least 0. {order}")
+    require(number >= 0, "step", step, f"an int of at least 0. {order.removesuffix('.')}")
     return number
 
 

@@ -99,7 +99,7 @@ def is_number(value: object, kind: type | types.UnionType = int) -> TypeGuard[fl
 def require(proper: bool, setting: str, value: object, takes: str) -> None:
     """Rejects the value of a setting that is not ``proper``."""
     if not proper:
-        raise SettingsError(f"{setting}={short(value)}: takes {takes}", setting=setting)
+        raise SettingsError(f"{setting}={short(value)}; it takes {takes}.", setting=setting)
 
 
 def short(value: object) -> str:
