@@ -206,7 +206,7 @@ def test_arguments_in_another_order(saved, state):
             (lambda: ckpt.restore(1, state), "feed"),
         ):
             with pytest.raises(
-                SettingsError, match=rf"^{setting}=[^ ]{{1,60}}: .*The order is (save|restore)\("
+                SettingsError, match=rf"^{setting}=[^ ]{{1,60}}[:;] .*The order is (save|restore)\("
             ) as caught:
                 call()
             assert caught.value.setting == setting
