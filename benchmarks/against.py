@@ -154,11 +154,11 @@ def feed_rounds(case: str, folder: str) -> Callable[[], tuple[float, float]]:
 
 def serve(case: str, folder: str) -> None:
     """Does one round for each line on standard input, and prints its seconds by wall clock and of CPU time."""
-    import meshfeed
-
     round_of = (restore_rounds if case in RESTORES else feed_rounds)(case, folder)
     for _ in range(3):
         round_of()
+    import meshfeed  # after feed_rounds has set the number of devices
+
     print(meshfeed.__file__, flush=True)
     for _ in sys.stdin:
         print(*round_of(), flush=True)

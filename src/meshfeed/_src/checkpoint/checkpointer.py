@@ -544,7 +544,8 @@ def as_step(step: object, order: str) -> int:
         number = -1 if isinstance(step, bool) else operator.index(step)  # pyright: ignore[reportArgumentType]
     except TypeError:
         number = -1
-    require(number >= 0, "step", step, f"an int of at least 0. {order.removesuffix('.')}")
+    if number < 0:
+        raise SettingsError(f"step={short(step)}; it takes an int of at least 0. {order}", setting="step")
     return number
 
 
