@@ -227,7 +227,7 @@ class Threads:
                 self._unstarted.remove(thread)
         call = Call(functools.partial(function, *args, **kwargs))
         self._tasks.put(call)
-        if self._closed:  # by another thread: the pool's threads may have ended before they saw the call
+        if self._closed:  # by another thread; the pool's threads may have ended without taking the call
             call.cancel()
         return call
 

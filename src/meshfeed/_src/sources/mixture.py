@@ -1003,5 +1003,5 @@ def _difference(name: str, spec: RecordSpec, other: str, other_spec: RecordSpec)
 def _only_in(spec: RecordSpec, other: RecordSpec) -> str:
     """The leaves of records that others do not have, or the structure of the records if only that differs."""
     if set(spec.leaves) == set(other.leaves):
-        return str(spec.treedef)  # such as of an OrderedDict, whose keys are not sorted
+        return str(spec.treedef)  # an OrderedDict, for example, does not sort its keys
     return ", ".join(leaf.describe() for leaf in spec.leaves if leaf not in other.leaves) or "no such leaf"

@@ -60,7 +60,7 @@ def rows_of(batch: PyTree) -> int:
 
 @contextlib.contextmanager
 def _never_the_end() -> Generator[None]:
-    """Makes a StopIteration that the user's code raises outside of ``__next__``, and would end the feed, an error."""
+    """Raises an error if the user's code raises StopIteration outside of ``__next__``, which would end the feed."""
     try:
         yield
     except StopIteration as error:

@@ -149,7 +149,7 @@ def _expand(paths: file_paths.Paths, form: FileFormat[S]) -> tuple[list[str], li
     """Returns the files, and the manifests that the user named."""
     items = file_paths.as_list(paths)
     if not any(_names_manifest(item) for item in items):
-        found = file_paths.expand_paths(items, source=form.source)  # `paths` may be an iterator, read by now
+        found = file_paths.expand_paths(items, source=form.source)  # `paths` may be an exhausted iterator
         # A glob such as ``data/*`` matches a manifest too.
         return form.select([name for name in found if not manifests.is_manifest(name)] or found), []
     names: list[str] = []

@@ -789,7 +789,7 @@ def _owned(part: tuple[pathlib.Path, int]) -> Iterator[pathlib.Path]:
 
 
 def _reworded(error: OSError, message: str) -> OSError:
-    """Returns the error with another message; with its attributes, or its attempts would not count for the caller's retry."""
+    """Returns the error with a different message. Keeps its attributes: the caller's retry counts ``attempts_made``."""
     other = OSError(error.errno, message)
     vars(other).update(vars(error))
     return other
