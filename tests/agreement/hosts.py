@@ -80,6 +80,7 @@ class Job:
             return function(*args)
         finally:
             self._here.host = before
+            coordination.finish_calls()
 
     def run(self, hosts: Iterable[int], function: Callable[[int], R]) -> list[R | BaseException]:
         """Calls the function on each host at the same time; returns what it returned or raised."""

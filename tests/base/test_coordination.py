@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import logging
+import subprocess
+import sys
 import threading
 import time
 from typing import Any
@@ -11,7 +13,14 @@ import pytest
 
 from meshfeed import MeshfeedError
 from meshfeed._src.base import coordination, jax_internals
-from meshfeed._src.base.coordination import KeyValueStore, call_briefly, format_hosts, next_use
+from meshfeed._src.base.coordination import (
+    KeyValueStore,
+    call_briefly,
+    call_in_background,
+    finish_calls,
+    format_hosts,
+    next_use,
+)
 
 
 class Client:
@@ -234,3 +243,44 @@ def test_without_a_thread_at_exit_only_what_must_be_said_is_said(
     called: list[int] = []
     call_briefly(lambda: called.append(1), name="test", at_exit=at_exit)
     assert called == [1] * at_exit
+
+
+def test_a_call_in_the_background_is_waited_for_only_at_the_end(caplog: pytest.LogCaptureFixture) -> None:
+    go, called = threading.Event(), list[int]()
+    call_in_background(lambda: called.append(go.wait(60)), name="test")
+    assert called == []
+    threading.Timer(0.1, go.set).start()
+    finish_calls()
+    assert called == [True]
+    with caplog.at_level(logging.DEBUG, "meshfeed.process"):
+        call_in_background(lambda: 1 / 0 and None, name="test")
+        finish_calls()
+    assert [record.getMessage() for record in caplog.records] == ["test: division by zero"]
+
+
+def test_a_coordinator_that_is_gone_holds_up_the_end_only_briefly(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(coordination, "_BRIEFLY_SECONDS", 0.2)
+    gone = threading.Event()
+    for _ in range(3):
+        call_in_background(lambda: gone.wait(60) and None, name="test")
+    start = time.monotonic()
+    finish_calls()
+    waited = time.monotonic() - start
+    gone.set()
+    assert 0.2 <= waited < 30
+
+
+def test_a_call_in_the_background_ends_before_the_interpreter() -> None:
+    code = """
+import time
+from meshfeed._src.base.coordination import call_in_background
+
+def slow():
+    time.sleep(0.5)
+    print("called", flush=True)
+
+call_in_background(slow, name="test")
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=True)
+    assert done.stdout == "called\n"
+    assert not done.stderr

@@ -147,6 +147,7 @@ def keys_after(directory: str) -> dict[str, list[str]]:
     left = {}
     for name, way in ways.items():
         way()
+        coordination.finish_calls()
         multihost_utils.sync_global_devices(f"left: {name}")
         left[name] = sorted(store.directory("meshfeed"))
         multihost_utils.sync_global_devices(f"listed: {name}")

@@ -12,11 +12,13 @@ environment variables, but only from those set per task: in a Slurm batch script
 
 from __future__ import annotations
 
+import atexit
 import collections
 import functools
 import logging
 import os
 import threading
+import time
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -150,21 +152,51 @@ def call_briefly(function: Callable[[], None], *, name: str, at_exit: bool) -> N
       name: name of the thread.
       at_exit: whether to call it even if the interpreter is shutting down and cannot start a thread.
     """
+    thread = _start_call(function, name)
+    if thread is not None:
+        thread.join(_BRIEFLY_SECONDS)
+    elif at_exit:
+        _call(function, name)
 
-    def call() -> None:
-        try:
-            function()
-        except Exception as error:  # the job is being torn down
-            _log.debug("%s: %s", name, error)
 
-    thread = threading.Thread(target=call, name=name, daemon=True)
+def call_in_background(function: Callable[[], None], *, name: str) -> None:
+    """Like :func:`call_briefly`, but waits only when the interpreter exits, for all such calls together."""
+    _finish_calls_at_exit()
+    thread = _start_call(function, name)
+    if thread is not None:
+        _background_calls.add(thread)
+
+
+_background_calls: weakref.WeakSet[threading.Thread] = weakref.WeakSet()
+
+
+@functools.cache
+def _finish_calls_at_exit() -> None:
+    # JAX shuts down the coordination service at exit too. It registered that first, so it runs later.
+    atexit.register(finish_calls)
+
+
+def finish_calls() -> None:
+    """Waits at most two seconds for the calls of :func:`call_in_background`."""
+    deadline = time.monotonic() + _BRIEFLY_SECONDS
+    for thread in list(_background_calls):
+        thread.join(max(0.0, deadline - time.monotonic()))
+
+
+def _start_call(function: Callable[[], None], name: str) -> threading.Thread | None:
+    thread = threading.Thread(target=_call, args=(function, name), name=name, daemon=True)
     try:
         thread.start()
-    except RuntimeError:
-        if at_exit:
-            call()
-    else:
-        thread.join(_BRIEFLY_SECONDS)
+    except RuntimeError:  # the interpreter is shutting down
+        return None
+    return thread
+
+
+def _call(function: Callable[[], None], name: str) -> None:
+    try:
+        function()
+    except Exception as error:  # the job is being torn down
+        _log.debug("%s: %s", name, error)
 
 
 def other_processes(environment: Mapping[str, str], *, on_tpu: bool) -> str | None:

@@ -289,7 +289,7 @@ class LoadPlan:
         """Shape of one device's part of the result."""
         return self.shape if self.sharding is None else self.sharding.shard_shape(self.shape)
 
-    @property
+    @functools.cached_property
     def kept_axes(self) -> list[Axes]:
         """Mesh axes of each dimension that are not moved."""
         moved = {axis for axis, _ in self.moved}
@@ -300,12 +300,12 @@ class LoadPlan:
         """Mesh axes that cut ``dimension`` further; the one gathered last comes first."""
         return (*self.gather, *(axis for axis, _ in reversed(self.moved)))
 
-    @property
+    @functools.cached_property
     def piece_axes(self) -> list[Axes]:
         """Mesh axes of each dimension of the array of all pieces."""
         return [(*names, *self.cut_axes) if d == self.dimension else names for d, names in enumerate(self.kept_axes)]
 
-    @property
+    @functools.cached_property
     def piece_sharding(self) -> NamedSharding:
         """Sharding of the array of all pieces."""
         return NamedSharding(self.mesh, spec_of(self.piece_axes))
