@@ -203,5 +203,10 @@ def test_a_run_that_was_killed_after_its_manifest_is_complete(
         with pytest.raises(Stopped):
             convert(data, str(out), Settings(shards=3), run_here)
     before = files_of(out)
+    with pytest.raises(meshfeed.SettingsError, match="the result of a conversion with --shards 3"):
+        convert(data, str(out), Settings(shards=2), run_here)
+    (out / ".convert" / "job.json").unlink()  # removed too before the kill
+    with pytest.raises(meshfeed.SettingsError, match="the result of a conversion with --shards 3"):
+        convert(data, str(out), Settings(shards=2), run_here)
     assert convert(data, str(out), Settings(shards=3), StopAfter(0)).was_complete
     assert formats.content_of(out) == before

@@ -204,7 +204,7 @@ def _finished(directory: str, description: dict[str, Any]) -> Converted | None:
     if converted == _identity(description):
         _remove(path / FOLDER)  # exists if the run was killed after it had written the manifest
         return _result(directory, description, was_complete=True)
-    if (path / FOLDER).exists():
+    if converted is None and (path / FOLDER).exists():
         return None
     count = len(list(path.iterdir()))
     what = f"{count:,} other file{'' if count == 1 else 's'}"
