@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import pathlib
 import resource
+import shutil
 import signal
 import subprocess
 import sys
@@ -186,6 +187,24 @@ def test_files_that_a_power_failure_left_empty_are_written_again(tmp_path: pathl
         (out / ".convert" / name).write_bytes(b"")
     convert(data, str(out), Settings(shards=3), StopAfter(3))
     assert formats.content_of(out) == formats.content_of(tmp_path / "whole")
+
+
+def test_what_an_interrupted_removal_left_is_of_no_other_job(tmp_path: pathlib.Path) -> None:
+    for name, count in (("a", 3), ("b", 5)):
+        pq.write_table(pa.table({name: range(count)}), tmp_path / f"{name}.parquet")
+    out = tmp_path / "out"
+
+    def kill(directory: str, phase: Phase, numbers: Sequence[int]) -> None:
+        run_here(directory, phase, numbers)
+        if phase == "write":
+            shutil.copytree(out / ".convert", tmp_path / "left", ignore=shutil.ignore_patterns("job.json"))
+
+    convert([f"{tmp_path}/a.parquet"], str(out), Settings(), kill)
+    shutil.rmtree(out)
+    out.mkdir()
+    (tmp_path / "left").rename(out / ".convert")
+    result = convert([f"{tmp_path}/b.parquet"], str(out), Settings(), run_here)
+    assert (result.num_records, list(result.features)) == (5, ["b"])
 
 
 def test_a_run_that_was_killed_after_its_manifest_is_complete(

@@ -30,6 +30,7 @@ from meshfeed._src.convert.job import (
     remove_unfinished,
     run_task,
     sync,
+    unlink,
     write_json,
 )
 from meshfeed._src.convert.writers import Settings, eod_id, load_tokenizer, manifest_details, token_format
@@ -252,9 +253,13 @@ def _prepare(directory: str, description: dict[str, Any]) -> Conversion:
     job = Conversion(directory)
     path = job.folder / "job.json"
     remove_unfinished(job.folder)
+    is_new = not path.exists()
+    if is_new:  # what else is there is of another job, whose removal was interrupted
+        for left in job.folder.iterdir():
+            unlink(left)
     for name in ("scans", "inputs", "parts", "entries"):
         (job.folder / name).mkdir(exist_ok=True)
-    if not path.exists():
+    if is_new:
         write_json(path, description)
     elif difference := _difference(job.description, description):
         raise SettingsError(
