@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import pathlib
 import resource
@@ -19,7 +20,7 @@ import pytest
 
 import meshfeed
 from meshfeed._src.convert import run as convert_run
-from meshfeed._src.convert.job import Phase
+from meshfeed._src.convert.job import Conversion, Phase
 from meshfeed._src.convert.run import convert, run_here
 from meshfeed._src.convert.writers import Settings
 from meshfeed._src.sources.manifest import make_manifest
@@ -187,6 +188,25 @@ def test_files_that_a_power_failure_left_empty_are_written_again(tmp_path: pathl
         (out / ".convert" / name).write_bytes(b"")
     convert(data, str(out), Settings(shards=3), StopAfter(3))
     assert formats.content_of(out) == formats.content_of(tmp_path / "whole")
+
+
+@pytest.mark.parametrize("name", ["discard_plan", "ask_for_all_types"])
+def test_killed_while_it_turns_to_the_types_of_all_blocks(
+    name: str, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rows = [{"pad": "p" * 1000} for _ in range(1200)] + [{"pad": "", "late": "x"}]
+    (tmp_path / "a.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    arguments = [f"{tmp_path}/a.jsonl"], str(tmp_path / "out"), Settings(columns=["late"]), run_here
+
+    def kill(_: object) -> None:
+        raise Stopped
+
+    with monkeypatch.context() as patch:
+        patch.setattr(convert_run if name == "discard_plan" else Conversion, name, kill)
+        patch.setattr(convert_run, "_is_empty", lambda *_: False)  # a kill leaves the job as it is
+        with pytest.raises(Stopped):
+            convert(*arguments)
+    assert list(convert(*arguments).features) == ["late"]
 
 
 def test_what_an_interrupted_removal_left_is_of_no_other_job(tmp_path: pathlib.Path) -> None:

@@ -299,8 +299,8 @@ def _run(directory: str, engine: Engine, show: Show) -> None:
         try:
             num_shards = job.plan.num_shards
         except TypesChanged:
+            discard_plan(job)  # first: a killed run must not leave scans of the first blocks as those of all
             job.ask_for_all_types()
-            discard_plan(job)
             continue
         if not job.types_changed:
             np.zeros(num_shards, np.int64).tofile(job.folder / "progress")
