@@ -160,6 +160,11 @@ def test_tfrecords_are_copied_and_checked(tmp_path: pathlib.Path) -> None:
     (tmp_path / "text.tfrecord").write_bytes(b"this is no TFRecord")
     with pytest.raises(meshfeed.CorruptDataError, match="no record begins at byte 0"):
         run(tmp_path / "text.tfrecord", tmp_path / "text")
+    with tf.io.TFRecordWriter(str(tmp_path / "later.tfrecord")) as writer:
+        writer.write(b"")
+        writer.write(b"not an Example")
+    with pytest.raises(meshfeed.SourceError, match=r"record 1 is not a tf.train.Example: .* use --encoding bytes"):
+        run(tmp_path / "later.tfrecord", tmp_path / "later")
     with tf.io.TFRecordWriter(str(tmp_path / "raw.tfrecord")) as writer:
         writer.write(b"not an Example")
     with pytest.raises(meshfeed.SourceError, match="use --encoding bytes"):

@@ -33,9 +33,9 @@ from meshfeed._src.convert.job import (
     unlink,
     write_json,
 )
-from meshfeed._src.convert.writers import Settings, eod_id, load_tokenizer, manifest_details, token_format
+from meshfeed._src.convert.writers import Settings, eod_id, load_tokenizer, manifest_details, read_example, token_format
 from meshfeed._src.reading.workers import WorkerPool
-from meshfeed._src.sources.decode import BYTES, FLOAT, INT64, parse_example
+from meshfeed._src.sources.decode import BYTES, FLOAT, INT64
 from meshfeed._src.sources.files.manifest import NAME, digest_of, read_manifest, write_manifest
 from meshfeed._src.sources.files.paths import identify_files, in_threads, is_url
 
@@ -470,8 +470,8 @@ def _sample(job: Conversion) -> dict[str, dict[str, Any]]:
 
     reader = ArrayRecordReader(str(job.shard_path(0)))
     found: dict[str, dict[str, Any]] = {}
-    for record in reader.read(0, min(_SAMPLE, reader.num_records())):
-        for name, values in parse_example(record).items():
+    for number, record in enumerate(reader.read(0, min(_SAMPLE, reader.num_records()))):
+        for name, values in read_example(record, number).items():
             kind = BYTES if isinstance(values, list) else FLOAT if values.dtype.kind == "f" else INT64
             before = found.get(name, {"list": False})
             found[name] = {"kind": KIND_NAMES[kind], "list": before["list"] or len(values) != 1}
