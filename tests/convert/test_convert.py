@@ -217,6 +217,27 @@ def test_compressed_mds(tmp_path: pathlib.Path, name: str, monkeypatch: pytest.M
     assert not (tmp_path / "temporary").exists()  # a kill would leave files there
 
 
+@pytest.mark.parametrize(
+    ("index", "message"),
+    [
+        (
+            '{"chunks": []}',
+            "is no index of MDS shards (KeyError: 'shards'). Copy it again. If the data has another format",
+        ),
+        ('{"shards": [', "is no index of MDS shards (JSONDecodeError: "),
+        ('{"shards": [{"raw_data": {}}]}', "is no index of MDS shards (KeyError: 'bytes')"),
+        ('{"shards": [{"raw_data": {"bytes": 5}}]}', "is no index of MDS shards (KeyError: "),
+        ('{"shards": []}', "lists no shards"),
+    ],
+)
+def test_an_index_that_is_not_of_mds(index: str, message: str, tmp_path: pathlib.Path) -> None:
+    (tmp_path / "data").mkdir()
+    (tmp_path / "data" / "index.json").write_text(index)
+    with pytest.raises(meshfeed.SourceError) as caught:
+        run(tmp_path / "data", tmp_path / "out")
+    assert f"{tmp_path}/data/index.json {message}" in str(caught.value)
+
+
 def test_images_in_folders(tmp_path: pathlib.Path) -> None:
     folder = formats.images(tmp_path)
     result = run(folder, tmp_path / "out", shards=3)
