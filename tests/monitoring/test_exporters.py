@@ -64,8 +64,14 @@ def test_half_a_line_of_a_killed_process_is_left_out_and_other_damage_is_named(t
     whole = path.read_text()
     path.write_text(whole + whole.splitlines()[-1][:40])
     assert [log.samples[-1].stats.batches for log in read_logs([path])] == [3]
+    with make_feed("train") as feed, meshfeed.monitoring.log(feed, tmp_path, seconds=1000):  # after a restart
+        take(feed, 2)
+    assert [log.samples[-1].stats.batches for log in read_logs([path])] == [3, 2]
     path.write_text(whole + '{"loss": 3}\n' + whole)
     with pytest.raises(meshfeed.SourceError, match=r"line 3 of .*train-host-00000.jsonl is not a line of"):
+        read_logs([path])
+    path.write_bytes(b"\x1f\x8b\xff")
+    with pytest.raises(meshfeed.SourceError, match=r"is not text in UTF-8\. Pass the files or the folder that"):
         read_logs([path])
     with pytest.raises(meshfeed.SourceError, match="nowhere does not exist"):
         read_logs([tmp_path / "nowhere"])
