@@ -162,6 +162,17 @@ def test_prometheus_in_a_registry_that_the_program_serves(feed: meshfeed.Feed) -
         meshfeed.monitoring.prometheus(feed, port=None)
 
 
+def test_prometheus_closes_its_port_if_the_registry_refuses(feed: meshfeed.Feed) -> None:
+    prometheus_client = pytest.importorskip("prometheus_client")
+    registry = prometheus_client.CollectorRegistry(auto_describe=True)  # as prometheus_client.REGISTRY
+    with meshfeed.monitoring.prometheus(feed, port=0, registry=registry) as exporter:
+        port = exporter.port
+    with meshfeed.monitoring.prometheus(feed, port=None, registry=registry):
+        with pytest.raises(ValueError, match="Duplicated timeseries"):
+            meshfeed.monitoring.prometheus(feed, port=port, registry=registry)
+    meshfeed.monitoring.prometheus(feed, port=port, registry=registry).close()
+
+
 # ---------------------------------------------------------------------- TensorBoard
 
 

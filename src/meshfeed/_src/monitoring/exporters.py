@@ -312,22 +312,22 @@ def prometheus(
         raise SettingsError("prometheus takes at least one feed, and a port or a registry.", setting="feeds")
     served = prometheus_client.CollectorRegistry() if registry is None else registry
     collector = _Collector([check_feed(feed) for feed in feeds])
-    closing = contextlib.ExitStack()  # a second close finds it empty
-    if port is not None:
-        try:
-            server, thread = prometheus_client.start_http_server(port, address, served)
-        except OSError as error:
-            raise SettingsError(
-                f"port={port!r} on {address!r} cannot be opened: {error}. Use another port; several processes on one "
-                "machine need one each, such as port=9400 + jax.process_index().",
-                setting="port",
-            ) from error
-        port = server.server_port
-        for end in (thread.join, server.server_close, server.shutdown):  # called in reverse order
-            closing.callback(end)
-    served.register(collector)  # only now: a port in use must leave nothing in the user's registry
-    closing.callback(served.unregister, collector)
-    return Exporter(closing.close, port)
+    with contextlib.ExitStack() as closing:  # closes the port again if the registry refuses the collector
+        if port is not None:
+            try:
+                server, thread = prometheus_client.start_http_server(port, address, served)
+            except OSError as error:
+                raise SettingsError(
+                    f"port={port!r} on {address!r} cannot be opened: {error}. Use another port; several processes on one "
+                    "machine need one each, such as port=9400 + jax.process_index().",
+                    setting="port",
+                ) from error
+            port = server.server_port
+            for end in (thread.join, server.server_close, server.shutdown):  # called in reverse order
+                closing.callback(end)
+        served.register(collector)  # only now: a port in use must leave nothing in the user's registry
+        closing.callback(served.unregister, collector)
+        return Exporter(closing.pop_all().close, port)  # a second close finds it empty
 
 
 class _Collector:
