@@ -129,6 +129,20 @@ def test_errors_of_meshfeed_are_one_line(error: Exception, status: int) -> None:
     assert result.output == f"Error: {error}\n"
 
 
+@pytest.mark.parametrize("option", ["svg", "html"])
+def test_a_file_that_cannot_be_written_is_one_message(option: str, tmp_path: pathlib.Path) -> None:
+    path = tmp_path / "missing" / f"mesh.{option}"
+    result = run(f"{SMALL} --mesh data=8 --spec data --global-batch-size 8 --{option} {path}")
+    assert result.exit_code == 1
+    assert result.output == f"Error: [Errno 2] No such file or directory: '{path}'\n"
+
+
+def test_output_that_is_not_read_to_its_end_is_no_error() -> None:
+    meshfeed_plan = f"{sys.executable} -m meshfeed {BIG} --json"
+    ended = subprocess.run(f"{meshfeed_plan} | head -c 9", shell=True, capture_output=True, text=True, check=True)
+    assert (ended.stdout, ended.stderr) == ('{"hosts":', "")
+
+
 def test_a_library_that_is_not_installed_is_one_message(
     tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

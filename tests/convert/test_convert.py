@@ -160,6 +160,11 @@ def test_tfrecords_are_copied_and_checked(tmp_path: pathlib.Path) -> None:
     (tmp_path / "text.tfrecord").write_bytes(b"this is no TFRecord")
     with pytest.raises(meshfeed.CorruptDataError, match="no record begins at byte 0"):
         run(tmp_path / "text.tfrecord", tmp_path / "text")
+    with tf.io.TFRecordWriter(str(tmp_path / "later.tfrecord")) as writer:
+        writer.write(b"")
+        writer.write(b"not an Example")
+    with pytest.raises(meshfeed.SourceError, match=r"record 1 is not a tf.train.Example: .* use --encoding bytes"):
+        run(tmp_path / "later.tfrecord", tmp_path / "later")
     with tf.io.TFRecordWriter(str(tmp_path / "raw.tfrecord")) as writer:
         writer.write(b"not an Example")
     with pytest.raises(meshfeed.SourceError, match="use --encoding bytes"):
@@ -210,6 +215,27 @@ def test_compressed_mds(tmp_path: pathlib.Path, name: str, monkeypatch: pytest.M
         assert found["id"] == [wanted["id"]]
         assert found["x"] == wanted["x"].ravel().tolist()
     assert not (tmp_path / "temporary").exists()  # a kill would leave files there
+
+
+@pytest.mark.parametrize(
+    ("index", "message"),
+    [
+        (
+            '{"chunks": []}',
+            "is no index of MDS shards (KeyError: 'shards'). Copy it again. If the data has another format",
+        ),
+        ('{"shards": [', "is no index of MDS shards (JSONDecodeError: "),
+        ('{"shards": [{"raw_data": {}}]}', "is no index of MDS shards (KeyError: 'bytes')"),
+        ('{"shards": [{"raw_data": {"bytes": 5}}]}', "is no index of MDS shards (KeyError: "),
+        ('{"shards": []}', "lists no shards"),
+    ],
+)
+def test_an_index_that_is_not_of_mds(index: str, message: str, tmp_path: pathlib.Path) -> None:
+    (tmp_path / "data").mkdir()
+    (tmp_path / "data" / "index.json").write_text(index)
+    with pytest.raises(meshfeed.SourceError) as caught:
+        run(tmp_path / "data", tmp_path / "out")
+    assert f"{tmp_path}/data/index.json {message}" in str(caught.value)
 
 
 def test_images_in_folders(tmp_path: pathlib.Path) -> None:

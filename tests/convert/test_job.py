@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import os
 import pathlib
 import resource
+import shutil
 import signal
 import subprocess
 import sys
@@ -18,7 +20,7 @@ import pytest
 
 import meshfeed
 from meshfeed._src.convert import run as convert_run
-from meshfeed._src.convert.job import Phase
+from meshfeed._src.convert.job import Conversion, Phase
 from meshfeed._src.convert.run import convert, run_here
 from meshfeed._src.convert.writers import Settings
 from meshfeed._src.sources.manifest import make_manifest
@@ -188,6 +190,43 @@ def test_files_that_a_power_failure_left_empty_are_written_again(tmp_path: pathl
     assert formats.content_of(out) == formats.content_of(tmp_path / "whole")
 
 
+@pytest.mark.parametrize("name", ["discard_plan", "ask_for_all_types"])
+def test_killed_while_it_turns_to_the_types_of_all_blocks(
+    name: str, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rows = [{"pad": "p" * 1000} for _ in range(1200)] + [{"pad": "", "late": "x"}]
+    (tmp_path / "a.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    arguments = [f"{tmp_path}/a.jsonl"], str(tmp_path / "out"), Settings(columns=["late"]), run_here
+
+    def kill(_: object) -> None:
+        raise Stopped
+
+    with monkeypatch.context() as patch:
+        patch.setattr(convert_run if name == "discard_plan" else Conversion, name, kill)
+        patch.setattr(convert_run, "_is_empty", lambda *_: False)  # a kill leaves the job as it is
+        with pytest.raises(Stopped):
+            convert(*arguments)
+    assert list(convert(*arguments).features) == ["late"]
+
+
+def test_what_an_interrupted_removal_left_is_of_no_other_job(tmp_path: pathlib.Path) -> None:
+    for name, count in (("a", 3), ("b", 5)):
+        pq.write_table(pa.table({name: range(count)}), tmp_path / f"{name}.parquet")
+    out = tmp_path / "out"
+
+    def kill(directory: str, phase: Phase, numbers: Sequence[int]) -> None:
+        run_here(directory, phase, numbers)
+        if phase == "write":
+            shutil.copytree(out / ".convert", tmp_path / "left", ignore=shutil.ignore_patterns("job.json"))
+
+    convert([f"{tmp_path}/a.parquet"], str(out), Settings(), kill)
+    shutil.rmtree(out)
+    out.mkdir()
+    (tmp_path / "left").rename(out / ".convert")
+    result = convert([f"{tmp_path}/b.parquet"], str(out), Settings(), run_here)
+    assert (result.num_records, list(result.features)) == (5, ["b"])
+
+
 def test_a_run_that_was_killed_after_its_manifest_is_complete(
     tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -203,5 +242,10 @@ def test_a_run_that_was_killed_after_its_manifest_is_complete(
         with pytest.raises(Stopped):
             convert(data, str(out), Settings(shards=3), run_here)
     before = files_of(out)
+    with pytest.raises(meshfeed.SettingsError, match="the result of a conversion with --shards 3"):
+        convert(data, str(out), Settings(shards=2), run_here)
+    (out / ".convert" / "job.json").unlink()  # removed too before the kill
+    with pytest.raises(meshfeed.SettingsError, match="the result of a conversion with --shards 3"):
+        convert(data, str(out), Settings(shards=2), run_here)
     assert convert(data, str(out), Settings(shards=3), StopAfter(0)).was_complete
     assert formats.content_of(out) == before

@@ -112,6 +112,20 @@ def test_a_header_that_cannot_name_the_columns(header: str, message: str, tmp_pa
     assert str(caught.value).endswith("If it is a record, add a line with names before it.")
 
 
+@pytest.mark.parametrize("content", ["a,b\r1,2\r", 'height 5",b\n1,2\n', 'a,"b\n' + f"{'1' * 50},2\n" * 10_000])
+def test_a_header_that_is_not_csv(content: str, tmp_path: pathlib.Path) -> None:
+    (tmp_path / "a.csv").write_text(content, newline="")
+    with pytest.raises(meshfeed.CorruptDataError) as caught:
+        convert([str(tmp_path / "a.csv")], str(tmp_path / "out"), Settings(), run_here)
+    assert str(caught.value).startswith(f"{tmp_path}/a.csv: the first line, which is the header, cannot be read: ")
+
+
+def test_the_extension_tsv_in_capitals_means_tabs_too(tmp_path: pathlib.Path) -> None:
+    (tmp_path / "A.TSV").write_text("a\tb\n1\tx\n")
+    result = convert([str(tmp_path / "A.TSV")], str(tmp_path / "out"), Settings(), run_here)
+    assert list(result.features) == ["a", "b"]
+
+
 def test_a_value_that_fits_no_type_is_named(tmp_path: pathlib.Path) -> None:
     """A line of the second file is not text in UTF-8, and the column is text."""
     (tmp_path / "a.csv").write_text("text\n" + "document\n" * COUNT)

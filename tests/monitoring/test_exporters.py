@@ -64,8 +64,14 @@ def test_half_a_line_of_a_killed_process_is_left_out_and_other_damage_is_named(t
     whole = path.read_text()
     path.write_text(whole + whole.splitlines()[-1][:40])
     assert [log.samples[-1].stats.batches for log in read_logs([path])] == [3]
+    with make_feed("train") as feed, meshfeed.monitoring.log(feed, tmp_path, seconds=1000):  # after a restart
+        take(feed, 2)
+    assert [log.samples[-1].stats.batches for log in read_logs([path])] == [3, 2]
     path.write_text(whole + '{"loss": 3}\n' + whole)
     with pytest.raises(meshfeed.SourceError, match=r"line 3 of .*train-host-00000.jsonl is not a line of"):
+        read_logs([path])
+    path.write_bytes(b"\x1f\x8b\xff")
+    with pytest.raises(meshfeed.SourceError, match=r"is not text in UTF-8\. Pass the files or the folder that"):
         read_logs([path])
     with pytest.raises(meshfeed.SourceError, match="nowhere does not exist"):
         read_logs([tmp_path / "nowhere"])
@@ -154,6 +160,17 @@ def test_prometheus_in_a_registry_that_the_program_serves(feed: meshfeed.Feed) -
     assert registry.get_sample_value("meshfeed_batches_total", {"feed": "train", "host": "0"}) is None
     with pytest.raises(meshfeed.SettingsError, match="at least one feed, and a port or a registry"):
         meshfeed.monitoring.prometheus(feed, port=None)
+
+
+def test_prometheus_closes_its_port_if_the_registry_refuses(feed: meshfeed.Feed) -> None:
+    prometheus_client = pytest.importorskip("prometheus_client")
+    registry = prometheus_client.CollectorRegistry(auto_describe=True)  # as prometheus_client.REGISTRY
+    with meshfeed.monitoring.prometheus(feed, port=0, registry=registry) as exporter:
+        port = exporter.port
+    with meshfeed.monitoring.prometheus(feed, port=None, registry=registry):
+        with pytest.raises(ValueError, match="Duplicated timeseries"):
+            meshfeed.monitoring.prometheus(feed, port=port, registry=registry)
+    meshfeed.monitoring.prometheus(feed, port=port, registry=registry).close()
 
 
 # ---------------------------------------------------------------------- TensorBoard

@@ -1,12 +1,13 @@
 """The ``meshfeed`` command line. Each command imports its dependencies when it runs, which keeps ``--help`` fast.
 
-A :class:`~meshfeed.MeshfeedError` is printed as a message without a traceback. The exit status is 2 for an invalid
-argument, 130 after Ctrl-C, and 1 for any other error.
+A :class:`~meshfeed.MeshfeedError` or an OSError is printed as a message without a traceback. The exit status is 2 for an
+invalid argument, 130 after Ctrl-C, and 1 for any other error.
 """
 
 from __future__ import annotations
 
 import contextlib
+import errno
 import json
 import pathlib
 
@@ -30,6 +31,10 @@ class _Commands(click.Group):
         except MeshfeedError as error:
             click.echo(f"Error: {error}", err=True)
             ctx.exit(2 if isinstance(error, SettingsError | PlanError) else 1)
+        except OSError as error:
+            if error.errno == errno.EPIPE:  # click ends quietly if the reader of the output has ended
+                raise
+            raise click.ClickException(str(error)) from error
         except ModuleNotFoundError as error:
             extra = "convert" if ctx.invoked_subcommand == "convert" else "all"
             missing = missing_package(f"meshfeed {ctx.invoked_subcommand}", error, extra)

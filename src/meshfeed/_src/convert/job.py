@@ -383,11 +383,11 @@ def _replacing(target: pathlib.Path, folder: pathlib.Path | None = None) -> Iter
         yield part
         os.replace(part, target)
     except BaseException:
-        _unlink(part)
+        unlink(part)
         raise
 
 
-def _unlink(path: pathlib.Path) -> None:
+def unlink(path: pathlib.Path) -> None:
     """Removes a file or a folder, unless it is gone."""
     if path.is_dir():
         shutil.rmtree(path)
@@ -410,7 +410,7 @@ def write_json(path: pathlib.Path, value: object) -> None:
 def remove_unfinished(folder: pathlib.Path) -> None:
     """Removes what killed tasks left, and JSON files that a power failure left empty."""
     for path in list(folder.rglob("*.part")):
-        _unlink(path)
+        unlink(path)
     for path in folder.rglob("*.json"):
         if not path.stat().st_size:
             path.unlink()

@@ -305,11 +305,11 @@ class Csv(LineInput):
 
     def read_header(self, file: BinaryIO, path: str) -> Sequence[str]:
         """See :class:`LineInput`."""
-        self._path, self._delimiter = path, "\t" if path.endswith(".tsv") else ","
+        self._path, self._delimiter = path, "\t" if path.lower().endswith(".tsv") else ","
         line = file.readline()
         while line and not line.strip(b"\r\n"):
             line = file.readline()
-        while line.count(b'"') % 2 and (more := file.readline()):
+        while line.count(b'"') % 2 and len(line) < csv.field_size_limit() and (more := file.readline()):
             line += more
         try:
             text = line.decode("utf-8-sig").rstrip("\r\n")
@@ -317,7 +317,16 @@ class Csv(LineInput):
             raise CorruptDataError(
                 f"{path}:1: the header is not text in UTF-8: {error}. Convert the file with iconv -t utf-8.", path=path
             ) from error
-        names = next(csv.reader([text], delimiter=self._delimiter), [])
+        try:
+            if line.count(b'"') % 2:
+                raise csv.Error("a quote is not closed")
+            names = next(csv.reader([text], delimiter=self._delimiter), [])
+        except csv.Error as error:
+            raise CorruptDataError(
+                f"{path}: the first line, which is the header, cannot be read: {error}. Expected lines that end in \\n, and "
+                "two quotes for a quote within a value. Correct the line; tr '\\r' '\\n' converts lines that end in \\r.",
+                path=path,
+            ) from error
         repeated = [name for name, count in collections.Counter(filter(None, names)).items() if count > 1]
         if repeated or not all(names):
             what = f"names the columns {repeated} more than once"

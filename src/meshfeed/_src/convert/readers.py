@@ -136,10 +136,10 @@ class Mds(Input):
         """See :class:`Input`."""
         import pyarrow as pa
 
+        with self._opened(path) as source:  # checks the index
+            first, count = source[0], len(source)
         shard = _mds_shards(path)[0]
         encodings = dict(zip(shard["column_names"], shard["column_encodings"], strict=True))
-        with self._opened(path) as source:
-            first, count = source[0], len(source)
         kinds = {name: _mds_type(name, encodings[name], first[name]) for name in self.columns or first if name in first}
         fields = [(name, kinds.get(name, pa.null())) for name in sorted(first)]
         return Scan(count, pa.schema(fields), more=encodings)
@@ -175,8 +175,18 @@ class Mds(Input):
 
 
 def _mds_shards(path: str) -> list[dict[str, Any]]:
-    with open(os.path.join(path, "index.json"), "rb") as file:
-        return json.load(file)["shards"]
+    index = os.path.join(path, "index.json")
+    try:
+        with open(index, "rb") as file:
+            shards = json.load(file)["shards"]
+        _ = [shard["raw_data"]["bytes"] for shard in shards]
+    except (ValueError, KeyError, TypeError) as error:
+        raise CorruptDataError(
+            f"{index} is no index of MDS shards ({type(error).__name__}: {error}). Copy it again. If the data has another "
+            "format, name its files with a glob.",
+            path=index,
+        ) from error
+    return shards
 
 
 def _mds_type(name: str, encoding: str, value: object) -> pa.DataType:

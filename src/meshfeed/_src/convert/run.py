@@ -30,11 +30,12 @@ from meshfeed._src.convert.job import (
     remove_unfinished,
     run_task,
     sync,
+    unlink,
     write_json,
 )
-from meshfeed._src.convert.writers import Settings, eod_id, load_tokenizer, manifest_details, token_format
+from meshfeed._src.convert.writers import Settings, eod_id, load_tokenizer, manifest_details, read_example, token_format
 from meshfeed._src.reading.workers import WorkerPool
-from meshfeed._src.sources.decode import BYTES, FLOAT, INT64, parse_example
+from meshfeed._src.sources.decode import BYTES, FLOAT, INT64
 from meshfeed._src.sources.files.manifest import NAME, digest_of, read_manifest, write_manifest
 from meshfeed._src.sources.files.paths import identify_files, in_threads, is_url
 
@@ -204,7 +205,7 @@ def _finished(directory: str, description: dict[str, Any]) -> Converted | None:
     if converted == _identity(description):
         _remove(path / FOLDER)  # exists if the run was killed after it had written the manifest
         return _result(directory, description, was_complete=True)
-    if (path / FOLDER).exists():
+    if converted is None and (path / FOLDER).exists():
         return None
     count = len(list(path.iterdir()))
     what = f"{count:,} other file{'' if count == 1 else 's'}"
@@ -252,9 +253,13 @@ def _prepare(directory: str, description: dict[str, Any]) -> Conversion:
     job = Conversion(directory)
     path = job.folder / "job.json"
     remove_unfinished(job.folder)
+    is_new = not path.exists()
+    if is_new:  # what else is there is of another job, whose removal was interrupted
+        for left in job.folder.iterdir():
+            unlink(left)
     for name in ("scans", "inputs", "parts", "entries"):
         (job.folder / name).mkdir(exist_ok=True)
-    if not path.exists():
+    if is_new:
         write_json(path, description)
     elif difference := _difference(job.description, description):
         raise SettingsError(
@@ -294,8 +299,8 @@ def _run(directory: str, engine: Engine, show: Show) -> None:
         try:
             num_shards = job.plan.num_shards
         except TypesChanged:
+            discard_plan(job)  # first: a killed run must not leave scans of the first blocks as those of all
             job.ask_for_all_types()
-            discard_plan(job)
             continue
         if not job.types_changed:
             np.zeros(num_shards, np.int64).tofile(job.folder / "progress")
@@ -465,8 +470,8 @@ def _sample(job: Conversion) -> dict[str, dict[str, Any]]:
 
     reader = ArrayRecordReader(str(job.shard_path(0)))
     found: dict[str, dict[str, Any]] = {}
-    for record in reader.read(0, min(_SAMPLE, reader.num_records())):
-        for name, values in parse_example(record).items():
+    for number, record in enumerate(reader.read(0, min(_SAMPLE, reader.num_records()))):
+        for name, values in read_example(record, number).items():
             kind = BYTES if isinstance(values, list) else FLOAT if values.dtype.kind == "f" else INT64
             before = found.get(name, {"list": False})
             found[name] = {"kind": KIND_NAMES[kind], "list": before["list"] or len(values) != 1}

@@ -108,7 +108,7 @@ class ArrayRecordFile(OutputFile):
             records = encode_examples(flatten(batch, first_record), first_record)
         if self._check_first and records:
             self._check_first = False
-            _check_example(records[0], first_record)
+            read_example(records[0], first_record)
         with _disk_errors():
             collections.deque(map(self._writer.write, records), maxlen=0)  # a loop without steps of Python
         self.num_records += len(records)
@@ -133,9 +133,10 @@ def _disk_errors() -> Iterator[None]:
         raise OSError(f"cannot write the output: {error}") from error
 
 
-def _check_example(record: bytes, number: int) -> None:
+def read_example(record: bytes, number: int) -> dict[str, Any]:
+    """Returns the features of an Example; raises SourceError with the record's number if it is not one."""
     try:
-        parse_example(record)
+        return parse_example(record)
     except ValueError as error:
         raise SourceError(
             f"record {number} is not a tf.train.Example: {error} To write the records as they are, use --encoding bytes."

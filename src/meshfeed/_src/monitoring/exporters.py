@@ -192,8 +192,11 @@ def log(feed: object, directory: str | os.PathLike[str], *, seconds: float = 10.
 
     def write(_: Sample | None, sample: Sample) -> None:
         line = json.dumps(_to_json(sample, name, host))
-        with open(path, "a", encoding="utf-8") as file:  # opened for each line, so the file may be rotated
-            file.write(line + "\n")
+        with open(path, "ab+") as file:  # opened for each line, so the file may be rotated
+            if file.tell():
+                file.seek(-1, os.SEEK_END)
+                line = line if file.read() == b"\n" else f"\n{line}"  # a full disk or a kill may leave half a line
+            file.write(f"{line}\n".encode())
 
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -223,7 +226,7 @@ def read_logs(paths: Sequence[str | os.PathLike[str]]) -> list[HostLog]:
       One log per feed, host and run, by feed, host and time. A run ends when its process ends.
 
     Raises:
-      SourceError: a path does not exist, a line is not one of :func:`log` (except an incomplete last line), or there are
+      SourceError: a path does not exist, a line is not one of :func:`log` (except an incomplete one), or there are
         no figures at all.
     """
     logs = [log for path in _files(paths) for log in _logs_of(path)]
@@ -233,9 +236,11 @@ def read_logs(paths: Sequence[str | os.PathLike[str]]) -> list[HostLog]:
 
 
 def _logs_of(path: pathlib.Path) -> list[HostLog]:
-    lines = list(enumerate(path.read_text(encoding="utf-8").splitlines(), 1))
-    if lines and not lines[-1][1].endswith("}"):
-        lines.pop()  # a killed process may leave half a line
+    try:
+        text = path.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise _not_a_log(f"{path} is not text in UTF-8") from error
+    lines = [(number, line) for number, line in enumerate(text.splitlines(), 1) if _is_whole(line)]
     logs: list[HostLog] = []
     for _, group in itertools.groupby(lines, key=lambda line: _RUN.findall(line[1])):
         run = list(group)
@@ -244,6 +249,10 @@ def _logs_of(path: pathlib.Path) -> list[HostLog]:
         parsed = [_parsed(path, number, text) for number, text in chosen]
         logs.append(HostLog(parsed[0][0], parsed[0][1], [sample for _, _, sample in parsed]))
     return logs
+
+
+def _is_whole(line: str) -> bool:
+    return not line.startswith("{") or line.endswith("}")  # a full disk or a kill may leave half a line
 
 
 def _parsed(path: pathlib.Path, number: int, text: str) -> tuple[str, int, Sample]:
@@ -303,22 +312,22 @@ def prometheus(
         raise SettingsError("prometheus takes at least one feed, and a port or a registry.", setting="feeds")
     served = prometheus_client.CollectorRegistry() if registry is None else registry
     collector = _Collector([check_feed(feed) for feed in feeds])
-    closing = contextlib.ExitStack()  # a second close finds it empty
-    if port is not None:
-        try:
-            server, thread = prometheus_client.start_http_server(port, address, served)
-        except OSError as error:
-            raise SettingsError(
-                f"port={port!r} on {address!r} cannot be opened: {error}. Use another port; several processes on one "
-                "machine need one each, such as port=9400 + jax.process_index().",
-                setting="port",
-            ) from error
-        port = server.server_port
-        for end in (thread.join, server.server_close, server.shutdown):  # called in reverse order
-            closing.callback(end)
-    served.register(collector)  # only now: a port in use must leave nothing in the user's registry
-    closing.callback(served.unregister, collector)
-    return Exporter(closing.close, port)
+    with contextlib.ExitStack() as closing:  # closes the port again if the registry refuses the collector
+        if port is not None:
+            try:
+                server, thread = prometheus_client.start_http_server(port, address, served)
+            except OSError as error:
+                raise SettingsError(
+                    f"port={port!r} on {address!r} cannot be opened: {error}. Use another port; several processes on one "
+                    "machine need one each, such as port=9400 + jax.process_index().",
+                    setting="port",
+                ) from error
+            port = server.server_port
+            for end in (thread.join, server.server_close, server.shutdown):  # called in reverse order
+                closing.callback(end)
+        served.register(collector)  # only now: a port in use must leave nothing in the user's registry
+        closing.callback(served.unregister, collector)
+        return Exporter(closing.pop_all().close, port)  # a second close finds it empty
 
 
 class _Collector:
