@@ -292,6 +292,23 @@ def test_attempts_of_an_operation_that_retries_are_counted_and_not_multiplied(at
     assert source.storage.calls == calls
 
 
+def test_an_exception_object_that_is_raised_again_has_all_its_attempts_each_time() -> None:
+    down = OSError("the network is down")
+
+    class Down(Batches):
+        def read_batch(self, record_ids: Any) -> Any:
+            self.storage.calls += 1
+            raise down
+
+    source = Down(Storage(()))
+    with feed(source, prefetch=0) as stuck:
+        for number in (1, 2, 3):
+            with pytest.raises(OSError, match="the network is down"):
+                next(stuck)
+            assert source.storage.calls == number * RETRY.attempts
+            stuck.reset()
+
+
 def test_pauses_double_and_are_drawn_at_random(monkeypatch: pytest.MonkeyPatch) -> None:
     ends: list[float] = []
     monkeypatch.setattr("random.uniform", lambda low, high: ends.append(high) or 0.0)

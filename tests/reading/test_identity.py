@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from meshfeed._src.base.errors import SourceError
 from meshfeed._src.base.settings import Retry
 from meshfeed._src.reading.identity import (
     content_digest,
@@ -143,6 +144,15 @@ def test_a_fingerprint_of_its_own_replaces_the_probe(value: Any, identity: dict[
     source = Own(20)
     assert source_identity(source, NOW) == identity
     assert source.read == []
+
+
+def test_stop_iteration_of_a_fingerprint_is_an_error_with_a_message() -> None:
+    class Own(Numbers):
+        def fingerprint(self) -> Any:
+            return next(iter(()))
+
+    with pytest.raises(SourceError, match=r"fingerprint\(\) of a Own raised StopIteration"):
+        source_identity(Own(20), NOW)
 
 
 def test_a_stream_is_not_opened_for_its_identity() -> None:

@@ -229,6 +229,8 @@ def test_errors_of_the_host_are_raised_here_with_their_message(mesh: Mesh) -> No
         RemoteFeed(lambda: 1 / 0, mesh, global_batch_size=16)
     with pytest.raises(meshfeed.PlanError, match="12"):
         RemoteFeed(make_memory, mesh, global_batch_size=12)
+    with pytest.raises(meshfeed.MeshfeedError, match=r"raised StopIteration on a host .* outside of next\(\)"):
+        RemoteFeed(lambda: next(iter(())), mesh, global_batch_size=16)
 
     def make() -> Any:
         class Failing:

@@ -220,6 +220,25 @@ def test_a_loader_that_ends_before_its_length_is_logged(caplog):
     assert (values(resumed), caplog.text) == ([4, 5, 6], "")
 
 
+def test_a_restore_after_an_error_that_raises_stop_iteration_does_not_look_like_the_end():
+    class Flaky(Stateful):
+        def __next__(self):
+            if self.next_index == 2:
+                raise OSError("the disk is away")
+            return super().__next__()
+
+        def set_state(self, state):
+            raise StopIteration
+
+    iterator = HostBatches(Flaky()).iterator()
+    for _ in range(2):
+        next(iterator)
+    with pytest.raises(OSError, match="the disk is away"):
+        next(iterator)
+    with pytest.raises(errors.SourceError, match=r"StopIteration in __iter__ or set_state.*the disk is away"):
+        next(iterator)
+
+
 def test_a_length_that_is_not_known_does_not_replace_the_end():
     class Unknown(Restartable):
         def __len__(self):

@@ -440,6 +440,17 @@ def test_epochs_of_a_component_are_told_to_it():
     assert {entry[3] for entry in log if entry[1] == 0} >= {0, 1, 2}
 
 
+def test_stop_iteration_of_close_does_not_end_the_lane():
+    class Broken(Counter):
+        def close(self):
+            raise StopIteration
+
+    web = Stream(lambda lane_index, num_lanes: Broken(0, range(8)))
+    lane = Mixture({"web": web, "code": memory("code")}, {"web": 1, "code": 1}, 2).open(0, 1)
+    with pytest.raises(SourceError, match="component 'web' raised StopIteration in close, in lane 0"):
+        list(lane)
+
+
 def test_random_access_components_of_lanes_are_shuffled_where_asked():
     def values(**kwargs):
         source = stream_mixture(**kwargs)

@@ -338,6 +338,36 @@ def test_array_record_over_the_cache(store: Store, tmp_path, ranges: bool) -> No
         ArrayRecord(urls, cache=ShardCache(tmp_path / "cache3", retry=QUICK))
 
 
+@pytest.mark.parametrize("options", ["group_size:1,uncompressed", "group_size:16,zstd"])
+@pytest.mark.parametrize("record_ids", [[0, 1], [0, 100]])
+def test_attempts_to_fetch_an_evicted_array_record_are_not_multiplied(
+    store: Store, tmp_path, options: str, record_ids: list[int]
+) -> None:
+    pytest.importorskip("array_record")
+    from array_record_files import write
+
+    from meshfeed._src.sources.array_record.source import ArrayRecord
+
+    urls = []
+    for name in "abcd":
+        path = write(tmp_path / name, [np.random.default_rng(i).bytes(1000) for i in range(100)], options)
+        urls.append(store.put(name, pathlib.Path(path).read_bytes()))
+    num_bytes = len(store.files["a"])
+    source = ArrayRecord(urls, cache=ShardCache(tmp_path / "cache", max_bytes=5 * num_bytes // 2, retry=QUICK))
+    for first in range(0, 400, 100):  # the first two are evicted
+        source.read_raw([first])
+    store.fail, before = 1 << 30, len(store.fetches)
+    for read_records in (source.read_rows, source.read_raw):
+        try:
+            found = read_records(record_ids)
+        except OSError:
+            break
+        assert found is None
+    fetches = store.fetches[before:]
+    assert fetches
+    assert max(fetches.count(name) for name in "ab") <= QUICK.attempts
+
+
 def test_a_file_that_arrives_while_the_room_is_counted_is_counted(store: Store, tmp_path, monkeypatch) -> None:
     """Its part had gone when it was looked at, and its own name was not yet there when the folder was listed."""
     cache = ShardCache(tmp_path / "cache", max_bytes=150_000, retry=QUICK)

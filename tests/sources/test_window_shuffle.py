@@ -104,6 +104,18 @@ def test_the_lane_is_not_read_again_after_an_error():
     assert sorted(read_ids(other)) == list(range(16, 50))
 
 
+@pytest.mark.parametrize("at", [0, 8])
+def test_stop_iteration_of_get_state_does_not_end_the_lane(at):
+    class Broken(Stateful):
+        def get_state(self):
+            if self.at == at:
+                raise StopIteration
+            return super().get_state()
+
+    with pytest.raises(SourceError, match="get_state of a Broken, which is shuffled, raised StopIteration"):
+        list(shuffle_windows(Broken(24), 8, (0,)))
+
+
 def test_a_restore_forgets_the_error():
     lane = Stateful(50)
     shuffled = shuffle_windows(lane, 16, (0,))

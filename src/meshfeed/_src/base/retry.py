@@ -44,6 +44,7 @@ def call_with_retry(
     doing: str | Callable[[], str],
     on_retry: Callable[[], None] | None = None,
     progress: Callable[[], object] | None = None,
+    since: float | None = None,
 ) -> T:
     """Calls ``operation`` until it succeeds, with exponential backoff and full jitter.
 
@@ -56,12 +57,14 @@ def call_with_retry(
       on_retry: called before each retry, to count retries.
       progress: returns a value that changes when another record has been read. A change resets the count of attempts:
         the failures of one record must not use up the attempts of the next.
+      since: ``time.monotonic()`` at the start of the first attempt, if that was made before this call.
 
     Raises:
-      The exception of the last attempt, with the number of attempts as ``attempts_made``. An exception whose type is
-      not in ``retry.on``, or StopIteration, is raised without a retry.
+      The exception of the last attempt, with the number of attempts as ``attempts_made`` and ``time.monotonic()`` as
+      ``attempts_ended``. An exception whose type is not in ``retry.on``, or StopIteration, is raised without a retry.
     """
     tries, reached = 0, None if progress is None else progress()
+    start = time.monotonic() if since is None else since
     while True:
         try:
             return operation()
@@ -70,11 +73,14 @@ def call_with_retry(
                 raise
             before, reached = reached, None if progress is None else progress()
             # An operation that has itself retried counts as all its attempts: those of the two must not multiply.
-            made: int = getattr(error, "attempts_made", 1)
+            # A count from before this attempt does not apply: the source has raised the same exception object again.
+            is_new = getattr(error, "attempts_ended", start) >= start
+            made: int = getattr(error, "attempts_made", 1) if is_new else 1
             tries = tries + made if reached == before else made
             if tries >= retry.attempts:
                 if tries > 1:
                     error.attempts_made = tries  # type: ignore[attr-defined]
+                    error.attempts_ended = time.monotonic()  # type: ignore[attr-defined]
                 raise
             # The exponent is bounded because a float overflows at 2.0**1024.
             pause = random.uniform(0, min(retry.max_seconds, retry.initial_seconds * 2.0 ** min(tries - 1, 60)))
@@ -85,3 +91,4 @@ def call_with_retry(
         if on_retry is not None:
             on_retry()
         time.sleep(pause)
+        start = time.monotonic()

@@ -344,12 +344,13 @@ class RecordReader:
         times: dict[str, float] = {}
         rows: ReadRows | None = None
         failed: list[BaseException] = []
+        start = time.monotonic()
         try:
             rows = ReadRows(self._read_once(record_ids, epochs, columns, times), times)
         except BaseException as error:
             failed.append(error)
         if rows is None:  # outside the handler, in which errors of further attempts would get this one as context
-            rows = self._read_again(failed, record_ids, epochs, columns, times)
+            rows = self._read_again(failed, start, record_ids, epochs, columns, times)
         # With columns, leaves are partial and do not have the shapes of the spec.
         if columns is None:
             self._check(rows.tree, record_ids)
@@ -358,6 +359,7 @@ class RecordReader:
     def _read_again(
         self,
         failed: list[BaseException],
+        since: float,
         record_ids: RecordIds,
         epochs: RecordIds,
         columns: ColumnSlices | None,
@@ -366,6 +368,7 @@ class RecordReader:
         recovery = Recovery(
             lambda ids, epoch_ids: self._read_once(ids, epoch_ids, columns, times),
             self._retry,
+            since=since,
             replacement=None if self._bad_records is None else self._replacement,
         )
         tree, bad = recovery.read(failed, record_ids, epochs)

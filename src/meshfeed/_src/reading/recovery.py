@@ -26,6 +26,7 @@ class Recovery:
     Args:
       read: reads records, from record ids and epochs, int64 ``[n]`` each.
       retry: retry settings.
+      since: ``time.monotonic()`` at the start of the first read.
       replacement: (record id, epoch, attempt from 1) → record id to read instead; None to raise errors of bad records.
 
     Attributes:
@@ -37,10 +38,12 @@ class Recovery:
         read: Callable[[RecordIds, RecordIds], PyTree],
         retry: Retry,
         *,
+        since: float,
         replacement: Callable[[int, int, int], int] | None,
     ) -> None:
         self._read = read
         self._retry = retry
+        self._since = since
         self._replacement = replacement
         self.retries = 0
 
@@ -78,7 +81,9 @@ class Recovery:
             first = f" from record {record_ids[done]} on" if done else ""
             return f"reading {len(record_ids) - done} records{first}"
 
-        return call_with_retry(read_rest, self._retry, doing=doing, on_retry=self._count, progress=lambda: done)
+        return call_with_retry(
+            read_rest, self._retry, doing=doing, on_retry=self._count, progress=lambda: done, since=self._since
+        )
 
     def _read_one_by_one(
         self, replacement: Callable[[int, int, int], int], record_ids: RecordIds, epochs: RecordIds

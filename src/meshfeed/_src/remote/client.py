@@ -172,7 +172,7 @@ class Endpoint:
             size = self._target.numbers()[2]  # before next(), which advances it to the following batch
             batch = self._target.next()
 
-        header = _outcome(self, request, advance)
+        header = _outcome(self, request, advance, may_end=True)
         if request.shape[1] == 1:
             return header, ()
         if batch is None:  # the compiled call must return the same structure at the end and after an error too
@@ -195,14 +195,24 @@ class Endpoint:
         return to_rows(padded(answer, buffer.shape[1]), buffer.sharding, buffer.shape[0])
 
 
-def _outcome(endpoint: Endpoint, request: jax.Array, function: Callable[[], None]) -> jax.Array:
-    """Calls ``function`` and returns one header per device; keeps an exception as the answer."""
+def _outcome(
+    endpoint: Endpoint, request: jax.Array, function: Callable[[], None], *, may_end: bool = False
+) -> jax.Array:
+    """Calls ``function`` and returns one header per device; keeps an exception as the answer.
+
+    StopIteration is the end of the data if ``function`` may reach it, otherwise an error.
+    """
     flag = OK
     numbers: tuple[int, int, int] = (0, 0, 0)
     try:
         try:
             function()
-        except StopIteration:
+        except StopIteration as error:
+            if not may_end:
+                raise MeshfeedError(
+                    "a function of the source or the loader raised StopIteration on a host beside the accelerators, outside "
+                    "of next(). Raise a different exception there."
+                ) from error
             flag = END
         numbers = endpoint._target.numbers()
     except Exception as error:

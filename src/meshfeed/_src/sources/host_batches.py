@@ -235,7 +235,13 @@ class HostBatchIterator:
         if self._ended:
             raise StopIteration
         if self._failure is not None:
-            self._recover(self._failure)
+            try:
+                self._recover(self._failure)
+            except StopIteration as error:  # which would look like the end of the data
+                raise SourceError(
+                    "the iterable of host batches raised StopIteration in __iter__ or set_state, which were called to retry "
+                    f"after {self._failure!r}. Raise a different exception there."
+                ) from error
         try:
             batch = next(self._iterator)
         except StopIteration:

@@ -796,7 +796,12 @@ class ComponentLane:
     def close(self) -> None:
         """Closes the open iterator."""
         iterator, self._iterator = self._iterator, None
-        hooks.close(iterator)
+        try:
+            hooks.close(iterator)
+        except StopIteration as error:  # which would look like the end of the lane
+            raise self._error(
+                f"raised StopIteration in close, in lane {self._lane_index}. Raise a different exception there."
+            ) from error
 
     def _error(self, what: str) -> SourceError:
         return SourceError(f"component {self.name!r} {what}", lane_index=self._lane_index)

@@ -47,7 +47,7 @@ class WindowShuffle:
         self._lane, self._window_records, self._key = lane, window_records, key
         self._stateful = find(lane, hooks.Resumable) is not None
         self._window = self._done = 0  # number of the window being delivered, and records delivered from it
-        self._start: JsonValue = lane.get_state() if self._stateful else None
+        self._start: JsonValue = self._lane_state()
         self._records: Any = None  # list of records, or pytree of arrays [n, ...]
         self._order: np.ndarray = np.empty(0, np.int64)
         self._error: BaseException | None = None
@@ -114,7 +114,7 @@ class WindowShuffle:
             if len(self._order) < self._window_records:
                 raise StopIteration  # a short window was the last one
             # Taken before reading, since a restore reads this window again.
-            start = self._lane.get_state() if self._stateful else None
+            start = self._lane_state()
             records, size = self._read_records()
             if not size:
                 raise StopIteration
@@ -127,6 +127,15 @@ class WindowShuffle:
         self._order = permutation(size, (*self._key, self._window))
         if self._done >= size:
             self._read_window()
+
+    def _lane_state(self) -> JsonValue:
+        try:
+            return self._lane.get_state() if self._stateful else None
+        except StopIteration as error:  # which would look like the end of the lane
+            raise SourceError(
+                f"get_state of a {type(self._lane).__name__}, which is shuffled, raised StopIteration, which does not end "
+                "the data. Raise a different exception there."
+            ) from error
 
     def _read_records(self) -> tuple[Any, int]:
         parts, size = [], 0

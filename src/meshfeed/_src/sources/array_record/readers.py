@@ -12,7 +12,6 @@ The records of a remote file are counted from its footer, without fetching them.
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import errno
 import itertools
@@ -30,7 +29,7 @@ from meshfeed._src.base.types import JsonValue
 from meshfeed._src.sources.files import paths as file_paths
 from meshfeed._src.sources.files.direct import RemoteBytes, SparseFile, identify, sparse_files
 from meshfeed._src.sources.files.formats import compression_of, reader_hint
-from meshfeed._src.sources.files.open_files import Descriptor, ShardPool
+from meshfeed._src.sources.files.open_files import Descriptor, ShardPool, out_of_descriptors
 from meshfeed._src.sources.files.shard import Shard, changed, inspect_copy, local_copy
 
 if TYPE_CHECKING:
@@ -330,10 +329,14 @@ def open_ahead(file: ShardFile, cache: ShardCache | None, pool: ShardPool) -> No
 
     Raises:
       SourceError, CorruptDataError: as for :func:`readers_of`.
+      OSError: if it cannot be fetched or opened.
     """
     found = readers_of(file, cache, pool)
-    with contextlib.suppress(OSError):  # a later read raises it
+    try:
         _ = found.library() if found.direct is None else found.direct.open()
+    except OSError as error:
+        if not out_of_descriptors(error):  # a fetch that failed has made all its attempts
+            raise
 
 
 def _check(file: ShardFile, cache: ShardCache | None, pool: ShardPool) -> tuple[OpenFile, int]:

@@ -20,6 +20,7 @@ from meshfeed._src.sources.array_record.readers import (
     read_by_library,
     readers_of,
 )
+from meshfeed._src.sources.files.open_files import out_of_descriptors
 from meshfeed._src.sources.files.shard_reader import ShardSource, fetch_together, read_again_if_damaged
 from meshfeed._src.sources.files.shards import Shards
 
@@ -88,7 +89,7 @@ class RecordFiles(ShardSource[ShardFile]):
           records or reports the error.
 
         Raises:
-          IndexError, SourceError: as for :meth:`read_raw`.
+          IndexError, SourceError, OSError: as for :meth:`read_raw`.
         """
         if self._rows_differ or not self._one_record_a_chunk or readers.riegeli is None:  # avoid a futile attempt
             return None
@@ -226,8 +227,13 @@ def _calls(
     """Yields the records of each call of the extension, or their number if they go to ``places``; None if the call fails."""
     try:
         opened = [file.open() for file in files]  # kept until the end: the number of a closed file may be reused
-    except (OSError, SourceError):  # removed or changed: the library reports which
+    except SourceError:  # removed or changed: the library reports which
         yield None
+        return
+    except OSError as error:
+        if not out_of_descriptors(error):  # a failed fetch has made all its attempts, and the library would fetch again
+            raise
+        yield None  # the library opens one file at a time
         return
     indexes, fds = [file.index for file in files], np.array([file.number for file in opened], np.int64)
     rows = np.ascontiguousarray(rows, np.int64)

@@ -39,6 +39,11 @@ def files_per_call() -> int:
     return max(1, min(_MAX_FILES_PER_CALL, max_open_files() // _CALLS_AT_ONCE))
 
 
+def out_of_descriptors(error: OSError) -> bool:
+    """Whether too many files are open in this process or on this machine."""
+    return error.errno in (errno.EMFILE, errno.ENFILE)
+
+
 class Descriptor:
     """A file open for reading; closed when the last reference is dropped.
 
@@ -212,7 +217,7 @@ class ShardPool:
             try:
                 return open_once()
             except OSError as error:
-                if error.errno not in (errno.EMFILE, errno.ENFILE) or not len(self._open):
+                if not out_of_descriptors(error) or not len(self._open):
                     raise
                 # The rest of the program uses too many descriptors: close all files of the pool and retry.
                 self._open.drop([key for key, _ in self._open.oldest_first()])
