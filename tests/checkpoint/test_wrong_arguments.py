@@ -290,6 +290,20 @@ def test_settings(tmp_path, settings, message):
     assert sorted(path.name for path in tmp_path.iterdir()) == ["file"]
 
 
+def test_a_step_in_place_of_its_folder_is_refused(tmp_path):
+    """Otherwise restore would find no steps in it, and training would start afresh."""
+    with Checkpointer(tmp_path / "c") as ckpt:
+        ckpt.save(12, {"a": 1}, CountingFeed())
+    before = sorted((tmp_path / "c" / "12").rglob("*"))
+    with pytest.raises(
+        SettingsError, match=rf"c/12': is a step of the checkpoint in {tmp_path}/c. Pass that folder; .* step=12\)"
+    ):
+        Checkpointer(tmp_path / "c" / "12")
+    assert sorted((tmp_path / "c" / "12").rglob("*")) == before
+    with Checkpointer(tmp_path / "12") as ckpt:  # a run may have a number as its name
+        assert ckpt.save(1, {"a": 1})
+
+
 def test_a_folder_that_cannot_be_made_is_named():
     with pytest.raises(CheckpointError, match=r"/proc/none/c: cannot be opened: .*Check that this host may create"):
         Checkpointer("/proc/none/c")

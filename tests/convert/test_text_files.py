@@ -58,6 +58,7 @@ def write_lines(path: pathlib.Path, lines: list[str]) -> None:
         ('{"n": 1, "text": }', "JSON parse error: Invalid value, in the line '{line}'"),
         ('{"n": "many"}', "Column(/n) changed from number to string, in the line '{line}'"),
         ('{"n": 1} {"n": 2}', "2 records instead of one, in the line '{line}'"),
+        ('{"n": 1,\n"text": "a"}', "a record that continues on the next line, in the line '{{\"n\": 1,'"),
     ],
 )
 def test_a_bad_line_of_json_is_named(line: str, message: str, name: str, tmp_path: pathlib.Path) -> None:
@@ -134,6 +135,46 @@ def test_a_value_that_fits_no_type_is_named(tmp_path: pathlib.Path) -> None:
         convert([f"{tmp_path}/*.csv"], str(tmp_path / "out"), Settings(), run_here)
     assert f"{tmp_path / 'b.csv'}:{COUNT + 2}: " in str(caught.value)
     assert r"invalid UTF8 data, in the line '\xe9t\xe9'" in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "wanted"),
+    [
+        ("a.txt", "one\ntwo\n", b"one"),
+        ("a.jsonl", '{"text": "one"}\n{"text": "two"}\n', b"one"),
+        ("a.csv", "text\none\n", b"one"),
+    ],
+)
+def test_a_byte_order_mark_belongs_to_no_record(name: str, content: str, wanted: bytes, tmp_path: pathlib.Path) -> None:
+    (tmp_path / name).write_bytes(content.encode("utf-8-sig"))
+    convert([str(tmp_path / name)], str(tmp_path / "out"), Settings(), run_here)
+    source = meshfeed.sources.ArrayRecord(f"{tmp_path}/out/*.array_record", decode=meshfeed.sources.DecodeExample())
+    assert source[0] == {"text": wanted}
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("a.txt", "one\n".encode("utf-16"), "iconv -f utf-16 -t utf-8"),
+        ("a.jsonl", '{"n": 1}\n'.encode("utf-16"), "iconv -f utf-16 -t utf-8"),
+        (
+            "a.jsonl",
+            b"[1, 2]",
+            "begins with one JSON array. Expected one JSON object per line. Convert it: jq -c '.[]' FILE",
+        ),
+        (
+            "a.jsonl",
+            b"\x1f\x8b\x08",
+            r"begins with b'\x1f\x8b\x08'. Expected one JSON object per line. Correct the file",
+        ),
+    ],
+)
+def test_what_is_no_text_of_lines_is_refused(name: str, content: bytes, message: str, tmp_path: pathlib.Path) -> None:
+    (tmp_path / name).write_bytes(content)
+    with pytest.raises(meshfeed.SourceError) as caught:
+        convert([str(tmp_path / name)], str(tmp_path / "out"), Settings(), run_here)
+    assert str(caught.value).startswith(f"{tmp_path / name} begins with ")
+    assert message in str(caught.value)
 
 
 def test_types_that_differ_between_blocks_name_the_line(tmp_path: pathlib.Path) -> None:

@@ -10,7 +10,7 @@ import pytest
 
 from meshfeed._src.base.errors import SourceError
 from meshfeed._src.reading.host_batch import spec_of_batch
-from meshfeed._src.reading.stacking import flatten_record
+from meshfeed._src.reading.stacking import RecordStack, flatten_record
 from meshfeed._src.reading.structure import check_record, check_spec
 
 ALIKE = "All records of a source must have the same structure, shapes and dtypes; pad or cast them in the source."
@@ -68,3 +68,18 @@ def test_batches_of_unlike_records_are_refused() -> None:
         (np.zeros((2, 4), np.int64), "", "int64[4]"),
     ):
         assert refused_batch(spec, batch_spec(x=found)) == prefix + leaves.format(name)
+
+
+def test_masked_values_are_refused() -> None:
+    """As plain arrays they would hold what the mask hides; files with missing values are often read as masked arrays."""
+    whole, hole = np.ma.masked_array([1, 2]), np.ma.masked_array([1, 2], [False, True])
+    stack = RecordStack(2)
+    stack.add({"x": whole}, 0)
+    with pytest.raises(
+        SourceError, match=r"\['x'\] of record 7 is a masked array with 1 masked values.*ma.filled"
+    ) as caught:
+        stack.add({"x": hole}, 7)
+    assert (caught.value.record_id, stack.count) == (7, 1)
+    with pytest.raises(SourceError, match=r"\['x'\] of the batch is a masked array"):
+        batch_spec(x=hole)
+    assert batch_spec(x=whole) == batch_spec(x=np.array([1, 2]))

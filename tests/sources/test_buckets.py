@@ -240,6 +240,8 @@ def test_wrong_settings() -> None:
         meshfeed.SettingsError, match="pad_value=-1 is not a value of the leaf 'tokens', which is uint16"
     ):
         Padded([np.zeros(3, np.uint16)], 4, pad_value=-1)[0]
+    with pytest.raises(meshfeed.SourceError, match="record 0: its leaf 'tokens' is a masked array"):
+        Padded([np.ma.masked_equal([1, 2], 1)], 4).read_batch([0])
 
 
 def test_wrong_records() -> None:

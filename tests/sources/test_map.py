@@ -266,6 +266,16 @@ def test_errors_of_the_function_are_raised_as_they_are() -> None:
             next(feed)
 
 
+def test_masked_values_of_a_batch_are_refused() -> None:
+    def masked(records: list[Any]) -> dict[str, Any]:
+        return {"x": np.ma.masked_array(np.zeros(len(records)), True)}
+
+    for source in (Map(memory(), masked, batched=True), meshfeed.sources.HostBatches([masked([0] * 8)])):
+        with pytest.raises(meshfeed.SourceError, match=r"\['x'\] of the batch is a masked array"):
+            with feed_of(source) as feed:
+                next(feed)
+
+
 def test_a_stop_iteration_of_the_function_or_decoder_does_not_end_a_stream() -> None:
     def stop_at_five(record: Any) -> Any:
         if int(record["x"]) == 5:

@@ -95,6 +95,10 @@ def test_ids_out_of_range(record_id: int) -> None:
         ({"a": np.zeros(())}, r"\['a'\].*shape \(\)"),
         ({"a": np.zeros(3, [("x", "i4")])}, r"\['a'\].*which JAX has no dtype for"),
         ({"a": 3}, r"\['a'\].* is a int"),
+        (
+            {"a": np.ma.masked_equal([1, 2, 1], 1)},
+            r"\['a'\] is a masked array with 2 masked values, and a batch has no masks",
+        ),
     ],
 )
 def test_bad_arrays(arrays, message: str) -> None:

@@ -251,6 +251,8 @@ def test_wrong_documents() -> None:
         packed({"x": np.arange(3)})
     with pytest.raises(meshfeed.SourceError, match=r"float64 of shape \(3,\)"):
         packed({"tokens": np.zeros(3)})
+    with pytest.raises(meshfeed.SourceError, match=r"record 0: leaf 'tokens' of a document is a masked array"):
+        packed({"tokens": np.ma.masked_equal([1, 2], 1)})
     with pytest.raises(meshfeed.SourceError, match="positions"):
         packed({"tokens": np.arange(3), "positions": np.arange(3)})
     with pytest.raises(meshfeed.SourceError, match="leave no token"):

@@ -4,6 +4,7 @@ import collections
 import pathlib
 import subprocess
 import sys
+import types
 
 import numpy as np
 import pytest
@@ -131,7 +132,11 @@ def test_grain():
         (list, "cannot feed from a builtins.list. Call it first"),
         (open, "Call it first"),
         ({1, 2}, "A set has no order"),
-        ({"x": [1, 2]}, "equally long numpy arrays"),
+        ({"x": [1, 2]}, r"but leaf \['x'\]\[0\] is 1. Convert its values"),
+        (
+            types.MappingProxyType({"x": np.zeros(2)}),
+            r"Pass {name: numpy.asarray\(arrays\[name\]\) for name in arrays}",
+        ),
         (in_package("pandas.core", "DataFrame", __len__=lambda self: 1), "A table's __getitem__ returns columns"),
         (in_package("tensorflow_datasets.core", "DatasetBuilder"), r"Pass meshfeed.sources.TFDS\(builder"),
     ],

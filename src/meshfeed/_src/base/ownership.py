@@ -49,13 +49,13 @@ def declared_with(kind: type, method: str, name: str) -> bool:
 def own(leaf: object) -> Any:
     """Returns ``leaf`` as an array that only the caller can write: itself if immutable, otherwise an aligned copy.
 
-    Leaves that numpy cannot represent are returned unchanged; the check of the batch rejects them by name.
+    Leaves that a plain array cannot represent are returned unchanged; the check of the batch rejects them by name.
     """
     try:
         array = leaf if isinstance(leaf, np.ndarray) else np.asarray(leaf)
     except Exception:  # a PRNG key, or a tensor that requires grad
         return leaf
-    if array.dtype.hasobject or array.dtype.kind in "SU":
+    if array.dtype.hasobject or array.dtype.kind in "SU" or np.ma.is_masked(array):
         return leaf
     return array if is_immutable(array) else memory.copy(array)
 

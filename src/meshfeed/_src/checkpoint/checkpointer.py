@@ -190,6 +190,7 @@ class Checkpointer:
         with Agreement("starting a checkpointer", timeout_seconds) as agreement:
             self._directory = agreement.attempt(lambda: as_directory(directory))
             with opening(self._directory):
+                _check_no_step(self._directory)
                 self._manager = ocp.CheckpointManager(
                     self._directory, options=options, item_handlers={ARRAYS: self._arrays, ITERATOR: IteratorHandler()}
                 )
@@ -600,6 +601,16 @@ def as_directory(directory: epath.PathLike) -> epath.Path:
     if nearest is not None and not nearest.is_dir():
         raise refused(f"{nearest} is a file. {remedy}")
     return path
+
+
+def _check_no_step(directory: epath.Path) -> None:
+    """Rejects one of a Checkpointer's steps, which has no steps itself: training would start afresh inside it."""
+    if directory.name.isdecimal() and (directory / ARRAYS).exists() and not find_steps(directory):
+        raise SettingsError(
+            f"directory={str(directory)!r}: is a step of the checkpoint in {directory.parent}. Pass that folder; "
+            f"restore(…, step={int(directory.name)}) restores this step.",
+            setting="directory",
+        )
 
 
 @contextlib.contextmanager

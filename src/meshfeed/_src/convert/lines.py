@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import abc
 import bisect
+import codecs
 import collections
 import csv
 import dataclasses
@@ -200,8 +201,22 @@ def _with_rows(table: pa.Table, count: int) -> pa.Table:
     import pyarrow as pa
 
     if table.num_rows != count:
+        if table.num_rows < count:
+            raise pa.ArrowInvalid("a record that continues on the next line")
         raise pa.ArrowInvalid(f"{table.num_rows - count + 1} records instead of one")
     return table
+
+
+def _skip_mark(file: BinaryIO, path: str) -> None:
+    """Skips the byte order mark at the start of a file, which some editors write and which belongs to no record."""
+    start = file.read(len(codecs.BOM_UTF8))
+    if start.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):
+        raise SourceError(
+            f"{path} begins with the byte order mark of UTF-16. Expected text in UTF-8. Convert the file with "
+            "iconv -f utf-16 -t utf-8."
+        )
+    if start != codecs.BOM_UTF8:
+        file.seek(0)
 
 
 def line_starts(content: bytes) -> np.ndarray:
@@ -227,6 +242,11 @@ class TextLines(LineInput):
     name = "text"
     expected = "text"
 
+    def read_header(self, file: BinaryIO, path: str) -> Sequence[str]:
+        """See :class:`LineInput`."""
+        _skip_mark(file, path)
+        return ()
+
     def split(self, content: bytes, file: BinaryIO) -> tuple[bytes, np.ndarray]:
         """See :class:`LineInput`."""
         return content, line_starts(content)
@@ -248,17 +268,19 @@ class JsonLines(LineInput):
 
     name = "jsonl"
     late_columns = True
-    expected = "one JSON object per line, with values of one type per key"
+    expected = "one JSON object per line, as jq -c writes them, with values of one type per key"
 
     def read_header(self, file: BinaryIO, path: str) -> Sequence[str]:
-        """See :class:`LineInput`. Nothing is before the first record, but a whole document is refused here."""
+        """See :class:`LineInput`. A whole document is refused here."""
+        _skip_mark(file, path)
+        first = file.tell()
         start = file.read(64).lstrip()
-        file.seek(0)
+        file.seek(first)
         if start[:1] not in (b"{", b""):
-            what = "one JSON array" if start[:1] == b"[" else f"{start[:20]!r}"
-            raise SourceError(
-                f"{path} begins with {what}. Expected one JSON object per line. Convert it: jq -c '.[]' FILE > FILE.jsonl."
-            )
+            what, remedy = f"{start[:20]!r}", "Correct the file, or name its format with --format."
+            if start[:1] == b"[":
+                what, remedy = "one JSON array", "Convert it: jq -c '.[]' FILE > FILE.jsonl."
+            raise SourceError(f"{path} begins with {what}. Expected one JSON object per line. {remedy}")
         return ()
 
     def split(self, content: bytes, file: BinaryIO) -> tuple[bytes, np.ndarray]:

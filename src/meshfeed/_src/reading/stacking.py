@@ -60,7 +60,18 @@ def is_ragged(array: np.ndarray) -> bool:
     )
 
 
+def check_unmasked(leaf: Any, what: str, **location: Any) -> None:
+    """Raises SourceError if values of ``leaf`` are masked: as a plain array it would hold what the mask hides."""
+    if isinstance(leaf, np.ma.MaskedArray) and np.ma.is_masked(leaf):
+        raise SourceError(
+            f"{what} is a masked array with {np.ma.count_masked(leaf)} masked values, and a batch has no masks. Replace "
+            "these values with numpy.ma.filled, or pass the data and the mask as two leaves.",
+            **location,
+        )
+
+
 def as_leaf(leaf: Any, path: str, where: str, **location: Any) -> np.ndarray:
+    check_unmasked(leaf, f"leaf {path or '(the record itself)'} of {where}", **location)
     try:
         array = leaf if isinstance(leaf, np.ndarray) else np.asarray(leaf)
     except Exception as error:  # a PRNG key, or a tensor that requires grad
@@ -146,7 +157,9 @@ class RecordStack:
         if treedef != self._spec.treedef:
             self._check(self._spec, record, record_id)
         for output, leaf, wanted in zip(self._arrays(self._spec), leaves, self._spec.leaves, strict=True):
-            if not isinstance(leaf, np.ndarray):
+            if type(leaf) is not np.ndarray:
+                if isinstance(leaf, np.ma.MaskedArray):
+                    self._check(self._spec, record, record_id)
                 leaf = np.asarray(leaf)
             if leaf.dtype != wanted.dtype or leaf.shape != wanted.shape:
                 self._check(self._spec, record, record_id)

@@ -13,7 +13,7 @@ from meshfeed._src.base import memory
 from meshfeed._src.base.errors import SourceError, hides_own_frames
 from meshfeed._src.base.types import ColumnSlices, JsonValue, PyTree, public
 from meshfeed._src.reading.identity import probe_ids
-from meshfeed._src.reading.stacking import is_ragged
+from meshfeed._src.reading.stacking import check_unmasked, is_ragged
 from meshfeed._src.sources.checks import as_run, check_ids, check_lengths, checked_id
 from meshfeed._src.sources.files.formats import reader_hint
 
@@ -124,6 +124,7 @@ def _check_leaf(path: str, leaf: object) -> np.ndarray:
             f"{where} is a {type(leaf).__name__}. Expected a numpy array [records, ...]."
             f"{reader_hint(leaf) or ' Convert it with numpy.asarray.'}"
         )
+    check_unmasked(leaf, where)
     array = np.asarray(leaf)  # a memmap becomes a plain view, which indexes faster
     if array.ndim == 0:
         raise SourceError(f"{where} has shape () and so no rows. Expected an array [records, ...].")

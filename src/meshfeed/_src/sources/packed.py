@@ -16,6 +16,7 @@ from meshfeed._src.order import permutation
 from meshfeed._src.order.packing import Packing, PackingStats, Pieces, PlaceOrder
 from meshfeed._src.reading.identity import source_identity
 from meshfeed._src.reading.records import file_of
+from meshfeed._src.reading.stacking import check_unmasked
 from meshfeed._src.sources.checks import check_choice, check_ids, is_count
 from meshfeed._src.sources.documents import digest_of_lengths, documents_of, lengths_of, read_items
 
@@ -303,6 +304,8 @@ def _leaves(record: object, key: str) -> dict[str, np.ndarray]:
         record = {key: record}
     if key not in record:
         raise SourceError(f"a document has the leaves {sorted(record)}, and not {key!r}. Pass key= to Packed.")
+    for name, leaf in record.items():
+        check_unmasked(leaf, f"leaf {name!r} of a document")
     leaves = {name: np.asarray(leaf) for name, leaf in record.items()}
     tokens = leaves[key]
     if tokens.size == 0 and tokens.dtype.kind == "f":  # numpy's dtype of an empty list

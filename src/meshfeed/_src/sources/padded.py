@@ -16,7 +16,7 @@ from meshfeed._src.order import permutation
 from meshfeed._src.order.buckets import BucketOrder
 from meshfeed._src.reading.identity import source_identity
 from meshfeed._src.reading.records import file_of
-from meshfeed._src.reading.stacking import RecordStack
+from meshfeed._src.reading.stacking import RecordStack, check_unmasked
 from meshfeed._src.sources.checks import check_choice, checked_count
 from meshfeed._src.sources.documents import (
     RowError,
@@ -171,6 +171,7 @@ class Pad:
             raise SourceError(f"it has the leaves {sorted(record)}, and not {missing[0]!r}. Pass key=.")
         leaves = {name: np.asarray(record[name]) for name in self.keys}
         for name, leaf in leaves.items():
+            check_unmasked(record[name], f"its leaf {name!r}")
             if leaf.dtype.kind in "OSU" or not leaf.ndim or len(leaf) != len(leaves[self.keys[0]]):
                 raise SourceError(
                     f"its leaf {name!r} is {leaf.dtype} of shape {leaf.shape}. Expected numbers of shape [n, ...], with the "

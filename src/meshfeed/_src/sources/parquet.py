@@ -340,7 +340,7 @@ def _place(
 
 
 def _plain(value: Any) -> Any:
-    """Returns a value of Arrow as a numpy scalar or array if it is a number or a list of numbers."""
+    """Returns a value of Arrow as a numpy scalar or array if it is a number or a list of numbers without nulls."""
     import pyarrow as pa
 
     kind = value.type
@@ -348,6 +348,8 @@ def _plain(value: Any) -> Any:
         return None if not value.is_valid else np.dtype(kind.to_pandas_dtype()).type(value.as_py())
     if hasattr(kind, "value_type") and hasattr(value, "values") and value.is_valid:
         inner = kind.value_type
+        if value.values.null_count:  # numpy would make floats and NaN of integers and nulls
+            return value.as_py()
         if pa.types.is_integer(inner) or pa.types.is_floating(inner) or pa.types.is_boolean(inner):
             return value.values.to_numpy(zero_copy_only=False)
     return value.as_py()

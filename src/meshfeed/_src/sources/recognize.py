@@ -82,6 +82,10 @@ def _by_interface(obj: Any) -> object:
     if isinstance(obj, Mapping):
         # As an iterable, it would feed its keys.
         leaves = jax.tree_util.tree_leaves_with_path(obj)
+        if leaves and not leaves[0][0]:  # the mapping itself, such as numpy's of an .npz file or h5py's of an HDF5 file
+            raise _refused(
+                obj, "JAX does not take it for a dict. Pass {name: numpy.asarray(arrays[name]) for name in arrays}."
+            )
         wrong = (f"leaf {jax.tree_util.keystr(path)} is {leaf!r:.40}" for path, leaf in leaves if not _is_array(leaf))
         raise _refused(
             obj,
