@@ -55,7 +55,9 @@ def own(leaf: object) -> Any:
         array = leaf if isinstance(leaf, np.ndarray) else np.asarray(leaf)
     except Exception:  # a PRNG key, or a tensor that requires grad
         return leaf
-    if array.dtype.hasobject or array.dtype.kind in "SU" or np.ma.is_masked(array):
+    if array.dtype.hasobject or array.dtype.kind in "SU":
+        return leaf
+    if isinstance(array, np.ma.MaskedArray) and np.ma.is_masked(array):
         return leaf
     return array if is_immutable(array) else memory.copy(array)
 

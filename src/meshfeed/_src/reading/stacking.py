@@ -71,7 +71,8 @@ def check_unmasked(leaf: Any, what: str, **location: Any) -> None:
 
 
 def as_leaf(leaf: Any, path: str, where: str, **location: Any) -> np.ndarray:
-    check_unmasked(leaf, f"leaf {path or '(the record itself)'} of {where}", **location)
+    if isinstance(leaf, np.ma.MaskedArray):
+        check_unmasked(leaf, f"leaf {path or '(the record itself)'} of {where}", **location)
     try:
         array = leaf if isinstance(leaf, np.ndarray) else np.asarray(leaf)
     except Exception as error:  # a PRNG key, or a tensor that requires grad
