@@ -184,6 +184,12 @@ def test_webdataset_with_a_file_that_some_samples_lack(tmp_path: pathlib.Path) -
     assert not list(tmp_path.glob("*.meshfeed-index"))
 
 
+def test_an_index_of_an_archive_is_no_input(tmp_path: pathlib.Path) -> None:
+    (tmp_path / "a.tar.meshfeed-index").touch()
+    with pytest.raises(meshfeed.SourceError, match=r"names only indexes .* Name the archives beside them"):
+        run(tmp_path / "*.meshfeed-index", tmp_path / "out")
+
+
 def test_mds(tmp_path: pathlib.Path) -> None:
     """The data set that Mosaic Streaming wrote: each value as Mosaic Streaming's own index and ``MDS`` have it."""
     stored = pathlib.Path(__file__).parents[1] / "data" / "formats" / "mds"

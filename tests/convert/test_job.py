@@ -249,3 +249,18 @@ def test_a_run_that_was_killed_after_its_manifest_is_complete(
         convert(data, str(out), Settings(shards=2), run_here)
     assert convert(data, str(out), Settings(shards=3), StopAfter(0)).was_complete
     assert formats.content_of(out) == before
+
+
+def test_a_complete_conversion_without_one_of_its_files_is_not_called_complete(tmp_path: pathlib.Path) -> None:
+    data, out = formats.parquet(tmp_path), tmp_path / "out"
+    convert(data, str(out), Settings(shards=3), run_here)
+    shard = sorted(out.glob("data-*"))[1]
+    content = shard.read_bytes()
+    shard.write_bytes(content[:-1])
+    with pytest.raises(meshfeed.SettingsError, match=f"its file {shard} has [0-9,]+ bytes instead of .* convert again"):
+        convert(data, str(out), Settings(shards=3), StopAfter(0))
+    shard.unlink()
+    with pytest.raises(meshfeed.SettingsError, match=f"its file {shard} is missing. Put it back, or remove what the"):
+        convert(data, str(out), Settings(shards=3), StopAfter(0))
+    shard.write_bytes(content)
+    assert convert(data, str(out), Settings(shards=3), StopAfter(0)).was_complete

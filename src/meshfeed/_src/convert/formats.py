@@ -116,8 +116,12 @@ def _expand(name: str, named: str | None) -> list[tuple[str, str]]:
 
 
 def _expand_files(name: str, named: str | None) -> list[tuple[str, str]]:
-    files = expand_paths(name, source="convert")
-    return [(named or _format_of(file), file) for file in files if not file.endswith(".meshfeed-index")]
+    files = [file for file in expand_paths(name, source="convert") if not file.endswith(".meshfeed-index")]
+    if not files:
+        raise SourceError(
+            f"{name} names only indexes that meshfeed.sources.WebDataset has saved. Name the archives beside them."
+        )
+    return [(named or _format_of(file), file) for file in files]
 
 
 def _expand_url(url: str, named: str | None) -> list[tuple[str, str]]:

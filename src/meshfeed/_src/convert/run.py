@@ -203,6 +203,7 @@ def _finished(directory: str, description: dict[str, Any]) -> Converted | None:
         return None
     converted = _converted_from(path)
     if converted == _identity(description):
+        _check_files(path)
         _remove(path / FOLDER)  # exists if the run was killed after it had written the manifest
         return _result(directory, description, was_complete=True)
     if converted is None and (path / FOLDER).exists():
@@ -214,6 +215,19 @@ def _finished(directory: str, description: dict[str, Any]) -> Converted | None:
     raise SettingsError(
         f"the folder {directory} holds {what}. Name a new folder, or remove what it holds.", setting="to"
     )
+
+
+def _check_files(directory: pathlib.Path) -> None:
+    """Raises SettingsError if a file of a finished conversion is missing or has a different size."""
+    for file in read_manifest(str(directory / NAME)).files:
+        size = os.path.getsize(file.path) if os.path.exists(file.path) else None
+        if size != file.num_bytes:
+            found = "is missing" if size is None else f"has {size:,} bytes instead of {file.num_bytes:,}"
+            raise SettingsError(
+                f"the conversion in {directory} was complete, but its file {file.path} {found}. Put it back, or remove what "
+                "the folder holds and convert again.",
+                setting="to",
+            )
 
 
 def _converted_from(directory: pathlib.Path) -> dict[str, Any] | None:
