@@ -221,9 +221,15 @@ def test_damage_is_a_checkpoint_error_and_corrupt_data(tmp_path, mesh):
             ckpt.restore(small_state(mesh, 0), feed, step=1)
         assert isinstance(caught.value, CheckpointError)
         assert caught.value.step == 1
-        with pytest.raises(CheckpointError, match="none of its steps is intact"):
+        with pytest.raises(CheckpointError, match=r"none of its steps is intact. Move the .* over\.\n  step 1: "):
             ckpt.restore(small_state(mesh, 0), feed)
     assert feed.position == 4
+
+
+def test_a_restore_without_steps_is_logged(tmp_path, mesh, caplog):
+    with Checkpointer(tmp_path / "c") as ckpt, caplog.at_level("INFO", "meshfeed.checkpoint"):
+        assert ckpt.restore(small_state(mesh, 0))[0] == 0
+    assert f"{tmp_path}/c has no steps, so nothing is restored" in caplog.text
 
 
 def test_parts_of_different_steps_are_never_restored_together(tmp_path, mesh):

@@ -328,10 +328,11 @@ class Checkpointer:
             except DamagedCheckpointError as error:
                 self._pass_over(number, str(error), reasons)
         if not reasons:
+            _log.info("%s has no steps, so nothing is restored", self._directory)
             return 0, wanted
-        listed = "; ".join(f"step {number}: {reason}" for number, reason in reasons.items())
+        listed = "".join(f"\n  step {number}: {reason}" for number, reason in reasons.items())
         raise CheckpointError(
-            f"{self._directory}: none of its steps is intact: {listed}. Move the folder away to start over."
+            f"{self._directory}: none of its steps is intact. Move the folder away to start over.{listed}"
         )
 
     def _newest_readable(self, excluded: Collection[int]) -> JsonValue:
