@@ -377,7 +377,9 @@ def tensorflow(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     fake.errors = types.SimpleNamespace(FailedPreconditionError=NotReadyError)
     monkeypatch.setitem(sys.modules, "tensorflow", fake)
     pauses: list[float] = []
-    monkeypatch.setattr("meshfeed._src.base.retry.time", types.SimpleNamespace(sleep=pauses.append))
+    monkeypatch.setattr(
+        "meshfeed._src.base.retry.time", types.SimpleNamespace(sleep=pauses.append, monotonic=time.monotonic)
+    )
     return pauses
 
 
