@@ -25,6 +25,7 @@ A traceback shows the caller's line and, if the user's source or decoder raised,
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import difflib
 import functools
@@ -33,7 +34,7 @@ import inspect
 import json
 import os
 import pathlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Generator, Mapping
 from types import FrameType, TracebackType
 from typing import Any, TypeVar, cast
 
@@ -276,6 +277,25 @@ class Failure:
             if str(error) == self.message:
                 return error
         return None
+
+
+@contextlib.contextmanager
+def never_the_end(what: str, where: str = "", **location: int) -> Generator[None]:
+    """Turns a StopIteration of the user's code into a SourceError where it would pass for the end of the data.
+
+    Args:
+      what: the object whose code is called.
+      where: the methods, such as ``in close``, unless ``what`` names them.
+      **location: fields of the SourceError.
+    """
+    try:
+        yield
+    except StopIteration as error:
+        raise SourceError(
+            f"{what} raised StopIteration{where and f' {where}'}, which does not end the data. Raise a different exception "
+            "there.",
+            **location,
+        ) from error
 
 
 def shorten(text: str, limit: int) -> str:

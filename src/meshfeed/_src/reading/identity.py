@@ -12,7 +12,7 @@ import xxhash
 
 from meshfeed._src.base import hooks
 from meshfeed._src.base.coordination import process_index
-from meshfeed._src.base.errors import SourceError, StalledError
+from meshfeed._src.base.errors import StalledError, never_the_end
 from meshfeed._src.base.hooks import find
 from meshfeed._src.base.retry import call_with_retry
 from meshfeed._src.base.settings import Retry
@@ -108,12 +108,8 @@ def source_identity(source: RandomAccessSource | StreamSource, retry: Retry = Re
     if isinstance(source, Sized):
         identity["records"] = len(source)
     if own is not None:
-        try:
+        with never_the_end(f"fingerprint() of a {kind_of(source)}"):
             value = call_with_retry(own.fingerprint, retry, doing="taking the fingerprint of the source")
-        except StopIteration as error:  # has no message, and the caller's generator or loop takes it for its own end
-            raise SourceError(
-                f"fingerprint() of a {kind_of(source)} raised StopIteration. Raise a different exception there."
-            ) from error
         if not isinstance(value, dict):
             return {**identity, "fingerprint": value}
         # The first field that differs is named: settings that determine the number of records come before it.

@@ -13,7 +13,7 @@ from typing import Any
 import jax
 
 from meshfeed._src.base import trees
-from meshfeed._src.base.errors import SourceError, StalledError, StateMismatchError, hides_own_frames
+from meshfeed._src.base.errors import SourceError, StalledError, StateMismatchError, hides_own_frames, never_the_end
 from meshfeed._src.base.hooks import Resumable, find
 from meshfeed._src.base.ownership import own
 from meshfeed._src.base.stats import Dropping
@@ -235,13 +235,9 @@ class HostBatchIterator:
         if self._ended:
             raise StopIteration
         if self._failure is not None:
-            try:
+            called = f"in __iter__ or set_state, called to retry after {self._failure!r}"
+            with never_the_end("the iterable of host batches", called):
                 self._recover(self._failure)
-            except StopIteration as error:  # which would look like the end of the data
-                raise SourceError(
-                    "the iterable of host batches raised StopIteration in __iter__ or set_state, which were called to retry "
-                    f"after {self._failure!r}. Raise a different exception there."
-                ) from error
         try:
             batch = next(self._iterator)
         except StopIteration:

@@ -18,7 +18,7 @@ import jax
 import numpy as np
 
 from meshfeed._src.base import hooks
-from meshfeed._src.base.errors import SettingsError, SourceError, StateMismatchError, hides_own_frames
+from meshfeed._src.base.errors import SettingsError, SourceError, StateMismatchError, hides_own_frames, never_the_end
 from meshfeed._src.base.ownership import own_batch
 from meshfeed._src.base.rng import philox
 from meshfeed._src.base.stats import Dropping
@@ -796,12 +796,9 @@ class ComponentLane:
     def close(self) -> None:
         """Closes the open iterator."""
         iterator, self._iterator = self._iterator, None
-        try:
+        lane = self._lane_index
+        with never_the_end(f"component {self.name!r}", f"in close, in lane {lane}", lane_index=lane):
             hooks.close(iterator)
-        except StopIteration as error:  # which would look like the end of the lane
-            raise self._error(
-                f"raised StopIteration in close, in lane {self._lane_index}. Raise a different exception there."
-            ) from error
 
     def _error(self, what: str) -> SourceError:
         return SourceError(f"component {self.name!r} {what}", lane_index=self._lane_index)

@@ -13,7 +13,7 @@ import jax
 import numpy as np
 
 from meshfeed._src.base import hooks
-from meshfeed._src.base.errors import SourceError, StateMismatchError
+from meshfeed._src.base.errors import SourceError, StateMismatchError, never_the_end
 from meshfeed._src.base.hooks import find
 from meshfeed._src.base.ownership import own_batch
 from meshfeed._src.base.types import JsonValue, PyTree, Record
@@ -129,13 +129,8 @@ class WindowShuffle:
             self._read_window()
 
     def _lane_state(self) -> JsonValue:
-        try:
+        with never_the_end(f"get_state of a {type(self._lane).__name__}, which is shuffled,"):
             return self._lane.get_state() if self._stateful else None
-        except StopIteration as error:  # which would look like the end of the lane
-            raise SourceError(
-                f"get_state of a {type(self._lane).__name__}, which is shuffled, raised StopIteration, which does not end "
-                "the data. Raise a different exception there."
-            ) from error
 
     def _read_records(self) -> tuple[Any, int]:
         parts, size = [], 0

@@ -7,14 +7,14 @@ import dataclasses
 import logging
 import threading
 import time
-from collections.abc import Generator, Mapping
+from collections.abc import Mapping
 from typing import Protocol
 
 import jax
 import numpy as np
 
 from meshfeed._src.base import coordination, hooks
-from meshfeed._src.base.errors import SettingsError, SourceError, StalledError, StateMismatchError
+from meshfeed._src.base.errors import SettingsError, SourceError, StalledError, StateMismatchError, never_the_end
 from meshfeed._src.base.retry import call_with_retry
 from meshfeed._src.base.settings import BatchSchedule, FeedSettings
 from meshfeed._src.base.threads import SingleCall
@@ -58,16 +58,11 @@ def rows_of(batch: PyTree) -> int:
     )
 
 
-@contextlib.contextmanager
-def _never_the_end() -> Generator[None]:
-    """Raises an error if the user's code raises StopIteration outside of ``__next__``, which would end the feed."""
-    try:
-        yield
-    except StopIteration as error:
-        raise SourceError(
-            "the iterable of host batches raised StopIteration outside of __next__, in __iter__, get_state, set_state or "
-            "close, which does not end the data. Raise a different exception there."
-        ) from error
+def _outside_of_next() -> contextlib.AbstractContextManager[None]:
+    """For calls of the user's code outside of ``__next__``."""
+    return never_the_end(
+        "the iterable of host batches", "outside of __next__, in __iter__, get_state, set_state or close"
+    )
 
 
 class LocalBatchReader:
@@ -192,7 +187,7 @@ class LocalBatchReader:
         start = time.perf_counter()
         batch = None
         if self._final is None:
-            with self._taking, _never_the_end():
+            with self._taking, _outside_of_next():
                 batch = self._take_to_deliver()
         seconds = time.perf_counter() - start
         made = self._padding() if batch is None else self._filled(batch)
@@ -228,7 +223,7 @@ class LocalBatchReader:
         return self._made(size, tree, rows, size_from_others=not size_known)
 
     def _iterator_state(self) -> JsonValue:
-        with _never_the_end():
+        with _outside_of_next():
             return self._iterator.get_state()
 
     def _with_mask(self, tree: PyTree, num_rows: int, real: int) -> PyTree:
@@ -438,7 +433,7 @@ class LocalBatchStream:
         if self._reading is not None:
             return self._reading.peek()
         if self._first is None:
-            with _never_the_end():
+            with _outside_of_next():
                 iterator = self.source.iterator()
             try:
                 batch = next(iterator)
@@ -555,7 +550,7 @@ class LocalBatchStream:
             iterator, ready = self._first
             self._first = None
         else:
-            with _never_the_end():
+            with _outside_of_next():
                 iterator = self.source.iterator(None if entry is None else entry["iterator"])
             self._close_first()
         if cursor.step and self.schedule is None and not self._rows_may_vary:
