@@ -16,6 +16,7 @@ it has saved itself; ``ms`` is then one restore on the slowest host.
 from __future__ import annotations
 
 import argparse
+import math
 import os
 import pathlib
 import statistics
@@ -207,9 +208,9 @@ class Checkout:
 def compare(case: str, folder: str, paths: list[str], rounds: int, starts: int) -> dict[str, Any]:
     """One row: how many times as fast the first of ``paths`` is as the second."""
     found: list[list[tuple[float, float]]] = [[], []]
-    for start in range(starts):
+    for _ in range(starts):
         both = [Checkout(path, case, folder) for path in paths]
-        for turn in range(len(range(start, rounds, starts))):
+        for turn in range(math.ceil(rounds / starts)):
             for number in (0, 1) if turn % 2 else (1, 0):
                 found[number].append(both[number].seconds())
         for checkout in both:

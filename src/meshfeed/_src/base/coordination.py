@@ -161,7 +161,6 @@ def call_briefly(function: Callable[[], None], *, name: str, at_exit: bool) -> N
 
 def call_in_background(function: Callable[[], None], *, name: str) -> None:
     """Like :func:`call_briefly`, but waits only when the interpreter exits, for all such calls together."""
-    _finish_calls_at_exit()
     thread = _start_call(function, name)
     if thread is not None:
         _background_calls.add(thread)
@@ -170,12 +169,7 @@ def call_in_background(function: Callable[[], None], *, name: str) -> None:
 _background_calls: weakref.WeakSet[threading.Thread] = weakref.WeakSet()
 
 
-@functools.cache
-def _finish_calls_at_exit() -> None:
-    # JAX shuts down the coordination service at exit too. It registered that first, so it runs later.
-    atexit.register(finish_calls)
-
-
+@atexit.register  # JAX, imported above, shuts the coordination service down at exit too: registered first, it runs later
 def finish_calls() -> None:
     """Waits at most two seconds for the calls of :func:`call_in_background`."""
     deadline = time.monotonic() + _BRIEFLY_SECONDS
