@@ -268,7 +268,7 @@ def _prepare(directory: str, description: dict[str, Any]) -> Conversion:
     path = job.folder / "job.json"
     remove_unfinished(job.folder)
     is_new = not path.exists()
-    if is_new:  # what else is there is of another job, whose removal was interrupted
+    if is_new:  # anything else in it belongs to another job, whose removal was interrupted
         for left in job.folder.iterdir():
             unlink(left)
     for name in ("scans", "inputs", "parts", "entries"):
