@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from meshfeed._src.sources.array_record.source import ArrayRecord
+    from meshfeed._src.sources.concat import Concat
     from meshfeed._src.sources.decode import DecodeExample, DecodeRaw
     from meshfeed._src.sources.host_batches import HostBatches
     from meshfeed._src.sources.map import Map
@@ -17,6 +18,7 @@ if TYPE_CHECKING:
     from meshfeed._src.sources.padded import Buckets, Padded
     from meshfeed._src.sources.parquet import Parquet
     from meshfeed._src.sources.recognize import Grain, HuggingFace, as_source
+    from meshfeed._src.sources.selection import Sample, Subset, random_split
     from meshfeed._src.sources.shuffle_buffer import ShuffleBuffer
     from meshfeed._src.sources.stream import Stream
     from meshfeed._src.sources.tensorstore import TensorStore
@@ -24,10 +26,12 @@ if TYPE_CHECKING:
     from meshfeed._src.sources.tfds import TFDS
     from meshfeed._src.sources.tokens.source import Tokens
     from meshfeed._src.sources.webdataset import WebDataset
+    from meshfeed._src.sources.zip import Zip
 
 _HOME = {
     "ArrayRecord": "array_record.source",
     "Buckets": "padded",
+    "Concat": "concat",
     "DecodeExample": "decode",
     "DecodeRaw": "decode",
     "Grain": "recognize",
@@ -40,19 +44,24 @@ _HOME = {
     "Packed": "packed",
     "Padded": "padded",
     "Parquet": "parquet",
+    "Sample": "selection",
     "ShuffleBuffer": "shuffle_buffer",
     "Stream": "stream",
+    "Subset": "selection",
     "TFDS": "tfds",
     "TFData": "tf_data",
     "TensorStore": "tensorstore",
     "Tokens": "tokens.source",
     "WebDataset": "webdataset",
+    "Zip": "zip",
     "as_source": "recognize",
+    "random_split": "selection",
 }
 
 __all__ = [
     "ArrayRecord",
     "Buckets",
+    "Concat",
     "DecodeExample",
     "DecodeRaw",
     "Grain",
@@ -65,14 +74,18 @@ __all__ = [
     "Packed",
     "Padded",
     "Parquet",
+    "Sample",
     "ShuffleBuffer",
     "Stream",
+    "Subset",
     "TFDS",
     "TFData",
     "TensorStore",
     "Tokens",
     "WebDataset",
+    "Zip",
     "as_source",
+    "random_split",
 ]
 
 

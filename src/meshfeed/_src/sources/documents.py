@@ -86,7 +86,7 @@ def lengths_of(source: RandomAccessSource, measure: Callable[[Record], int], key
     return lengths
 
 
-def empty(number: int, dtype: type[np.unsignedinteger[Any]]) -> np.ndarray:
+def empty(number: int, dtype: np.dtype[Any] | type[np.unsignedinteger[Any]]) -> np.ndarray:
     """Returns an uninitialized array [number]; a large one in a temporary file."""
     if number * np.dtype(dtype).itemsize <= _MAPPED_BYTES:
         return np.empty(number, dtype)

@@ -42,20 +42,17 @@ from meshfeed._src.order.mixture import (
     split_ids,
 )
 from meshfeed._src.order.permutation import derive_key
-from meshfeed._src.reading.host_batch import num_rows, spec_of_batch
+from meshfeed._src.reading.host_batch import num_rows
 from meshfeed._src.reading.identity import source_identity
-from meshfeed._src.reading.records import SourceReader, file_of, wants_rng
+from meshfeed._src.reading.records import SourceReader, wants_rng
 from meshfeed._src.reading.stacking import RecordSpec, RecordStack
 from meshfeed._src.sources.checks import checked_count, is_count
 from meshfeed._src.sources.host_batches import HostBatches
+from meshfeed._src.sources.joined import JoinedReader, Joiner, Part, caching
 from meshfeed._src.sources.recognize import as_source
 from meshfeed._src.state.state import digest_of
 
 T = TypeVar("T")
-Part = tuple[str, np.ndarray[Any, Any], PyTree]
-"""Component name, its rows of the batch (int64[k], ascending), and its records, a pytree of arrays ``[k, ...]``."""
-
-_NO_IDS = np.empty(0, np.int64)
 _LANE_LAYOUT, _COMPONENT_SEED = 103, 104  # purposes of derived keys; differ from those in order/mixture.py
 
 
@@ -262,28 +259,16 @@ class _Mixture:
 
 
 class RandomMixture(_Mixture):
-    """A :func:`Mixture` of random-access sources; made by that function.
+    """A :func:`Mixture` of random-access sources; made by that function."""
 
-    A read groups the ids and reads each group once per batch, in the caller's thread. Components that read and decode
-    alike, such as ArrayRecord files with one decoder, are one group: 35 of them cost about as much as one. Others are
-    groups of their own.
-    """
-
-    fresh_arrays = True  # SourceReader copies memory that a component may reuse
+    fresh_arrays = True  # JoinedReader copies memory that a component may reuse
 
     def __init__(self, components: Components, block: int, on_end: str) -> None:
         super().__init__(components, block, on_end)
         self._names, self._sources = tuple(components.sources), tuple(components.sources.values())
-        self.wants_rng = any(map(wants_rng, self._sources))
-        self.reads_columns = all(getattr(source, "reads_columns", False) for source in self._sources)
-        if self.reads_columns:  # column slices come from the first component's shapes and would truncate a wider one
-            Joiner().join([(name, _NO_IDS, _no_rows(source)) for name, source in components.sources.items()], 0)
-        self._joiner = Joiner()
+        self._reader = JoinedReader(components.sources, "component", "mixture")
+        self.wants_rng, self.reads_columns = self._reader.wants_rng, self._reader.reads_columns
         self._lengths = np.array([components.length(name) for name in self._names], np.int64)
-        groups, self._group_of, self._first_id = _concatenate(self._sources)
-        self._readers, self._group_readers = tuple(map(SourceReader, self._sources)), tuple(map(SourceReader, groups))
-        self._rng_readers = {reader for reader in (*self._readers, *self._group_readers) if wants_rng(reader.source)}
-        self._compared = np.zeros(len(self._sources), bool)  # whether a component's structure has been checked
 
     def __repr__(self) -> str:
         lengths = zip(self._names, self._lengths.tolist(), strict=True)
@@ -347,7 +332,7 @@ class RandomMixture(_Mixture):
 
     def element_shapes(self) -> PyTree:
         """Pytree of ``jax.ShapeDtypeStruct`` of one record, from the first component; only if ``reads_columns``."""
-        return self._sources[0].element_shapes()
+        return self._reader.element_shapes()
 
     def read_batch(
         self,
@@ -370,55 +355,11 @@ class RandomMixture(_Mixture):
           Any error that a component raises, with a note naming it.
         """
         numbers, ids = self._located(record_ids)
-        # A component's first records are read by component, to compare their structure under its own name.
-        if self._compared[numbers].all():
-            try:
-                group_ids = ids + self._first_id[numbers]
-                return self._read(self._group_readers, self._group_of[numbers], group_ids, columns, rngs)
-            except Exception:  # read again by component, to name the one that fails
-                if len(self._group_readers) == len(self._readers):
-                    raise
-        batch = self._read(self._readers, numbers, ids, columns, rngs)
-        if columns is None:
-            self._compared[numbers] = True
-        return batch
-
-    def _read(
-        self,
-        readers: Sequence[SourceReader],
-        numbers: RecordIds,
-        ids: RecordIds,
-        columns: ColumnSlices | None,
-        rngs: Rngs | None,
-    ) -> PyTree:
-        """Reads record ``ids[i]`` of ``readers[numbers[i]]`` as row i."""
-        parts = []
-        for number, rows in group_by(numbers):
-            reader = readers[number]
-            own_rngs = [rngs[row] for row in rows.tolist()] if rngs and reader in self._rng_readers else None
-            # A group has the name of its first component; after an error, read_batch reads again by component.
-            name = self._names[number if readers is self._readers else int(np.argmax(self._group_of == number))]
-            try:
-                tree = reader.read(ids[rows], own_rngs, columns=columns)
-            except Exception as error:
-                error.add_note(f"in component {name!r} of the mixture")
-                raise
-            parts.append((name, rows, tree))
-        return self._joiner.join(parts, len(ids), whole=columns is None)
+        return self._reader.read(numbers, ids, columns, rngs)
 
     def cached_files(self, record_ids: RecordIds) -> list[hooks.CachedFile] | None:
         """Returns the files that hold these records and are read through a cache; None if no component has one."""
-        if not self._cached:
-            return None
-        numbers, ids = split_ids(record_ids)
-        groups = [(self._cached[number], rows) for number, rows in group_by(numbers) if number in self._cached]
-        return [file for source, rows in groups for file in source.cached_files(ids[rows]) or ()]
-
-    @functools.cached_property
-    def _cached(self) -> dict[int, hooks.CachesFiles]:
-        """The components that read files through a cache."""
-        found = enumerate(map(_caching, self._sources))
-        return {number: source for number, source in found if source is not None}
+        return self._reader.cached_files(*split_ids(record_ids))
 
     def replacement_id(self, seed: int, epoch: int, record_id: int, attempt: int) -> int:
         """Id of the record that replaces a bad one: a different record of the same component."""
@@ -428,69 +369,16 @@ class RandomMixture(_Mixture):
         return join_ids(number, replacement)
 
     def row_lengths(self, record_ids: RecordIds) -> tuple[np.ndarray, np.ndarray]:
-        """Lengths of all segments of records, and the first segment of each record; reads nothing.
-
-        Raises:
-          SettingsError: a component does not know them.
-        """
-        numbers, ids = split_ids(record_ids)
-        by_row: dict[int, np.ndarray] = {}
-        for number, rows in group_by(numbers):
-            known = hooks.find(self._sources[number], hooks.RowLengths)
-            if known is None:
-                raise SettingsError(
-                    f"balance= needs the lengths of records, which component {self._names[number]!r} does not know. Use "
-                    "Packed for all components.",
-                    setting="balance",
-                )
-            lengths, splits = known.row_lengths(ids[rows])
-            by_row |= zip(rows.tolist(), np.split(lengths, splits[1:-1]), strict=True)
-        parts = [by_row[row] for row in range(len(ids))]
-        return np.concatenate(parts), np.cumsum([0, *map(len, parts)])
+        """Lengths of all segments of records, and the first segment of each; see :meth:`JoinedReader.row_lengths`."""
+        return self._reader.row_lengths(*split_ids(record_ids))
 
     def file_of(self, record_id: int) -> str | None:
         """The component that holds a record, and the file if known."""
-        number, own_id = split_ids(record_id)
-        path = file_of(self._sources[number], own_id)
-        return f"component {self._names[number]!r}" + (f", {path}" if path else "")
+        return self._reader.file_of(*split_ids(record_id))
 
     def fingerprint(self) -> JsonValue:
         """Identity without the components, since a later stage may add some; the order's stages compare them."""
         return {"kind": "mixture", "records": "by component"}
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_joiner": Joiner()}  # a copy takes the structure from its own first batch
-
-
-def _concatenate(sources: Sequence[Any]) -> tuple[tuple[Any, ...], RecordIds, RecordIds]:
-    """Joins the sources that read and decode alike.
-
-    Returns:
-      The groups, and for each source: its group and the id of its first record there, int64[num_sources] each.
-    """
-    members: list[list[Any]] = []
-    group_of, first_id = [], []
-    for source in sources:
-        joinable = hooks.find(source, hooks.Concatenates)
-        alike = (n for n, group in enumerate(members) if joinable and joinable.concatenate([group[0]]) is not None)
-        number = next(alike, len(members))
-        if number == len(members):
-            members.append([])
-        group_of.append(number)
-        first_id.append(sum(map(len, members[number])))
-        members[number].append(source)
-    groups = tuple(first.concatenate(rest) if rest else first for first, *rest in members)
-    return groups, np.array(group_of, np.int64), np.array(first_id, np.int64)
-
-
-def _no_rows(source: Any) -> PyTree:
-    return jax.tree.map(lambda leaf: np.empty((0, *leaf.shape), leaf.dtype), source.element_shapes())
-
-
-def _caching(source: object) -> hooks.CachesFiles | None:
-    """The source if it reads files through a cache, otherwise None."""
-    files = hooks.find(source, hooks.CachesFiles)
-    return None if files is None or files.cached_files(_NO_IDS) is None else files
 
 
 class StreamMixture(_Mixture):
@@ -588,7 +476,7 @@ class MixtureLane:
         # With "repeat", components outside of the last stage do not decide: they are never drawn again.
         self._deciding = [component for component in components if stops or component.name in last_stage]
         self._position, self._ended = 0, False
-        self._joiner = Joiner()
+        self._joiner = Joiner("component", "mixture")
 
     def __iter__(self) -> MixtureLane:
         return self
@@ -752,7 +640,7 @@ class ComponentLane:
 
     def coming(self, num_epochs: int | None) -> ComingFiles | None:
         """The files to come, or None if the component reads none through a cache."""
-        files = None if self._is_stream else _caching(self._source)
+        files = None if self._is_stream else caching(self._source)
         if files is None:
             return None
         last = None if num_epochs is None else num_epochs * self.repeat
@@ -943,67 +831,3 @@ class ComingFiles:
                     break
                 self.epoch, self.taken = self.epoch + 1, 0
         return found
-
-
-class Joiner:
-    """Joins the components' parts into batches; all parts must match the structure of the first one seen."""
-
-    def __init__(self) -> None:
-        self._first: tuple[RecordSpec, str] | None = None  # and the component that has this structure
-
-    def join(self, parts: Sequence[Part], num_rows: int, *, whole: bool = True) -> PyTree:
-        """Joins parts that together cover each row once into one batch ``[num_rows, ...]``.
-
-        Args:
-          parts: at least one part.
-          num_rows: rows in the batch.
-          whole: whether the leaves hold all columns. If not, the parts are compared only with each other.
-
-        Raises:
-          SourceError: records of two components differ in structure, shape or dtype; names the components and the leaf.
-        """
-        first = self._first if whole else None
-        for part in parts:
-            first = _check_alike(part, first)
-        if whole:
-            self._first = first
-        if len(parts) == 1 and len(parts[0][1]) == num_rows:  # one component fills the batch: no copy
-            return parts[0][2]
-        assert first is not None
-        joined = first[0].empty(num_rows)
-        outputs = jax.tree.leaves(joined)
-        for _, rows, tree in parts:
-            for output, leaf in zip(outputs, jax.tree.leaves(tree), strict=True):
-                output[rows] = leaf
-        return joined
-
-
-def _check_alike(part: Part, first: tuple[RecordSpec, str] | None) -> tuple[RecordSpec, str]:
-    """``first``, or the part's structure and component if there is none yet."""
-    name, rows, tree = part
-    if first is not None and first[0].fits(tree, len(rows)):
-        return first
-    spec = spec_of_batch(tree, len(rows), what=f"component {name!r}")
-    if first is not None and spec != first[0]:
-        raise SourceError(_difference(name, spec, first[1], first[0]))
-    return first or (spec, name)
-
-
-def _difference(name: str, spec: RecordSpec, other: str, other_spec: RecordSpec) -> str:
-    own = name == other
-    who = (
-        f"records of component {name!r} differ from its first"
-        if own
-        else f"components {name!r} and {other!r} have unlike records"
-    )
-    return (
-        f"{who}: {_only_in(spec, other_spec)} in {name!r}, {_only_in(other_spec, spec)} in {other!r}. Records of a mixture "
-        "must be alike: rename, pad or cast them in the component's decode (nothing is promoted silently)."
-    )
-
-
-def _only_in(spec: RecordSpec, other: RecordSpec) -> str:
-    """The leaves of records that others do not have, or the structure of the records if only that differs."""
-    if set(spec.leaves) == set(other.leaves):
-        return str(spec.treedef)  # an OrderedDict, for example, does not sort its keys
-    return ", ".join(leaf.describe() for leaf in spec.leaves if leaf not in other.leaves) or "no such leaf"

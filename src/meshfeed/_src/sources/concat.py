@@ -1,0 +1,215 @@
+"""Several random-access sources one after the other."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Sequence
+from typing import Any, SupportsIndex, TypeVar
+
+import jax
+import numpy as np
+
+from meshfeed._src.base import hooks
+from meshfeed._src.base.errors import SourceError, hides_own_frames
+from meshfeed._src.base.types import ColumnSlices, JsonValue, PyTree, Record, RecordIds, Rngs, public
+from meshfeed._src.order.mixture import group_by
+from meshfeed._src.reading.identity import source_identity
+from meshfeed._src.sources.checks import check_ids
+from meshfeed._src.sources.documents import read_items
+from meshfeed._src.sources.joined import JoinedReader
+from meshfeed._src.sources.recognize import describe_source
+from meshfeed._src.sources.selection import plain_records
+
+R = TypeVar("R")
+
+
+@public("meshfeed.sources")
+@hides_own_frames
+def Concat(sources: Sequence[object]) -> Any:
+    """Puts sources one after the other: the records of the first, then those of the second, and so on.
+
+    Sources that read and decode alike, such as ArrayRecord files with one decoder, are read with one call.
+
+    Args:
+      sources: random-access sources, or objects that the feed accepts as such, with records of equal structure.
+
+    Returns:
+      A random-access source of all their records.
+
+    Raises:
+      SourceError: there is no record, a source is a stream or orders its records itself, as a mixture does, or records of
+        two sources differ, which may not be known before they are read; names the sources.
+    """
+    if not isinstance(sources, Sequence) or isinstance(sources, str | bytes) or not len(sources):
+        raise SourceError(f"Concat got {sources!r:.80}. Expected a list of at least one source.")
+    records = [plain_records(source, "Concat") for source in sources]
+    if not any(map(len, records)):
+        raise SourceError(f"Concat got {len(records)} source(s) with 0 records in all. Expected at least one record.")
+    joinable = hooks.find(records[0], hooks.Concatenates)
+    joined = None if joinable is None or not records[1:] else joinable.concatenate(records[1:])
+    return ConcatenatedRecords(records) if joined is None else joined
+
+
+class ConcatenatedRecords:
+    """A :func:`Concat` of sources that do not all read alike; made by that function."""
+
+    kind = "concat"
+    fresh_arrays = True  # JoinedReader copies memory that a source may reuse
+
+    def __init__(self, sources: Sequence[Any]) -> None:
+        self._sources = list(sources)
+        self._ends = np.cumsum([len(source) for source in sources], dtype=np.int64)
+        self._starts = np.concatenate([[0], self._ends[:-1]])
+        self._reader = JoinedReader({str(number): source for number, source in enumerate(sources)}, "source", "Concat")
+        self.wants_rng, self.reads_columns = self._reader.wants_rng, self._reader.reads_columns
+
+    def __repr__(self) -> str:
+        return f"Concat([{', '.join(map(describe_source, self._sources))}])"
+
+    def __len__(self) -> int:
+        return int(self._ends[-1])
+
+    def __getitem__(self, record_id: SupportsIndex) -> Record:
+        """Record ``record_id`` of all."""
+        return self.__getitems__([operator.index(record_id)])[0]
+
+    def __getitems__(self, record_ids: Sequence[int]) -> list[Record]:
+        """Several records, in the order of ``record_ids``; they may differ in shape."""
+        numbers, ids = self._located(record_ids)
+        return self._in_order(numbers, lambda source, rows: read_items(source, ids[rows]))
+
+    def _located(self, record_ids: RecordIds | Sequence[int]) -> tuple[RecordIds, RecordIds]:
+        """Numbers of the sources, and ids within them; checks them."""
+        ids = np.asarray(record_ids, np.int64)
+        check_ids(ids, len(self), "source")
+        numbers = np.searchsorted(self._ends, ids, side="right")
+        return numbers, ids - self._starts[numbers]
+
+    def _in_order(self, numbers: RecordIds, read: Callable[[Any, RecordIds], Sequence[R]]) -> list[R]:
+        """What ``read(source, rows)`` returns for the rows of each source, by row."""
+        by_row: dict[int, R] = {}
+        for number, rows in group_by(numbers):
+            by_row |= zip(rows.tolist(), read(self._sources[number], rows), strict=True)
+        return [by_row[row] for row in range(len(numbers))]
+
+    def element_shapes(self) -> PyTree:
+        """Pytree of ``jax.ShapeDtypeStruct`` of one record; only if ``reads_columns``."""
+        return self._reader.element_shapes()
+
+    def read_batch(
+        self, record_ids: RecordIds | Sequence[int], columns: ColumnSlices | None = None, rngs: Rngs | None = None
+    ) -> PyTree:
+        """Reads records, decoded and stacked.
+
+        Args:
+          record_ids: int64[n], in any order, repeats allowed.
+          columns: leaf path → slices of the dimensions after the first; only if every source reads columns.
+          rngs: one generator per record, for decoders that take ``rng=``.
+
+        Returns:
+          Pytree of arrays ``[n, ...]``.
+
+        Raises:
+          IndexError: an id is not in [0, len).
+          SourceError: records of two sources differ; names the sources and the leaf.
+          Any error that a source raises, with a note naming it.
+        """
+        return self._reader.read(*self._located(record_ids), columns, rngs)
+
+    def row_lengths(self, record_ids: RecordIds) -> tuple[np.ndarray, np.ndarray]:
+        """Lengths of all segments of records, and the first segment of each; see :meth:`JoinedReader.row_lengths`."""
+        return self._reader.row_lengths(*self._located(record_ids))
+
+    def cached_files(self, record_ids: RecordIds) -> list[hooks.CachedFile] | None:
+        """The files that hold these records and are read through a cache; None if no source has one."""
+        return self._reader.cached_files(*self._located(record_ids))
+
+    def file_of(self, record_id: int) -> str:
+        """The source that holds a record, and the file if known."""
+        numbers, ids = self._located([record_id])
+        return self._reader.file_of(int(numbers[0]), int(ids[0]))
+
+    def file_names(self) -> list[str]:
+        """The files of the sources that are made of files."""
+        named = (hooks.find(source, hooks.FileNames) for source in self._sources)
+        return [name for source in named if source is not None for name in source.file_names()]
+
+    def check_records(self) -> None:
+        """Checks the types of all sources' leaves; see :class:`meshfeed._src.base.hooks.ChecksRecords`."""
+        for source in self._sources:
+            checks = hooks.find(source, hooks.ChecksRecords)
+            if checks is not None:
+                checks.check_records()
+
+    @property
+    def read_threads(self) -> int | None:
+        """Threads that read by default, if a source waits for a store."""
+        waiting = (hooks.find(source, hooks.WaitsForReads) for source in self._sources)
+        return max((source.read_threads for source in waiting if source is not None), default=None)
+
+    def _all(self, hook: type[R]) -> list[R]:
+        """The sources as ``hook``; Concat has a hook that says something of all records only if all sources have it."""
+        found = [hooks.find(source, hook) for source in self._sources]
+        if None in found:
+            raise AttributeError(f"not every source has the hook {hook.__name__}")
+        return [source for source in found if source is not None]
+
+    @property
+    def shard_lengths(self) -> Callable[[], RecordIds]:
+        """Number of records in each file; only if all sources are made of files."""
+        sharded = self._all(hooks.Sharded)
+        return lambda: np.concatenate([source.shard_lengths() for source in sharded])
+
+    @property
+    def lengths(self) -> Callable[[], np.ndarray]:
+        """The lengths of all records; only if all sources know their own."""
+        known = self._all(hooks.KnowsLengths)
+        return lambda: np.concatenate([source.lengths() for source in known])
+
+    @property
+    def stored_lengths(self) -> Callable[[str], np.ndarray | None]:
+        """The lengths of a leaf of all records, if manifests or the sources have them."""
+        sources = [(hooks.find(s, hooks.KnowsLengths), hooks.find(s, hooks.StoredLengths)) for s in self._sources]
+        if any(known is None and stored is None for known, stored in sources):
+            raise AttributeError("not every source can have a manifest")
+
+        def of_all(key: str) -> np.ndarray | None:
+            parts = [
+                known.lengths() if known is not None else stored.stored_lengths(key) if stored is not None else None
+                for known, stored in sources
+            ]
+            return None if any(part is None for part in parts) else np.concatenate([p for p in parts if p is not None])
+
+        return of_all
+
+    @property
+    def read_slices(self) -> Callable[[RecordIds, np.ndarray, np.ndarray], PyTree]:
+        """Reads parts of records; only if all sources do; see :class:`meshfeed._src.base.hooks.SlicesReader`."""
+        self._all(hooks.SlicesReader)
+
+        def of_all(record_ids: RecordIds, starts: np.ndarray, lengths: np.ndarray) -> PyTree:
+            numbers, ids = self._located(record_ids)
+
+            def read(source: hooks.SlicesReader, rows: RecordIds) -> list[PyTree]:
+                flat = source.read_slices(ids[rows], starts[rows], lengths[rows])
+                ends = np.cumsum(lengths[rows])
+                bounds = zip((ends - lengths[rows]).tolist(), ends.tolist(), strict=True)
+                return [jax.tree.map(lambda leaf, a=a, b=b: leaf[a:b], flat) for a, b in bounds]
+
+            slices = self._in_order(numbers, read)
+            return jax.tree.map(lambda *leaves: np.concatenate(leaves), *slices)
+
+        return of_all
+
+    def unconverted(self) -> ConcatenatedRecords:
+        """The same records as they are stored, if the sources convert them."""
+        return ConcatenatedRecords([hooks.unconverted(source) for source in self._sources])
+
+    def fingerprint(self) -> JsonValue:
+        """Identity: those of all sources."""
+        return {"sources": [source_identity(source) for source in self._sources]}
+
+    def close(self) -> None:
+        """Closes all sources."""
+        for source in self._sources:
+            hooks.close(source)

@@ -1,0 +1,253 @@
+"""Several sources read as one: which of them read alike, one call for those, and records compared and joined to a batch."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import numpy as np
+
+from meshfeed._src.base import hooks
+from meshfeed._src.base.errors import SettingsError, SourceError
+from meshfeed._src.base.types import ColumnSlices, PyTree, RecordIds, Rngs
+from meshfeed._src.order.mixture import group_by
+from meshfeed._src.reading.host_batch import spec_of_batch
+from meshfeed._src.reading.records import SourceReader, file_of, reads_columns, wants_rng
+from meshfeed._src.reading.stacking import RecordSpec
+
+Part = tuple[str, np.ndarray[Any, Any], PyTree]
+"""Name of a source, its rows of the batch (int64[k], ascending), and its records, a pytree of arrays ``[k, ...]``."""
+
+NO_IDS = np.empty(0, np.int64)
+
+
+class JoinedReader:
+    """Reads records of several sources as one batch.
+
+    A read groups the records and reads each group once, in the caller's thread. Sources that read and decode alike, such
+    as ArrayRecord files with one decoder, are one group: 35 of them cost about as much as one. Others are groups of their
+    own.
+
+    Args:
+      sources: name → source.
+      noun: what one of them is, such as "component", for messages.
+      whole: what they make, such as "mixture".
+
+    Attributes:
+      wants_rng: whether the decoder of one of them takes random numbers.
+      reads_columns: whether all of them can read part of each leaf.
+    """
+
+    def __init__(self, sources: dict[str, Any], noun: str, whole: str) -> None:
+        self._names, self._sources = tuple(sources), tuple(sources.values())
+        self._noun, self._whole = noun, whole
+        self.wants_rng = any(map(wants_rng, self._sources))
+        self.reads_columns = all(map(reads_columns, self._sources))
+        if self.reads_columns:  # column slices come from the first source's shapes and would truncate a wider one
+            Joiner(noun, whole).join([(name, NO_IDS, _no_rows(source)) for name, source in sources.items()], 0)
+        self._joiner = Joiner(noun, whole)
+        groups, self._group_of, self._first_id = _concatenate(self._sources)
+        self._readers, self._group_readers = tuple(map(SourceReader, self._sources)), tuple(map(SourceReader, groups))
+        self._rng_readers = {reader for reader in (*self._readers, *self._group_readers) if wants_rng(reader.source)}
+        self._compared = np.zeros(len(self._sources), bool)  # whether a source's structure has been checked
+
+    def element_shapes(self) -> PyTree:
+        """Returns a pytree of ``jax.ShapeDtypeStruct`` of one record, of the first source; only if ``reads_columns``."""
+        return self._sources[0].element_shapes()
+
+    def read(
+        self, numbers: RecordIds, ids: RecordIds, columns: ColumnSlices | None = None, rngs: Rngs | None = None
+    ) -> PyTree:
+        """Reads records, decoded and stacked.
+
+        Args:
+          numbers: int64[n], the source of each record.
+          ids: int64[n], its id there; they exist.
+          columns: leaf path → slices of the dimensions after the first; only if ``reads_columns``.
+          rngs: one generator per record, for decoders that take ``rng=``.
+
+        Returns:
+          Pytree of arrays ``[n, ...]`` in memory that only the caller can write.
+
+        Raises:
+          SourceError: records of two sources differ; names the sources and the leaf.
+          Any error that a source raises, with a note naming it.
+        """
+        # A source's first records are read by source, to compare their structure under its own name.
+        if self._compared[numbers].all():
+            try:
+                group_ids = ids + self._first_id[numbers]
+                return self._read(self._group_readers, self._group_of[numbers], group_ids, columns, rngs)
+            except Exception:  # read again by source, to name the one that fails
+                if len(self._group_readers) == len(self._readers):
+                    raise
+        batch = self._read(self._readers, numbers, ids, columns, rngs)
+        if columns is None:
+            self._compared[numbers] = True
+        return batch
+
+    def _read(
+        self,
+        readers: Sequence[SourceReader],
+        numbers: RecordIds,
+        ids: RecordIds,
+        columns: ColumnSlices | None,
+        rngs: Rngs | None,
+    ) -> PyTree:
+        """Reads record ``ids[i]`` of ``readers[numbers[i]]`` as row i."""
+        parts: list[Part] = []
+        for number, rows in group_by(numbers):
+            reader = readers[number]
+            own_rngs = [rngs[row] for row in rows.tolist()] if rngs and reader in self._rng_readers else None
+            # A group has the name of its first source; after an error, `read` reads again by source.
+            name = self._names[number if readers is self._readers else int(np.argmax(self._group_of == number))]
+            try:
+                tree = reader.read(ids[rows], own_rngs, columns=columns)
+            except Exception as error:
+                error.add_note(f"in {self._noun} {name!r} of the {self._whole}")
+                raise
+            parts.append((name, rows, tree))
+        return self._joiner.join(parts, len(ids), whole=columns is None)
+
+    def cached_files(self, numbers: RecordIds, ids: RecordIds) -> list[hooks.CachedFile] | None:
+        """Returns the files that hold records and are read through a cache; None if no source has one."""
+        if not self._cached:
+            return None
+        groups = [(self._cached[number], rows) for number, rows in group_by(numbers) if number in self._cached]
+        return [file for source, rows in groups for file in source.cached_files(ids[rows]) or ()]
+
+    @functools.cached_property
+    def _cached(self) -> dict[int, hooks.CachesFiles]:
+        """The sources that read files through a cache."""
+        found = enumerate(map(caching, self._sources))
+        return {number: source for number, source in found if source is not None}
+
+    def row_lengths(self, numbers: RecordIds, ids: RecordIds) -> tuple[np.ndarray, np.ndarray]:
+        """Returns the lengths of all segments of records, and the first segment of each record; reads nothing.
+
+        Raises:
+          SettingsError: a source does not know them.
+        """
+        by_row: dict[int, np.ndarray] = {}
+        for number, rows in group_by(numbers):
+            known = hooks.find(self._sources[number], hooks.RowLengths)
+            if known is None:
+                raise SettingsError(
+                    f"balance= needs the lengths of records, which {self._noun} {self._names[number]!r} does not know. Use "
+                    f"Packed for all {self._noun}s.",
+                    setting="balance",
+                )
+            lengths, splits = known.row_lengths(ids[rows])
+            by_row |= zip(rows.tolist(), np.split(lengths, splits[1:-1]), strict=True)
+        parts = [by_row[row] for row in range(len(ids))]
+        return np.concatenate(parts), np.cumsum([0, *map(len, parts)])
+
+    def file_of(self, number: int, record_id: int) -> str:
+        """Returns the source that holds a record, and the file if known."""
+        path = file_of(self._sources[number], record_id)
+        return f"{self._noun} {self._names[number]!r}" + (f", {path}" if path else "")
+
+    def __getstate__(self) -> dict[str, Any]:
+        # A copy takes the structure from its own first batch.
+        return {**self.__dict__, "_joiner": Joiner(self._noun, self._whole)}
+
+
+def _concatenate(sources: Sequence[Any]) -> tuple[tuple[Any, ...], RecordIds, RecordIds]:
+    """Joins the sources that read and decode alike.
+
+    Returns:
+      The groups, and for each source: its group and the id of its first record there, int64[num_sources] each.
+    """
+    members: list[list[Any]] = []
+    group_of, first_id = [], []
+    for source in sources:
+        joinable = hooks.find(source, hooks.Concatenates)
+        alike = (n for n, group in enumerate(members) if joinable and joinable.concatenate([group[0]]) is not None)
+        number = next(alike, len(members))
+        if number == len(members):
+            members.append([])
+        group_of.append(number)
+        first_id.append(sum(map(len, members[number])))
+        members[number].append(source)
+    groups = tuple(first.concatenate(rest) if rest else first for first, *rest in members)
+    return groups, np.array(group_of, np.int64), np.array(first_id, np.int64)
+
+
+def _no_rows(source: Any) -> PyTree:
+    return jax.tree.map(lambda leaf: np.empty((0, *leaf.shape), leaf.dtype), source.element_shapes())
+
+
+def caching(source: object) -> hooks.CachesFiles | None:
+    """The source if it reads files through a cache, otherwise None."""
+    files = hooks.find(source, hooks.CachesFiles)
+    return None if files is None or files.cached_files(NO_IDS) is None else files
+
+
+class Joiner:
+    """Joins the sources' parts into batches; all parts must match the structure of the first one seen.
+
+    Args:
+      noun: what one source is, such as "component", for messages.
+      whole: what they make, such as "mixture".
+    """
+
+    def __init__(self, noun: str, whole: str) -> None:
+        self._noun, self._whole = noun, whole
+        self._first: tuple[RecordSpec, str] | None = None  # and the source that has this structure
+
+    def join(self, parts: Sequence[Part], num_rows: int, *, whole: bool = True) -> PyTree:
+        """Joins parts that together cover each row once into one batch ``[num_rows, ...]``.
+
+        Args:
+          parts: at least one part.
+          num_rows: rows in the batch.
+          whole: whether the leaves hold all columns. If not, the parts are compared only with each other.
+
+        Raises:
+          SourceError: records of two sources differ in structure, shape or dtype; names the sources and the leaf.
+        """
+        first = self._first if whole else None
+        for part in parts:
+            first = self._check_alike(part, first)
+        if whole:
+            self._first = first
+        if len(parts) == 1 and len(parts[0][1]) == num_rows:  # one source fills the batch: no copy
+            return parts[0][2]
+        assert first is not None
+        joined = first[0].empty(num_rows)
+        outputs = jax.tree.leaves(joined)
+        for _, rows, tree in parts:
+            for output, leaf in zip(outputs, jax.tree.leaves(tree), strict=True):
+                output[rows] = leaf
+        return joined
+
+    def _check_alike(self, part: Part, first: tuple[RecordSpec, str] | None) -> tuple[RecordSpec, str]:
+        """``first``, or the part's structure and source if there is none yet."""
+        name, rows, tree = part
+        if first is not None and first[0].fits(tree, len(rows)):
+            return first
+        spec = spec_of_batch(tree, len(rows), what=f"{self._noun} {name!r}")
+        if first is not None and spec != first[0]:
+            raise SourceError(self._difference(name, spec, first[1], first[0]))
+        return first or (spec, name)
+
+    def _difference(self, name: str, spec: RecordSpec, other: str, other_spec: RecordSpec) -> str:
+        noun = self._noun
+        who = (
+            f"records of {noun} {name!r} differ from its first"
+            if name == other
+            else f"{noun}s {name!r} and {other!r} have unlike records"
+        )
+        return (
+            f"{who}: {_only_in(spec, other_spec)} in {name!r}, {_only_in(other_spec, spec)} in {other!r}. Records of a "
+            f"{self._whole} must be alike: rename, pad or cast them in the {noun}'s decode (nothing is promoted silently)."
+        )
+
+
+def _only_in(spec: RecordSpec, other: RecordSpec) -> str:
+    """The leaves of records that others do not have, or the structure of the records if only that differs."""
+    if set(spec.leaves) == set(other.leaves):
+        return str(spec.treedef)  # an OrderedDict, for example, does not sort its keys
+    return ", ".join(leaf.describe() for leaf in spec.leaves if leaf not in other.leaves) or "no such leaf"
