@@ -22,7 +22,7 @@ if TYPE_CHECKING:
         StalledError,
         StateMismatchError,
     )
-    from meshfeed._src.base.settings import BatchSchedule, Retry, SkipBad, Workers
+    from meshfeed._src.base.settings import BatchSchedule, Retry, ShardShuffle, SkipBad, Workers
     from meshfeed._src.base.stats import FeedStats
     from meshfeed._src.feed.iterator import Feed, MultiHostDataLoadIterator
     from meshfeed._src.pictures.plan import MeshPlan
@@ -47,6 +47,7 @@ _HOME = {
     "SettingsError": "meshfeed._src.base.errors",
     "CacheStats": "meshfeed._src.sources.files.shard_cache",
     "ShardCache": "meshfeed._src.sources.files.shard_cache",
+    "ShardShuffle": "meshfeed._src.base.settings",
     "SkipBad": "meshfeed._src.base.settings",
     "SourceError": "meshfeed._src.base.errors",
     "StalledError": "meshfeed._src.base.errors",
@@ -72,6 +73,7 @@ __all__ = [
     "Retry",
     "SettingsError",
     "ShardCache",
+    "ShardShuffle",
     "SkipBad",
     "SourceError",
     "StalledError",

@@ -60,7 +60,7 @@ def test_bytes_the_fill_and_a_step_larger_than_the_cache(evict: Evict) -> None:
 def test_along_shards_each_host_downloads_its_share_once() -> None:
     lengths = np.full(80, 32)
     schedule = StepSchedule(BatchSchedule([(0, 32)]))
-    order = ShardOrder(lengths, num_lanes=8, seed=1, num_epochs=1, step_schedule=schedule)
+    order = ShardOrder(lengths, num_lanes=8, seed=1, num_epochs=1, segments=schedule.runs())
     total = 0
     for host in range(4):
         uses = shards_of_steps(order, lengths, batch_size=32, rows=[(8 * host, 8 * host + 8)], steps=range(80))

@@ -9,12 +9,10 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 
-from meshfeed._src.base.settings import BatchSchedule
 from meshfeed._src.order.buckets import BucketOrder
 from meshfeed._src.order.mixture import MixtureOrder, Stage
 from meshfeed._src.order.packing import Packing
 from meshfeed._src.order.shards import ShardOrder
-from meshfeed._src.order.steps import StepSchedule
 
 POSITIONS = np.arange(8)
 EPOCHS = {"seed": 0, "num_epochs": 2}
@@ -41,7 +39,7 @@ def used_mixture() -> object:
 
 
 def used_shards() -> object:
-    order = ShardOrder(np.array([20, 20]), num_lanes=1, step_schedule=StepSchedule(BatchSchedule([(0, 4)])), **EPOCHS)
+    order = ShardOrder(np.array([20, 20]), num_lanes=1, segments=[(0, 4)], **EPOCHS)
     order.ids_at(POSITIONS)
     return order
 

@@ -16,7 +16,9 @@ LENGTHS = st.lists(st.integers(0, 30), min_size=1, max_size=20).filter(any)
 
 def order_of(lengths, num_lanes, *stages, seed=0, num_epochs=2):
     schedule = StepSchedule(BatchSchedule([(step, size * num_lanes) for step, size in stages]))
-    order = ShardOrder(np.array(lengths), num_lanes=num_lanes, seed=seed, num_epochs=num_epochs, step_schedule=schedule)
+    order = ShardOrder(
+        np.array(lengths), num_lanes=num_lanes, seed=seed, num_epochs=num_epochs, segments=schedule.runs()
+    )
     return order, schedule
 
 

@@ -13,7 +13,7 @@ from jax.sharding import AxisType
 
 import meshfeed
 from meshfeed import SettingsError, StateMismatchError
-from meshfeed.sources import ArrayRecord, DecodeRaw, Map, Memory, Mixture, Tokens
+from meshfeed.sources import ArrayRecord, DecodeRaw, Map, Memory, Mixture, Subset, Tokens
 from meshfeed.testing import check_resumable
 
 SIZES = [7, 12, 1, 0, 9, 15, 4, 10, 11, 3, 8, 8, 5, 2, 13, 6, 12, 9]
@@ -133,7 +133,7 @@ def test_token_files_are_shards(tmp_path) -> None:
 def test_what_has_no_shards_is_refused(paths) -> None:
     mesh = jax.make_mesh((4,), ("data",), axis_types=(AxisType.Auto,), devices=jax.devices()[:4])
     memory, files = Memory({"x": np.zeros((40, 2), np.int32)}), ArrayRecord(paths)
-    mixture, mapped = Mixture({"a": files}, {"a": 1}), Map(memory, lambda record: record)
+    mixture, mapped = Mixture({"a": files, "b": memory}, {"a": 1, "b": 1}), Map(memory, lambda record: record)
     for source, kind in ((memory, "Memory"), (mixture, "mixture"), (mapped, "map")):
         with pytest.raises(SettingsError, match=rf"shuffle='shards' needs a source whose files.* of kind '{kind}'"):
             meshfeed.Feed(source, mesh, global_batch_size=8, shuffle="shards")
@@ -145,3 +145,69 @@ def test_what_has_no_shards_is_refused(paths) -> None:
         make_feed(paths, shuffle=True, num_lanes=4)
     with pytest.raises(SettingsError, match="'shards'"):
         make_feed(paths, shuffle="files")
+
+
+# ---------------------------------------------------------------------- mixtures
+
+
+def mixed(paths, nested: bool = False, **options) -> Mixture:
+    def files(part):
+        return ArrayRecord(part, decode_batch=DecodeRaw(np.int32, (2,), key="x"))
+
+    first = Mixture({"a": files(paths[:9]), "b": Map(files(paths[9:]), negative)}, {"a": 1, "b": 2}, block=9)
+    if not nested:
+        return first
+    stages = [(0, {"in": 2, "c": 1}), (5, {"in": 1, "c": 1})]
+    return Mixture({"in": first, "c": Subset(files(paths), slice(3, 90))}, stages, block=12, **options)
+
+
+def negative(record):
+    return {"x": -record["x"]}
+
+
+@pytest.mark.parametrize("nested", [False, True])
+@pytest.mark.parametrize("shuffle", ["shards", meshfeed.ShardShuffle(3, affinity=True)])
+def test_mixtures_are_resumable(paths, nested, shuffle) -> None:
+    def feed() -> meshfeed.Feed:
+        mesh = jax.make_mesh((4,), ("data",), axis_types=(AxisType.Auto,), devices=jax.devices()[:4])
+        return meshfeed.Feed(
+            mixed(paths, nested), mesh, global_batch_size=8, shuffle=shuffle, seed=3, num_lanes=4, num_epochs=2
+        )
+
+    assert check_resumable(feed, max_steps=60, save_points=[1, 9, 16]) == 5
+
+
+def test_a_mixture_continues_with_another_batch_size_and_keeps_its_lanes(paths) -> None:
+    def feed(size: int, **options) -> meshfeed.Feed:
+        mesh = jax.make_mesh((2,), ("data",), axis_types=(AxisType.Auto,), devices=jax.devices()[:2])
+        return meshfeed.Feed(mixed(paths, True), mesh, global_batch_size=size, shuffle="shards", **options)
+
+    with feed(8, num_lanes=2) as first:
+        next(first)
+        state = json.loads(json.dumps(first.get_state()))
+        wanted = [*np.asarray(next(first)["x"]).reshape(2, 4, 2)[:, :2].reshape(4, 2).tolist()]
+    with feed(4) as second:
+        second.set_state(state)
+        assert np.asarray(next(second)["x"]).tolist() == wanted
+    with feed(8, num_lanes=4) as other, pytest.raises(StateMismatchError, match="num_lanes"):
+        other.set_state(state)
+    with feed(4, seed=1) as other, pytest.raises(StateMismatchError, match="seed"):
+        other.set_state(state)
+
+
+def test_shards_and_its_settings_are_one_order(paths) -> None:
+    with make_feed(paths) as feed:
+        next(feed)
+        state = feed.get_state()
+        wanted = ids_of(feed)
+    with make_feed(paths, shuffle=meshfeed.ShardShuffle()) as feed:
+        feed.set_state(state)
+        assert ids_of(feed) == wanted
+    with make_feed(paths, shuffle=meshfeed.ShardShuffle(affinity=True)) as feed:
+        assert feed.config()["shuffle"] == {"window_shards": 2, "affinity": True}
+        with pytest.raises(StateMismatchError, match="affinity"):
+            feed.set_state(state)
+    with pytest.raises(SettingsError, match=r"window_shards=0 \(int\); it takes a number of shards"):
+        meshfeed.ShardShuffle(0)
+    with pytest.raises(SettingsError, match="affinity=2"):
+        meshfeed.ShardShuffle(affinity=2)

@@ -15,6 +15,7 @@ from typing import Any, Protocol, TypedDict, TypeVar, Unpack, cast
 import numpy as np
 
 from meshfeed._src.base.errors import MeshfeedError
+from meshfeed._src.base.settings import ShardShuffle
 from meshfeed._src.base.types import (
     Decode,
     DecodeBatch,
@@ -206,13 +207,19 @@ class ChecksSaved(Protocol):
 
 
 class OrderSettings(TypedDict):
-    """A feed's settings that determine the order of its records; ``batch_sizes`` are the sizes of future steps."""
+    """A feed's settings that determine the order of its records.
 
-    shuffle: bool | int
+    ``batch_sizes`` are the sizes of future steps. ``segments`` are the first position and the batch size of each run of
+    steps. ``num_lanes`` is given only with an order by shards, to sources that are :class:`Sharded`.
+    """
+
+    shuffle: bool | int | ShardShuffle
     seed: int
     num_epochs: int | None
     batch_sizes: Sequence[int]
     position_of_step: Callable[[int], int]
+    segments: Sequence[tuple[int, int]]
+    num_lanes: int | None
 
 
 class NumbersRecords(Protocol):
@@ -282,7 +289,7 @@ class SlicesReader(Protocol):
 class OrdersWithin(Protocol):
     """Shuffles the parts of its records too, as packed sequences shuffle their documents."""
 
-    def with_order(self, *, shuffle: bool | int | str, seed: int) -> RandomAccessSource:
+    def with_order(self, *, shuffle: bool | int | str | ShardShuffle, seed: int) -> RandomAccessSource:
         """Returns the source for a feed's settings."""
         ...
 

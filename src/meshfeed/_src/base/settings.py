@@ -105,6 +105,33 @@ def default_num_lanes(sizes: Sequence[int], num_shards: int | None = None) -> in
 
 @public("meshfeed")
 @dataclasses.dataclass(frozen=True)
+class ShardShuffle:
+    """The order ``shuffle="shards"`` with its settings, for sources over files that are downloaded whole.
+
+    The shards of each epoch, in random order, are divided into ``num_lanes`` lanes of equal length; each lane feeds fixed
+    rows of every batch, and shuffles its records in windows of a few shards.
+
+    Attributes:
+      window_shards: shards, or parts of shards, that a lane reads at the same time, at least 1. More shuffle better and
+        need more files open, or cached, at the same time.
+      affinity: whether a lane reads the same shards in every epoch, so a cache that holds a host's share downloads nothing
+        after the first epoch. The order of a lane's shards and of the records in its windows still differs per epoch. A
+        shard at the border of two lanes belongs to both.
+
+    Raises:
+      SettingsError: an attribute is out of range; names it.
+    """
+
+    window_shards: int = 2
+    affinity: bool = False
+
+    def __post_init__(self) -> None:
+        _integer("window_shards", self.window_shards, 1, "a number of shards of at least 1")
+        _flag("affinity", self.affinity)
+
+
+@public("meshfeed")
+@dataclasses.dataclass(frozen=True)
 class Retry:
     """When and how often to retry reads of a source (exponential backoff with full jitter).
 
@@ -182,7 +209,7 @@ class FeedSettings:
     """The validated keywords of a feed, except source and sharding."""
 
     schedule: BatchSchedule | None
-    shuffle: bool | int | str
+    shuffle: bool | int | str | ShardShuffle
     seed: int
     num_epochs: int | None
     end: Literal["drop", "pad"]
@@ -223,12 +250,24 @@ def _schedule(value: object) -> BatchSchedule | None:
     return BatchSchedule([(0, _integer("global_batch_size", value, 1, what))])
 
 
-def _shuffle(value: object) -> bool | int | str:
+_SHUFFLES = "False, True, 'shards', a meshfeed.ShardShuffle, or a number of records per block of at least 1"
+
+
+def shard_shuffle(shuffle: object) -> ShardShuffle | None:
+    """Returns the settings of an order by shards, or None if ``shuffle`` is a different order."""
+    if isinstance(shuffle, ShardShuffle):
+        return shuffle
+    return ShardShuffle() if isinstance(shuffle, str) and shuffle == "shards" else None
+
+
+def _shuffle(value: object) -> bool | int | str | ShardShuffle:
+    if isinstance(value, ShardShuffle):
+        return value
     if isinstance(value, bool | np.bool_):
         return bool(value)
     if isinstance(value, str) and value == "shards":
         return value
-    return _integer("shuffle", value, 1, "False, True, 'shards', or a number of records per block of at least 1")
+    return _integer("shuffle", value, 1, _SHUFFLES)
 
 
 def _seed(value: object) -> int:
@@ -345,6 +384,9 @@ def settings_json(settings: FeedSettings) -> dict[str, Any]:
     return {
         **value,
         "global_batch_size": stages[0][1] if stages and len(stages) == 1 else stages,
+        "shuffle": dataclasses.asdict(settings.shuffle)
+        if isinstance(settings.shuffle, ShardShuffle)
+        else settings.shuffle,
         "balance": balance_json(settings),
         "num_workers": int(settings.num_workers),
         "load": settings.load if isinstance(settings.load, str) else list(settings.load),

@@ -146,7 +146,7 @@ class ShardSet:
                 f"--num-lanes {num_lanes} does not divide --global-batch-size {batch_size}.", setting="num_lanes"
             )
         schedule = StepSchedule(BatchSchedule([(0, batch_size)]))
-        return ShardOrder(lengths, num_lanes=num_lanes, seed=0, num_epochs=2, step_schedule=schedule)
+        return ShardOrder(lengths, num_lanes=num_lanes, seed=0, num_epochs=2, segments=schedule.runs())
 
 
 def downloads_of_hosts(

@@ -25,10 +25,12 @@ from typing import TypeVar, cast
 import numpy as np
 
 from meshfeed._src.base.errors import DAMAGED_STATE, SettingsError, StateMismatchError
+from meshfeed._src.base.settings import ShardShuffle
 from meshfeed._src.base.types import MAX_POSITION, JsonValue, RecordIds
 from meshfeed._src.order.caching import cached
 from meshfeed._src.order.epochs import EpochOrder, checked_positions
 from meshfeed._src.order.permutation import ALGORITHM, derive_key, sorted_permutation
+from meshfeed._src.order.shards import LanedOrder, ShardLanes, shards_config
 
 _log = logging.getLogger("meshfeed.mixture")
 
@@ -316,7 +318,7 @@ States list ids of bad records, so the shift cannot change.
 """
 
 _CHUNK_POSITIONS = 4096  # computed together: a batch of 35 components takes as long as a chunk
-_LAYOUT, _COMPONENT_SEED = 101, 102  # purpose of a derived key; disjoint from those of epochs.py
+_LAYOUT, _COMPONENT_SEED, _LANE_LAYOUT = 101, 102, 105  # purpose of a derived key; disjoint from those of epochs.py
 
 
 def check_end(on_end: str, num_epochs: int | None) -> None:
@@ -451,6 +453,19 @@ class StagedBlocks:
         return max(last for last in lasts if last is not None) + 1
 
 
+def mixture_config(
+    block: int, on_end: str, identities: Mapping[str, JsonValue], stages: Sequence[Stage]
+) -> dict[str, JsonValue]:
+    """Returns ``mixture`` of the fingerprint, which :func:`check_stages` checks; ``identities`` in the components' order."""
+    return {
+        "version": MIXTURE_VERSION,
+        "block": block,
+        "on_end": on_end,
+        "components": [list(identity) for identity in identities.items()],
+        "stages": [stage.to_json() for stage in stages],
+    }
+
+
 class MixtureOrder:
     """The order of a mixture of random-access components, with the interface of ``EpochOrder``.
 
@@ -524,13 +539,7 @@ class MixtureOrder:
             "version": self._orders[0].config()["version"],
             "shuffle": shuffle,
             "seed": self._seed,
-            "mixture": {
-                "version": MIXTURE_VERSION,
-                "block": self._blocks.block,
-                "on_end": self._on_end,
-                "components": [[name, self._identities[name]] for name in self._names],
-                "stages": [stage.to_json() for stage in self._stages],
-            },
+            "mixture": mixture_config(self._blocks.block, self._on_end, self._identities, self._stages),
         }
 
     def check_saved(self, saved_mixture: JsonValue, position: int, step: int | None = None) -> None:
@@ -567,3 +576,98 @@ class MixtureOrder:
             ids, epochs[here] = self._orders[number].ids_at(offsets[here])
             record_ids[here] = join_ids(number, ids)
         return record_ids, epochs
+
+
+_CHUNK_NUMBERS = 2048  # of each lane, computed together: a few records take half as long
+
+
+class MixtureLanes:
+    """The records of lanes of a mixture ordered by shards: each lane draws from its own part of every component.
+
+    Shares are exact in every block of each lane. A component with fewer shards than lanes is cut into pieces of shards.
+
+    Args:
+      shard_lengths: component → records of each shard, int64[num_shards], in the order of the components' numbers.
+      shuffle: shards in a window, and whether lanes keep their shards.
+      num_lanes: number of lanes; divides the first position of every stage.
+      stages, block, seed, num_epochs, on_end, repeat, identities: see :class:`MixtureOrder`.
+
+    Attributes:
+      total: number of records of the mixture; None if it never ends.
+    """
+
+    def __init__(
+        self,
+        shard_lengths: Mapping[str, RecordIds],
+        *,
+        shuffle: ShardShuffle,
+        num_lanes: int,
+        stages: Sequence[Stage],
+        block: int,
+        seed: int,
+        num_epochs: int | None,
+        on_end: str,
+        repeat: Mapping[str, int],
+        identities: Mapping[str, JsonValue],
+    ) -> None:
+        check_end(on_end, num_epochs)
+        self.num_lanes, self._shuffle, self._seed = num_lanes, shuffle, seed
+        self._mixture = mixture_config(block, on_end, identities, stages)
+        names = list(shard_lengths)
+        self._components = [
+            ShardLanes(lengths, shuffle, num_lanes, derive_key(seed, _COMPONENT_SEED, number))
+            for number, lengths in enumerate(shard_lengths.values())
+        ]
+        of_lane = [dataclasses.replace(stage, first_position=stage.first_position // num_lanes) for stage in stages]
+        self._blocks = [
+            StagedBlocks(names, of_lane, block, derive_key(seed, _LANE_LAYOUT, lane)) for lane in range(num_lanes)
+        ]
+        self._chunk = cached(self._compute_chunk, 3)  # two for the reader, and that of the plan of files to fetch
+        self.total: int | None = None
+        if num_epochs is not None:
+            ends = [
+                blocks.total(
+                    [
+                        component.num_of_lane(lane, num_epochs * repeat.get(name, 1))
+                        for name, component in zip(names, self._components, strict=True)
+                    ],
+                    1,
+                    on_end,
+                )
+                for lane, blocks in enumerate(self._blocks)
+            ]
+            # All lanes end together: with "repeat" when the last has read its parts, with "stop" when the first has.
+            self.total = num_lanes * (min(ends) if on_end == "stop" else max(ends))
+
+    def config(self) -> dict[str, JsonValue]:
+        """See :class:`meshfeed._src.order.shards.LaneRecords`."""
+        return shards_config(self._shuffle, self._seed, self.num_lanes) | {"mixture": self._mixture}
+
+    def ids_of(self, cells: RecordIds) -> tuple[RecordIds, RecordIds]:
+        """See :class:`meshfeed._src.order.shards.LaneRecords`; mixture ids and the components' epochs."""
+        numbers, lanes = np.divmod(cells, self.num_lanes)
+        chunks, within = np.divmod(numbers, _CHUNK_NUMBERS)
+        component, rank = np.empty_like(cells), np.empty_like(cells)
+        for chunk in np.unique(chunks).tolist():
+            here = np.flatnonzero(chunks == chunk)
+            for found, of_chunk in zip((component, rank), self._chunk(chunk), strict=True):
+                found[here] = of_chunk[lanes[here], within[here]]
+        record_ids, epochs = np.empty_like(cells), np.empty_like(cells)
+        for number, here in group_by(component):
+            ids, epochs[here] = self._components[number].ids_of(rank[here] * self.num_lanes + lanes[here])
+            record_ids[here] = join_ids(number, ids)
+        return record_ids, epochs
+
+    def _compute_chunk(self, chunk: int) -> tuple[RecordIds, RecordIds]:
+        """Component of each record of a chunk, and its number in the lane's part of it; int64[lanes, numbers] each."""
+        numbers = np.arange(chunk * _CHUNK_NUMBERS, (chunk + 1) * _CHUNK_NUMBERS, dtype=np.int64)
+        located = [blocks.locate(numbers) for blocks in self._blocks]
+        return np.stack([component for component, _ in located]), np.stack([rank for _, rank in located])
+
+
+class LanedMixtureOrder(LanedOrder):
+    """The order of a mixture by shards; ``records`` are :class:`MixtureLanes`."""
+
+    def check_saved(self, saved_mixture: JsonValue, position: int, step: int | None = None) -> None:
+        """Checks a saved mixture against this one; see :func:`check_stages`."""
+        check_stages(saved_mixture, self.config()["mixture"], position, step=step)

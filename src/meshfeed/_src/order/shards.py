@@ -9,8 +9,9 @@ lanes, and each lane reads its own shards:
   divide the number of records. A lane has as many records in an epoch as it has cells there.
 * In each epoch the shards are permuted, laid end to end, and cut into one part per lane. A shard at a cut belongs to two
   lanes, or to more if it is longer than a part.
-* A lane reads its part in windows of two shards, or pieces of shards, and the records of a window in a keyed uniform
+* A lane reads its part in windows of a few shards, or pieces of shards, and the records of a window in a keyed uniform
   permutation.
+* With affinity, the line and its parts are the same in every epoch, and the pieces of each part are permuted instead.
 
 The record of a cell depends on (shard lengths, ``num_lanes``, seed, cell) alone. The cell of a row also depends on the
 batch size, but ``num_lanes`` divides every batch size, so every batch ends with all lanes at the same t. The order
@@ -21,20 +22,21 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
+from collections.abc import Sequence
+from typing import Protocol
 
 import numpy as np
 
+from meshfeed._src.base.settings import ShardShuffle
 from meshfeed._src.base.types import JsonValue, RecordIds
 from meshfeed._src.order.caching import cached
 from meshfeed._src.order.epochs import checked_positions
 from meshfeed._src.order.permutation import derive_key, permute, sorted_permutation
-from meshfeed._src.order.steps import StepSchedule
 
 ALGORITHM = "shard-windows"
 VERSION = 1
 
-_SHARDS, _WINDOW = 6, 7  # purpose of a derived key; disjoint from those of epochs.py
-_OPEN_SHARDS = 2  # per lane
+_SHARDS, _WINDOW, _PIECES = 6, 7, 8  # purpose of a derived key; disjoint from those of epochs.py
 _CHUNK_BITS = 12  # ids are computed in chunks of 4,096: a few ids take a third as long
 
 
@@ -57,41 +59,50 @@ class _EpochLayout:
     window_starts: RecordIds
 
 
-class ShardOrder:
-    """The order ``shuffle="shards"`` of a source over files.
+def shards_config(shuffle: ShardShuffle, seed: int, num_lanes: int) -> dict[str, JsonValue]:
+    """Returns the part of the fingerprint that all orders by shards share."""
+    settings = dataclasses.asdict(shuffle)
+    usual = dataclasses.asdict(ShardShuffle())  # left out, as in states saved before there were other values
+    return {
+        "algorithm": ALGORITHM,
+        "version": VERSION,
+        "shuffle": "shards",
+        **{name: value for name, value in settings.items() if value != usual[name]},
+        "seed": seed,
+        "num_lanes": num_lanes,
+    }
+
+
+class LaneRecords(Protocol):
+    """Which record is at which cell of an endless stream; cell ``t * num_lanes + lane`` is record number t of a lane."""
+
+    num_lanes: int
+
+    def ids_of(self, cells: RecordIds) -> tuple[RecordIds, RecordIds]:
+        """Returns record ids and epochs of cells, int64 ``[n]`` each, in any order."""
+        ...
+
+    def config(self) -> dict[str, JsonValue]:
+        """Returns the part of the fingerprint that describes the order."""
+        ...
+
+
+class LanedOrder:
+    """An order in which each lane feeds fixed rows of every batch.
 
     Args:
-      lengths: records of each shard, int64[num_shards], in the order of their record ids. Their sum is at least 1.
-      num_lanes: number of lanes; divides every batch size of ``step_schedule``.
-      seed: 0 to 2**64 - 1.
-      num_epochs: number of epochs, at least 1, or None to repeat forever.
-      step_schedule: position and size of each batch.
+      records: the records of the lanes.
+      total: number of records of the stream, or None if it never ends.
+      segments: first position and batch size of each run of steps; ``num_lanes`` divides every size.
     """
 
-    def __init__(
-        self, lengths: RecordIds, *, num_lanes: int, seed: int, num_epochs: int | None, step_schedule: StepSchedule
-    ) -> None:
-        self._lengths = lengths
-        self._shard_ids = np.cumsum(self._lengths) - self._lengths
-        self.num_records = int(self._lengths.sum())
-        self.total = None if num_epochs is None else self.num_records * num_epochs
-        self.num_lanes, self._seed = num_lanes, seed
-        self._shards = hashlib.sha256(self._lengths.astype("<i8").tobytes()).hexdigest()[:16]
-        segments = [(s.first_position, s.size) for s in step_schedule.segments]
+    def __init__(self, records: LaneRecords, total: int | None, segments: Sequence[tuple[int, int]]) -> None:
+        self._records, self.total, self.num_lanes = records, total, records.num_lanes
         self._segment_starts, self._segment_sizes = np.array(segments, np.int64).T
-        self._layout = cached(self._lay_out, 2)  # a batch may touch two epochs
-        self._chunk = cached(self._compute_chunk, 512)  # at most 16 MiB; each lane reads in a chunk of its own
 
-    def config(self) -> JsonValue:
+    def config(self) -> dict[str, JsonValue]:
         """The part of the fingerprint that describes the order, as JSON."""
-        return {
-            "algorithm": ALGORITHM,
-            "version": VERSION,
-            "shuffle": "shards",
-            "seed": self._seed,
-            "num_lanes": self.num_lanes,
-            "shards": self._shards,
-        }
+        return self._records.config()
 
     def ids_between(self, start: int, stop: int) -> tuple[RecordIds, RecordIds]:
         """Returns :meth:`ids_at` for positions ``[start, stop)``."""
@@ -110,25 +121,72 @@ class ShardOrder:
           IndexError: a position is outside the stream.
         """
         positions = checked_positions(positions, self.total)
-        cells = self._cells_at(positions)
-        epochs = cells // self.num_records
-        record_ids = np.empty_like(cells)
-        for epoch in np.unique(epochs).tolist():
-            here = np.flatnonzero(epochs == epoch)
-            record_ids[here] = self._epoch_ids(epoch, cells[here])
-        return record_ids, epochs
-
-    def _cells_at(self, positions: RecordIds) -> RecordIds:
         segment = np.searchsorted(self._segment_starts, positions, side="right") - 1
         sizes = self._segment_sizes[segment]
         rows = (positions - self._segment_starts[segment]) % sizes
         starts = positions - rows
         lanes, offsets = np.divmod(rows, sizes // self.num_lanes)
         cells = starts + offsets * self.num_lanes + lanes
-        if self.total is None:
-            return cells
-        # A partial last batch cannot be divided into lanes; it takes the remaining cells in order.
-        return np.where(starts + sizes > self.total, positions, cells)
+        if self.total is not None:
+            # A partial last batch cannot be divided into lanes; it takes the remaining cells in order.
+            cells = np.where(starts + sizes > self.total, positions, cells)
+        return self._records.ids_of(cells)
+
+
+class ShardOrder(LanedOrder):
+    """The order ``shuffle="shards"`` of a source over files.
+
+    Args:
+      lengths: records of each shard, int64[num_shards], in the order of their record ids. Their sum is at least 1.
+      shuffle: shards in a window, and whether lanes keep their shards.
+      num_lanes: number of lanes; divides every batch size.
+      seed: 0 to 2**64 - 1.
+      num_epochs: number of epochs, at least 1, or None to repeat forever.
+      segments: first position and batch size of each run of steps.
+    """
+
+    def __init__(
+        self,
+        lengths: RecordIds,
+        *,
+        shuffle: ShardShuffle = ShardShuffle(),  # noqa: B008 (a frozen value)
+        num_lanes: int,
+        seed: int,
+        num_epochs: int | None,
+        segments: Sequence[tuple[int, int]],
+    ) -> None:
+        records = ShardLanes(lengths, shuffle, num_lanes, seed)
+        super().__init__(records, None if num_epochs is None else records.num_records * num_epochs, segments)
+
+
+class ShardLanes:
+    """The records of lanes that read shards; see :class:`ShardOrder` for the arguments."""
+
+    def __init__(self, lengths: RecordIds, shuffle: ShardShuffle, num_lanes: int, seed: int) -> None:
+        self._lengths, self._shuffle = lengths, shuffle
+        self._shard_ids = np.cumsum(self._lengths) - self._lengths
+        self.num_records = int(self._lengths.sum())
+        self.num_lanes, self._seed = num_lanes, seed
+        self._shards = hashlib.sha256(self._lengths.astype("<i8").tobytes()).hexdigest()[:16]
+        self._layout = cached(self._lay_out, 2)  # a batch may touch two epochs
+        self._chunk = cached(self._compute_chunk, 512)  # at most 16 MiB; each lane reads in a chunk of its own
+
+    def config(self) -> dict[str, JsonValue]:
+        """See :class:`LaneRecords`."""
+        return shards_config(self._shuffle, self._seed, self.num_lanes) | {"shards": self._shards}
+
+    def num_of_lane(self, lane: int, num_epochs: int) -> int:
+        """Returns how many records a lane has in the first epochs."""
+        return -((lane - num_epochs * self.num_records) // self.num_lanes)
+
+    def ids_of(self, cells: RecordIds) -> tuple[RecordIds, RecordIds]:
+        """See :class:`LaneRecords`."""
+        epochs = cells // self.num_records
+        record_ids = np.empty_like(cells)
+        for epoch in np.unique(epochs).tolist():
+            here = np.flatnonzero(epochs == epoch)
+            record_ids[here] = self._epoch_ids(epoch, cells[here])
+        return record_ids, epochs
 
     def _epoch_ids(self, epoch: int, cells: RecordIds) -> RecordIds:
         layout = self._layout(epoch)
@@ -152,7 +210,9 @@ class ShardOrder:
         first_cell = self._first_cells(epoch)
         lane_starts = np.cumsum(self._first_cells(epoch + 1) - first_cell)
         lane_starts = np.concatenate([[0], lane_starts[:-1]])
-        shards = sorted_permutation(derive_key(self._seed, _SHARDS, self.num_records, epoch), self._lengths.size)
+        # With affinity, the line is that of every epoch; the cuts move by less than one record per lane between epochs.
+        dealt = derive_key(self._seed, _SHARDS, self.num_records, 0 if self._shuffle.affinity else epoch)
+        shards = sorted_permutation(dealt, self._lengths.size)
         shard_starts = np.cumsum(self._lengths[shards]) - self._lengths[shards]
         piece_starts = np.unique(np.concatenate([shard_starts, lane_starts]))
         piece_starts = piece_starts[piece_starts < self.num_records]
@@ -161,8 +221,14 @@ class ShardOrder:
         )  # the last to start there; others are empty
         piece_ids = self._shard_ids[shards[shard]] + piece_starts - shard_starts[shard]
         lane = np.searchsorted(lane_starts, piece_starts, side="right") - 1
+        if self._shuffle.affinity:
+            lengths = np.diff(piece_starts, append=self.num_records)
+            mixed = np.argsort(sorted_permutation(derive_key(self._seed, _PIECES, epoch), piece_starts.size))
+            within = np.lexsort((mixed, lane))  # the pieces of each lane, in an order of this epoch
+            piece_ids, lengths = piece_ids[within], lengths[within]
+            piece_starts = np.cumsum(lengths) - lengths
         rank = np.arange(piece_starts.size) - np.searchsorted(lane, lane)
-        window_starts = np.append(piece_starts[rank % _OPEN_SHARDS == 0], self.num_records)
+        window_starts = np.append(piece_starts[rank % self._shuffle.window_shards == 0], self.num_records)
         return _EpochLayout(first_cell, lane_starts, piece_starts, piece_ids, window_starts)
 
     def _compute_chunk(self, epoch: int, window: int, chunk: int) -> RecordIds:

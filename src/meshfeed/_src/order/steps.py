@@ -71,6 +71,10 @@ class StepSchedule:
         """Position at which ``step`` begins, ignoring the end of the stream."""
         return self.at(step)[0]
 
+    def runs(self) -> list[tuple[int, int]]:
+        """First position and batch size of each run of steps."""
+        return [(segment.first_position, segment.size) for segment in self.segments]
+
     def delivered_json(self, step: int) -> list[list[int]]:
         """Segments of all steps before ``step``, in the format of a state, which :func:`parse_segments` reads."""
         return [[s.first_step, s.first_position, s.size] for s in self.segments if s.first_step < step]

@@ -26,7 +26,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from numpy.typing import ArrayLike
 
 from meshfeed._src.base.errors import MeshfeedError, SettingsError, SourceError, hides_own_frames, suggests_keywords
-from meshfeed._src.base.settings import Balance, BatchSchedule, Retry, SkipBad, check_settings
+from meshfeed._src.base.settings import Balance, BatchSchedule, Retry, ShardShuffle, SkipBad, check_settings
 from meshfeed._src.base.stats import FeedStats, stats_since
 from meshfeed._src.base.trees import tree_from_json, tree_to_json
 from meshfeed._src.base.types import PyTree, RecordIds, public
@@ -140,7 +140,7 @@ class RemoteFeed(Checkpointable):
         sharding: PyTree,
         *,
         global_batch_size: int | BatchSchedule | None = None,
-        shuffle: bool | int | str = False,
+        shuffle: bool | int | str | ShardShuffle = False,
         seed: int = 0,
         num_epochs: int | None = 1,
         end: Literal["drop", "pad"] = "drop",

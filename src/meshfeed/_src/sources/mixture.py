@@ -21,12 +21,14 @@ from meshfeed._src.base import hooks
 from meshfeed._src.base.errors import SettingsError, SourceError, StateMismatchError, hides_own_frames, never_the_end
 from meshfeed._src.base.ownership import own_batch
 from meshfeed._src.base.rng import philox
+from meshfeed._src.base.settings import ShardShuffle
 from meshfeed._src.base.stats import Dropping
 from meshfeed._src.base.types import ColumnSlices, JsonValue, PyTree, Record, RecordIds, Rngs, public
 from meshfeed._src.order import permutation
 from meshfeed._src.order.epochs import EpochOrder
 from meshfeed._src.order.mixture import (
-    MIXTURE_VERSION,
+    LanedMixtureOrder,
+    MixtureLanes,
     MixtureOrder,
     Stage,
     StagedBlocks,
@@ -37,6 +39,7 @@ from meshfeed._src.order.mixture import (
     check_stages,
     group_by,
     join_ids,
+    mixture_config,
     nest_stages,
     parse_weights,
     split_ids,
@@ -287,19 +290,39 @@ class RandomMixture(_Mixture):
         """Id of the record from which to infer the structure: the first of the first stage's first component."""
         return join_ids(self._names.index(next(iter(self.components.stages[0][1]))), 0)
 
-    def make_order(self, **settings: Unpack[hooks.OrderSettings]) -> MixtureOrder:
+    def make_order(self, **settings: Unpack[hooks.OrderSettings]) -> MixtureOrder | LanedMixtureOrder:
         """The order of the mixture for a feed's settings."""
-        return MixtureOrder(
-            dict(zip(self._names, self._lengths.tolist(), strict=True)),
-            stages=self._stages_at([settings["position_of_step"](step) for step, _ in self.components.stages]),
-            block=self._block,
-            shuffle=settings["shuffle"],
-            seed=settings["seed"],
-            num_epochs=settings["num_epochs"],
-            on_end=self._on_end,
-            repeat=self.components.repeat,
-            identities=self._identities,
-        )
+        shared: Any = {
+            "stages": self._stages_at([settings["position_of_step"](step) for step, _ in self.components.stages]),
+            "block": self._block,
+            "seed": settings["seed"],
+            "num_epochs": settings["num_epochs"],
+            "on_end": self._on_end,
+            "repeat": self.components.repeat,
+            "identities": self._identities,
+        }
+        shuffle, num_lanes = settings["shuffle"], settings["num_lanes"]
+        if isinstance(shuffle, ShardShuffle):
+            assert num_lanes is not None
+            lanes = MixtureLanes(self._shard_lengths(), shuffle=shuffle, num_lanes=num_lanes, **shared)
+            return LanedMixtureOrder(lanes, lanes.total, settings["segments"])
+        return MixtureOrder(dict(zip(self._names, self._lengths.tolist(), strict=True)), shuffle=shuffle, **shared)
+
+    def _shard_lengths(self) -> dict[str, RecordIds]:
+        """Component → records of each file that are used; every component has files."""
+        found: dict[str, RecordIds] = {}
+        for name, source, length in zip(self._names, self._sources, self._lengths.tolist(), strict=True):
+            ends = np.clip(np.cumsum(source.shard_lengths()), 0, length)
+            found[name] = np.diff(ends, prepend=0)
+        return found
+
+    @property
+    def shard_lengths(self) -> Callable[[], RecordIds]:
+        """Records of each file of all components; only if every component is made of files."""
+        for name, source in self.components.sources.items():
+            if hooks.find(source, hooks.Sharded) is None:
+                raise AttributeError(f"component {name!r} is not made of files")
+        return lambda: np.concatenate([*self._shard_lengths().values()])
 
     def check_record_ids(self, record_ids: RecordIds) -> None:
         """Checks that ids exist.
@@ -438,14 +461,8 @@ class StreamMixture(_Mixture):
 
     def mixture_config(self) -> JsonValue:
         """Stages and components, for ``check_saved``."""
-        return {
-            "version": MIXTURE_VERSION,
-            "block": self._block,
-            "on_end": self._on_end,
-            "shuffle": self.shuffle,
-            "components": [list(identity) for identity in self._identities.items()],
-            "stages": [stage.to_json() for stage in self._stages_at(self._first_positions)],
-        }
+        stages = self._stages_at(self._first_positions)
+        return {"shuffle": self.shuffle, **mixture_config(self._block, self._on_end, self._identities, stages)}
 
     def check_saved(self, saved_mixture: JsonValue, position: int, step: int | None = None) -> None:
         """See :func:`meshfeed._src.order.mixture.check_stages`."""

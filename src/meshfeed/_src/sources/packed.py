@@ -11,6 +11,7 @@ import numpy as np
 
 from meshfeed._src.base import hooks, memory
 from meshfeed._src.base.errors import SettingsError, SourceError, hides_own_frames
+from meshfeed._src.base.settings import ShardShuffle
 from meshfeed._src.base.types import JsonValue, RecordIds, public
 from meshfeed._src.order import permutation
 from meshfeed._src.order.packing import Packing, PackingStats, Pieces, PlaceOrder
@@ -142,7 +143,7 @@ class Packed:
         """
         return self._packing.stats(epoch)
 
-    def with_order(self, *, shuffle: bool | int | str, seed: int) -> Packed:
+    def with_order(self, *, shuffle: bool | int | str | ShardShuffle, seed: int) -> Packed:
         """Returns the source with documents in the order of a feed.
 
         Raises:

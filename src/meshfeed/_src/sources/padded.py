@@ -11,6 +11,7 @@ import numpy as np
 
 from meshfeed._src.base import hooks, memory
 from meshfeed._src.base.errors import SettingsError, SourceError, hides_own_frames
+from meshfeed._src.base.settings import ShardShuffle
 from meshfeed._src.base.types import JsonValue, PyTree, Record, RecordIds, public
 from meshfeed._src.order import permutation
 from meshfeed._src.order.buckets import BucketOrder
@@ -348,11 +349,13 @@ class Buckets:
                 "have one size, which determines the records that come together. Pass one int.",
                 setting="global_batch_size",
             )
+        shuffle = settings["shuffle"]
+        assert not isinstance(shuffle, ShardShuffle)  # only for sources that are Sharded
         return BucketOrder(
             self._buckets,
             num_records=len(self._lengths),
             global_batch_size=batch_sizes[0],
-            shuffle=settings["shuffle"],
+            shuffle=shuffle,
             seed=settings["seed"],
             num_epochs=settings["num_epochs"],
         )

@@ -16,7 +16,7 @@ import numpy as np
 from meshfeed._src.base import hooks
 from meshfeed._src.base.errors import DAMAGED_STATE, SettingsError, SourceError, StateMismatchError
 from meshfeed._src.base.hooks import find
-from meshfeed._src.base.settings import FeedSettings, default_num_lanes
+from meshfeed._src.base.settings import FeedSettings, ShardShuffle, default_num_lanes, shard_shuffle
 from meshfeed._src.base.types import JsonValue, PyTree, RandomAccessSource, RecordIds, RecordOrder
 from meshfeed._src.order.epochs import EpochOrder
 from meshfeed._src.order.shards import ShardOrder
@@ -48,7 +48,8 @@ class RandomAccessStream:
 
     def __init__(self, source: RandomAccessSource, settings: FeedSettings) -> None:
         self.schedule = required_schedule(settings, "a random-access source")
-        if settings.num_lanes is not None and settings.shuffle != "shards":
+        self._shards = shard_shuffle(settings.shuffle)
+        if settings.num_lanes is not None and self._shards is None:
             raise SettingsError(
                 f"num_lanes={settings.num_lanes}, but a random-access source has lanes only with shuffle='shards'. Omit "
                 "it.",
@@ -67,7 +68,7 @@ class RandomAccessStream:
         self.in_columns = reads_columns(source)
         self.balance = None if settings.balance is None else RowBalance(source, settings.balance)
         self._numbering = find(source, hooks.NumbersRecords)  # a mixture defines its own order
-        self._shard_lengths = self._get_shard_lengths() if settings.shuffle == "shards" else None
+        self._shard_lengths = self._get_shard_lengths() if self._shards is not None else None
         self._order = self._order_of(StepSchedule(self.schedule))
         self.records = RecordReader(source, seed=settings.seed, retry=settings.retry, bad_records=settings.bad_records)
         # Computed here because it may read records, which taking a state must not.
@@ -86,11 +87,11 @@ class RandomAccessStream:
 
     def _get_shard_lengths(self) -> RecordIds:
         sharded = find(self.source, hooks.Sharded)
-        if sharded is None or self._numbering is not None:
+        if sharded is None:
             raise SettingsError(
                 "shuffle='shards' needs a source whose files are downloaded whole (ArrayRecord, MDS, Parquet, Tokens, "
-                f"WebDataset, or Map over one of them); this one is of kind {kind_of(self.source)!r}. Pass shuffle=True, or "
-                "a number of records per block.",
+                f"WebDataset, and Map, Padded, Mixture and views over them); this one is of kind {kind_of(self.source)!r}. "
+                "Pass shuffle=True, or a number of records per block.",
                 setting="shuffle",
             )
         return sharded.shard_lengths()
@@ -109,16 +110,11 @@ class RandomAccessStream:
         raise SettingsError(f"num_lanes={chosen}; it must divide {expected}.", setting="num_lanes")
 
     def _order_of(self, step_schedule: StepSchedule, saved_num_lanes: JsonValue = None) -> RecordOrder:
-        settings = self._settings
+        settings, shards = self._settings, self._shards
+        num_lanes = None
         if self._shard_lengths is not None:
-            return ShardOrder(
-                self._shard_lengths,
-                num_lanes=self._num_lanes(int(np.count_nonzero(self._shard_lengths)), saved_num_lanes),
-                seed=settings.seed,
-                num_epochs=settings.num_epochs,
-                step_schedule=step_schedule,
-            )
-        shuffle = cast("bool | int", settings.shuffle)
+            num_lanes = self._num_lanes(int(np.count_nonzero(self._shard_lengths)), saved_num_lanes)
+        shuffle = shards or cast("bool | int", settings.shuffle)
         if self._numbering is not None:
             return self._numbering.make_order(
                 shuffle=shuffle,
@@ -126,7 +122,21 @@ class RandomAccessStream:
                 num_epochs=settings.num_epochs,
                 batch_sizes=self.schedule.sizes,
                 position_of_step=step_schedule.position_of_step,
+                segments=step_schedule.runs(),
+                num_lanes=num_lanes,
             )
+        if self._shard_lengths is not None:
+            assert shards is not None
+            assert num_lanes is not None
+            return ShardOrder(
+                self._shard_lengths,
+                shuffle=shards,
+                num_lanes=num_lanes,
+                seed=settings.seed,
+                num_epochs=settings.num_epochs,
+                segments=step_schedule.runs(),
+            )
+        assert not isinstance(shuffle, ShardShuffle)
         return EpochOrder(len(self.source), shuffle=shuffle, seed=settings.seed, num_epochs=settings.num_epochs)
 
     def fingerprint(self, cursor: RandomAccessCursor) -> dict[str, JsonValue]:
