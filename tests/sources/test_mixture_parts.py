@@ -137,7 +137,7 @@ def test_wrong_settings() -> None:
         ({"take": {"c": 1}}, "names among"), ({"take": 3}, "names among"), ({"take": {"a": 41}}, "from 1 to 40"),
         ({"take": {"a": 0}}, "from 1 to 40"), ({"take": {"a": 0.001}}, "at least one record"),
         ({"take": {"a": 1.5}}, "up to 1.0"), ({"take": {"s": 0.5}}, "length is unknown"),
-        ({"repeat": {"a": 0}}, "at least 1"), ({"repeat": {"a": 1.5}}, "at least 1"), ({"take": {"a": True}}, "from 1"),
+        ({"repeat": {"a": 0}}, "at least 1"), ({"repeat": {"a": 0.001}}, "at least 1"), ({"take": {"a": True}}, "from 1"),
     ):  # fmt: skip
         with pytest.raises(meshfeed.SettingsError, match=message):
             Mixture(sources, {"a": 1, "s": 1}, **parts)  # type: ignore[arg-type]

@@ -218,6 +218,27 @@ def test_a_sample_repeats_evenly() -> None:
     assert len(rests) == 20
 
 
+def test_a_component_repeats_by_a_fraction() -> None:
+    mixed = Mixture({"a": numbers(10), "b": numbers(10, 100)}, {"a": 3, "b": 1}, 4, take={"a": 8}, repeat={"a": 1.5})
+    assert len(mixed) == 12 + 10
+    with feed_of(mixed, global_batch_size=8, num_epochs=1) as feed:
+        found = [value for batch in feed for value in np.asarray(batch["x"]).tolist()]
+    of_a = [value for value in found[:16] if value < 100]
+    assert of_a[:8] == list(range(8))
+    assert of_a[8:] == sorted(set(of_a[8:]))
+    for wrong, message in (
+        (0.0, "or a float that gives"),
+        (float("nan"), "or a float"),
+        (-1, "or a float"),
+        ("2", "or a"),
+    ):
+        with pytest.raises(SettingsError, match=message):
+            Mixture({"a": numbers(10)}, {"a": 1}, repeat={"a": wrong})
+    stream = Stream(lambda lane_index, num_lanes: iter([]))
+    with pytest.raises(SettingsError, match=r"repeat\['a'\]=1.5; it takes an int of at least 1\."):
+        Mixture({"a": stream}, {"a": 1}, repeat={"a": 1.5})
+
+
 # ---------------------------------------------------------------------- what a view keeps of its source
 
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import functools
+import math
 import operator
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, SupportsIndex, TypeVar, Unpack, cast
@@ -53,6 +54,7 @@ from meshfeed._src.sources.checks import checked_count, is_count
 from meshfeed._src.sources.host_batches import HostBatches
 from meshfeed._src.sources.joined import JoinedReader, Joiner, Part, caching
 from meshfeed._src.sources.recognize import as_source
+from meshfeed._src.sources.selection import Sample, Subset
 from meshfeed._src.state.state import digest_of
 
 T = TypeVar("T")
@@ -69,7 +71,7 @@ def Mixture(
     on_end: str = "repeat",
     shuffle: bool | int = False,
     take: Mapping[str, int | float] | None = None,
-    repeat: Mapping[str, int] | None = None,
+    repeat: Mapping[str, int | float] | None = None,
 ) -> RandomMixture | StreamMixture:
     """Mixes several sources into one, by weight.
 
@@ -98,8 +100,9 @@ def Mixture(
         not support). Not for random-access mixtures, which use the feed's.
       take: name → the records of a component that are used, from its first: an int, or a float up to 1.0 for a fraction
         of a random-access component.
-      repeat: name → how often a component is read in full per epoch of the mixture; 1 if not named. It determines when
-        the mixture ends, and the weights how often records are drawn.
+      repeat: name → how often a component is read per epoch of the mixture; 1 if not named. It determines when the
+        mixture ends, and the weights how often records are drawn. A float such as 1.5, for random access, reads a
+        :func:`Sample` of that size.
 
     A component may be a mixture itself: its components become those of this mixture, named ``outer/inner``, and share
     the weight of the inner mixture by its own weights. ``block`` and ``on_end`` are those of the outer mixture.
@@ -169,12 +172,26 @@ class Components:
                     f"{setting}={value!r}; it takes {{name: number}} with names among {list(sources)}.", setting=setting
                 )
         takes, repeats = dict(cast("Mapping[str, Any]", take or {})), dict(cast("Mapping[str, Any]", repeat or {}))
-        for name, times in repeats.items():
-            if not is_count(times):
-                raise SettingsError(f"repeat[{name!r}]={times!r}; it takes an int of at least 1.", setting="repeat")
         for name, part in takes.items():
             if wanted := _wrong_take(part, sources[name]):
                 raise SettingsError(f"take[{name!r}]={part!r}; {wanted}", setting="take")
+        for name, times in list(repeats.items()):
+            if is_count(times):
+                continue
+            source = sources[name]
+            if hooks.is_stream(source) or isinstance(source, _Mixture):
+                raise SettingsError(f"repeat[{name!r}]={times!r}; it takes an int of at least 1.", setting="repeat")
+            part = takes.pop(name, None)
+            length = _used(part, len(source))
+            if not isinstance(times, float) or not 0 < times < math.inf or round(times * length) < 1:
+                raise SettingsError(
+                    f"repeat[{name!r}]={times!r}; it takes an int of at least 1, or a float that gives at least one of the "
+                    f"{length:,} records.",
+                    setting="repeat",
+                )
+            used = source if part is None else Subset(source, slice(length))
+            sources = {**sources, name: Sample(used, round(times * length))}
+            del repeats[name]
         return cls(sources, stages, takes, repeats)
 
     def flattened(self) -> Components:
@@ -205,8 +222,7 @@ class Components:
 
     def length(self, name: str) -> int:
         """Number of records of a random-access component that are used."""
-        part, whole = self.take.get(name), len(self.sources[name])
-        return int(part * whole) if isinstance(part, float) else whole if part is None else part
+        return _used(self.take.get(name), len(self.sources[name]))
 
     def of_lane(self, name: str, lane_index: int, num_lanes: int) -> int | None:
         """Number of records per epoch of one lane of a stream; None for all."""
@@ -221,6 +237,11 @@ class Components:
             | {key: part[name] for key, part in used.items() if name in part}
             for name, source in self.sources.items()
         }
+
+
+def _used(take: int | float | None, whole: int) -> int:
+    """How many of ``whole`` records ``take`` uses."""
+    return int(take * whole) if isinstance(take, float) else whole if take is None else take
 
 
 def _short(value: JsonValue) -> JsonValue:
