@@ -46,7 +46,7 @@ from meshfeed._src.base.threads import SingleCall
 from meshfeed._src.base.turn import TURN, in_turn, in_use
 from meshfeed._src.base.types import JsonValue, PyTree, RecordIds, public
 from meshfeed._src.feed.local_iterator import LocalIterator
-from meshfeed._src.feed.parts import make_pipeline, make_stream, replay_step
+from meshfeed._src.feed.parts import check_can_follow, make_pipeline, make_stream, replay_step
 from meshfeed._src.feed.pipeline import Pipeline, Ready
 from meshfeed._src.pictures.plan import MeshPlan, plan_of_batch
 from meshfeed._src.pictures.report import HostLog, report_figures, report_page
@@ -218,6 +218,7 @@ class Feed(Checkpointable):
         self._scope = coordination.next_scope(f"feed/{self.name}", self._participants)
         self._handshake = handshake.Handshake(self._scope, self._participants)
         self._hosts_agree = self._handshake.needed
+        self._follows = False  # a stream that only other hosts read
         try:
             if self._hosts_agree:
                 coordination.require_store()
@@ -257,6 +258,9 @@ class Feed(Checkpointable):
         self._settings = settings
         self._placer = make_placer(sharding, settings)
         self._stream = make_stream(source, settings, self._placer)
+        if not self._stream.length_is_known and self._host not in self._participants:
+            check_can_follow(self._stream, self._participants)
+            self._follows = True
         self._cursor: Cursor = self._stream.start()
         self._host_rows = self._placer.host_rows(self._stream.record_spec if self._stream.in_columns else None)
 
@@ -418,7 +422,10 @@ class Feed(Checkpointable):
             settings=settings,
             stats=self._stats,
             name=self.name,
-            scope=f"{self._scope}/{self._handshake.round}" if self._hosts_agree else None,
+            scope=self._scope,
+            round=self._handshake.round if self._hosts_agree else None,
+            generation=self._handshake.agreed,
+            follows=self._follows,
         )
 
     # ------------------------------------------------------------------ state
@@ -461,7 +468,7 @@ class Feed(Checkpointable):
 
     def _open(self, cursor: Cursor) -> SingleCall[AnyReader]:
         """Opens the data on a separate thread, which no interrupt can stop halfway."""
-        stream, host_rows, hosts_agree = self._stream, self._host_rows, self._hosts_agree
+        stream, host_rows, hosts_agree = self._stream, self._host_rows, self._hosts_agree or self._follows
         previous = self._last_opening
 
         def open_reader() -> AnyReader:
