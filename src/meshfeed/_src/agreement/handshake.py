@@ -63,6 +63,7 @@ class Handshake:
     Attributes:
       round: number of the next round; failed rounds count.
       in_force: whether the last round succeeded and its generation of the feed has not ended.
+      agreed: number of generations that have begun, counted alike on hosts that only follow.
     """
 
     def __init__(self, scope: str, participants: Sequence[int]) -> None:
@@ -71,7 +72,7 @@ class Handshake:
         # different keys.
         self._doing = f"agreeing on the settings of {scope.removeprefix('feed/')}"
         self.participants = tuple(sorted(participants))
-        self.round = 0
+        self.round = self.agreed = 0
         self.in_force = False
         self._refused = False
         self._left = False
@@ -156,9 +157,15 @@ class Handshake:
         store = self._store()
         if store is not None and self._generation is not None and self._reduction(store).is_reducer:
             store.delete(f"{self._feed}/{self._generation}")  # all hosts have left it, so its windows are unused
-        following = self.round + 1
+        following, agreed = self.round + 1, self.agreed + 1
         # One statement without calls: signals arrive only at calls, so an interrupt cannot split the update.
-        self.round, self._generation, self._refused, self.in_force = following, following, False, True
+        self.round, self.agreed, self._generation, self._refused, self.in_force = (
+            following,
+            agreed,
+            following,
+            False,
+            True,
+        )
 
     # ------------------------------------------------------------------ one round
 
@@ -195,7 +202,7 @@ class Handshake:
                 lambda deadline: self._reduce(reduction, deadline),
                 timeout_seconds=timeout_seconds,
                 doing=self._doing,
-                hint=" (without name=, feeds are matched by their order of creation)",
+                hint=" (without name=, feeds over the same hosts are matched by their order of creation)",
                 tick=self._give_up_reducer(reduction),
             )
         except _GivenUp as given_up:

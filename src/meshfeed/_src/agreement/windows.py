@@ -27,6 +27,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 
+from meshfeed._src.agreement.followers import Summary
 from meshfeed._src.agreement.messages import AnnouncedContents, Announcement, Stop, WindowReport
 from meshfeed._src.base.coordination import KeyValueStore, call_briefly
 from meshfeed._src.base.errors import Failure, StalledError
@@ -187,6 +188,7 @@ class WindowAgreement:
       timeout_seconds: longest wait for an announcement.
       describe: returns what this host's reader is doing, for the other hosts' logs.
       reduce: merges the contents of the reports, on the reducer; the same on all hosts.
+      summary: gets every announcement, on the reducer; None if no host follows.
     """
 
     def __init__(
@@ -202,6 +204,7 @@ class WindowAgreement:
         timeout_seconds: float,
         describe: Callable[[], str],
         reduce: Reduce,
+        summary: Summary | None = None,
     ) -> None:
         self._keys = _Keys(store, f"meshfeed/{scope}", tuple(participants), host)
         self._first_step = first_step
@@ -229,7 +232,7 @@ class WindowAgreement:
         self._publishing = threading.Lock()
         self._reducer: _WindowReducer | None = None  # starts with the first publish or wait_for
         if host == self._keys.reducer:
-            self._reducer = _WindowReducer(self._keys, first_step, byte_limit, reduce)
+            self._reducer = _WindowReducer(self._keys, first_step, byte_limit, reduce, summary)
 
     # ------------------------------------------------------------------ the reader's side
 
@@ -426,8 +429,9 @@ class _LateLog:
 class _WindowReducer:
     """Reduces the reports on one window after the other, on a separate thread, until all hosts stop."""
 
-    def __init__(self, keys: _Keys, first_step: int, byte_limit: int, reduce: Reduce) -> None:
+    def __init__(self, keys: _Keys, first_step: int, byte_limit: int, reduce: Reduce, summary: Summary | None) -> None:
         self._keys = keys
+        self._summary = summary
         self._byte_limit = byte_limit
         self._reduce = reduce
         self._first = first_step  # first step of the current window
@@ -495,6 +499,8 @@ class _WindowReducer:
 
     def _announce(self, window: int, announcement: Announcement) -> None:
         self._keys.reduction(window).announce(announcement.to_json())
+        if self._summary is not None:
+            self._summary.add(announcement)
         if announcement.stop is not None and announcement.stop.failures:
             # A killed host never leaves; then only the announcements stay.
             for number in range(self._deleted, window + 1):

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 
+from meshfeed._src.agreement.followers import Follower, Summary
 from meshfeed._src.agreement.window_report import WindowReports
 from meshfeed._src.agreement.windows import WindowAgreement
 from meshfeed._src.arrays.placer import Placer
@@ -46,6 +49,28 @@ def make_stream(source: object, settings: FeedSettings, shards: RowShards) -> An
     return RandomAccessStream(recognized, settings)
 
 
+def check_can_follow(stream: AnyStream, participants: Sequence[int]) -> None:
+    """Checks that a host without a device in the sharding can follow the hosts that read a stream.
+
+    Raises:
+      SettingsError: it cannot, because it would have batches of its own, or nobody announces how far the stream is.
+    """
+    here = f"sharding has no device of this host, {coordination.process_index()}"
+    if stream.hosts_make_batches:
+        raise SettingsError(
+            f"{here}, so the host batches that it makes belong to no row. Build the feed only on "
+            f"{coordination.format_hosts(participants)}, or pass a source of records.",
+            setting="sharding",
+        )
+    if len(participants) == 1:
+        raise SettingsError(
+            f"{here}: the stream is read by {coordination.format_hosts(participants)} alone, which does not announce its "
+            "end. Build the feed only there, or pass a random-access source, whose length every host knows.",
+            setting="sharding",
+        )
+    coordination.require_store()
+
+
 def make_pipeline(
     reader: AnyReader,
     *,
@@ -56,7 +81,10 @@ def make_pipeline(
     settings: FeedSettings,
     stats: StatsRecorder,
     name: str,
-    scope: str | None,
+    scope: str,
+    round: int | None,
+    generation: int,
+    follows: bool,
 ) -> Pipeline:
     """Builds the pipeline that reads from ``cursor``. No thread starts before its first ``peek``.
 
@@ -72,7 +100,10 @@ def make_pipeline(
       settings: the feed's settings.
       stats: records read times and retries.
       name: name of the feed.
-      scope: key prefix, unique to this generation; None if there are no other hosts.
+      scope: key prefix, unique to the feed.
+      round: number of the handshake that began this generation; None if there are no other hosts to agree with.
+      generation: number of this generation, also counted by hosts that only follow.
+      follows: whether this host follows the hosts that read.
     """
     window_reports = WindowReports(
         first_step=cursor.step,
@@ -85,11 +116,24 @@ def make_pipeline(
         compare_sizes=stream.hosts_make_batches,
         largest_batch=0 if settings.schedule is None else max(settings.schedule.sizes),
     )
-    agreement = None
-    if scope is not None:
-        agreement = WindowAgreement(
+    agreement: WindowAgreement | Follower | None = None
+    num_followers = coordination.process_count() - len(placer.participants)
+    if follows:
+        agreement = Follower(
             coordination.require_store(),
             scope=scope,
+            generation=generation,
+            participants=placer.participants,
+            num_followers=num_followers,
+            first_step=cursor.step,
+            timeout_seconds=settings.timeout_seconds,
+        )
+    elif round is not None:
+        store = coordination.require_store()
+        can_follow = num_followers > 0 and not stream.length_is_known and not stream.hosts_make_batches
+        agreement = WindowAgreement(
+            store,
+            scope=f"{scope}/{round}",
             participants=placer.participants,
             host=coordination.process_index(),
             first_step=cursor.step,
@@ -98,6 +142,7 @@ def make_pipeline(
             timeout_seconds=settings.timeout_seconds,
             describe=reader.describe,
             reduce=window_reports.reduce,
+            summary=Summary(store, scope, generation) if can_follow else None,
         )
     return Pipeline(
         reader,

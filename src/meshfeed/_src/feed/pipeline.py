@@ -17,6 +17,7 @@ from collections.abc import Callable, Mapping
 
 import jax
 
+from meshfeed._src.agreement.followers import Follower
 from meshfeed._src.agreement.messages import ReportContents, Stop, WindowReport
 from meshfeed._src.agreement.window_report import WindowReports
 from meshfeed._src.agreement.windows import WindowAgreement, leave_notice
@@ -61,7 +62,7 @@ class Pipeline:
       reader: reads this host's part; closed with the pipeline.
       put: (host tree, global batch size) → arrays; called on any thread.
       prefetch: number of global batches kept ready.
-      agreement: agreement with other hosts, or None in a single process.
+      agreement: agreement with other hosts, also as seen by one that only follows; None in a single process.
       window_reports: makes and checks window reports.
       cursor: where the reader starts.
       timeout_seconds: longest wait for this host's own reader.
@@ -76,7 +77,7 @@ class Pipeline:
         put: Callable[[PyTree, int], PyTree],
         *,
         prefetch: int,
-        agreement: WindowAgreement | None,
+        agreement: WindowAgreement | Follower | None,
         window_reports: WindowReports,
         cursor: Cursor,
         timeout_seconds: float,

@@ -193,8 +193,11 @@ class LaneStream:
         Raises:
           StateMismatchError: the state lacks lanes that this host needs.
         """
-        size = cursor.step_schedule.at(cursor.step)[1]
-        needed = needed_lanes(host_rows.rows(size), size // cursor.num_lanes)
+        # With load="once", the rows of a host are not the same share of every batch size. A lane cannot change hosts in the
+        # middle of a stream, so each host reads the lanes that it needs at any size.
+        sizes = cursor.step_schedule.sizes_from(cursor.step)
+        by_size = (needed_lanes(host_rows.rows(size), size // cursor.num_lanes) for size in sizes)
+        needed = sorted({lane for lanes in by_size for lane in lanes})
         missing = [lane for lane in needed if str(lane) not in cursor.entries]
         if missing:
             raise StateMismatchError(
