@@ -10,8 +10,9 @@ import asyncio
 import dataclasses
 import functools
 import json
+import math
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
 
 import jax
@@ -50,6 +51,7 @@ from meshfeed._src.checkpoint.leaves import (
     EncodedTree,
     Entry,
     carrier_of,
+    check_hosts,
     describe_array,
     encode_tree,
     half_bits,
@@ -202,7 +204,7 @@ class ArrayHandler(ocp.type_handlers.ArrayHandler):
         if process_count() > 1 and value.is_fully_addressable:
             return _Laid(value, args)  # Orbax rejects it with a clear message
         assert info.name is not None
-        _check_hosts(info.name, value)
+        check_hosts(f"parameter {info.name!r}", value)
         early, entry = self._copies_early(info), describe_array(value)
         if self.restore_options.metadata_key is not None:
             entry["metadata_key"] = self.restore_options.metadata_key
@@ -319,16 +321,6 @@ def _check_metadata_key(key: str | None) -> None:
         )
 
 
-def _check_hosts(name: str, value: jax.Array) -> None:
-    hosts = {device.process_index for device in value.sharding.device_set}
-    if 1 < len(hosts) < process_count():
-        absent = sorted(set(range(process_count())) - hosts)
-        raise CheckpointError(
-            f"parameter {name!r} has no device on the hosts {absent}; Orbax can save only arrays with a device on every "
-            "host. Save it in a job without those hosts, or replicate it over all hosts first."
-        )
-
-
 def _placeholder(value: jax.Array) -> jax.Array:
     # Orbax cannot store an array of size 0, so a single uint8 takes its place; restore ignores it.
     shape = (1,) * value.ndim
@@ -381,6 +373,10 @@ class ArraysHandler(ocp.handlers.AsyncCheckpointHandler):
 
     async def async_save(self, directory: epath.Path, args: ArraysSave) -> list[orbax_future.Future]:
         """Captures the tree and returns futures that write it."""
+        started = await _started(self._async_save(directory, args), args.identity)
+        return _on_all_hosts(started, args.identity, "arrays", self.restore_options.timeout_seconds)
+
+    async def _async_save(self, directory: epath.Path, args: ArraysSave) -> list[orbax_future.Future]:
         encoded, identity = args.encoded or encode_tree(args.tree), args.identity
         futures: list[orbax_future.Future] = []
         # Orbax rejects a tree without leaves; such a tree is stored in our manifest only.
@@ -396,7 +392,7 @@ class ArraysHandler(ocp.handlers.AsyncCheckpointHandler):
 
         if process_index() == 0 or self._all_primary:
             futures.append(orbax_future.CommitFutureAwaitingContractedSignals(write(), name="meshfeed_tree"))
-        return _on_all_hosts(futures, identity, "arrays")
+        return futures
 
     def save(self, directory: epath.PathLike, args: ArraysSave) -> None:
         """Writes the tree before returning."""
@@ -615,10 +611,11 @@ class _OnAllHosts:
     futures: Sequence[orbax_future.Future]
     doing: str
     name: str
+    timeout_seconds: float
 
     def result(self, timeout: float | None = None) -> None:
         """Waits for this host's futures, then for the other hosts."""
-        with Agreement(self.doing, timeout or RestoreOptions.timeout_seconds, self.name) as agreement:
+        with Agreement(self.doing, min(timeout or math.inf, self.timeout_seconds), self.name) as agreement:
             agreement.attempt(lambda: [future.result(timeout) for future in self.futures])
 
     def cancel(self) -> None:
@@ -627,13 +624,47 @@ class _OnAllHosts:
             future.cancel()
 
 
+def _agrees(identity: Mapping[str, JsonValue] | None) -> bool:
+    """Returns whether hosts agree on the outcome of a save: other managers may save on some of the hosts only."""
+    return identity is not None and process_count() > 1
+
+
 def _on_all_hosts(
-    futures: list[orbax_future.Future], identity: Mapping[str, JsonValue] | None, item: str
+    futures: list[orbax_future.Future], identity: Mapping[str, JsonValue] | None, item: str, timeout_seconds: float
 ) -> list[orbax_future.Future]:
-    # Other managers may save on some of the hosts only.
-    if identity is None or process_count() == 1:
+    if identity is None or not _agrees(identity):
         return futures
-    return [_OnAllHosts(futures, f"saving step {identity['step']}", f"save-{identity['id']}/{item}")]
+    doing, name = f"saving step {identity['step']}", f"save-{identity['id']}/{item}"
+    return [_OnAllHosts(futures, doing, name, timeout_seconds)]
+
+
+@dataclasses.dataclass
+class _Failed:
+    """The future of a part that could not be captured."""
+
+    error: Exception
+
+    def result(self, timeout: float | None = None) -> None:
+        """Raises the error."""
+        raise self.error
+
+    def cancel(self) -> None:
+        """Does nothing."""
+
+
+async def _started(
+    futures: Awaitable[list[orbax_future.Future]], identity: Mapping[str, JsonValue] | None
+) -> list[orbax_future.Future]:
+    """Returns the futures; if hosts agree on the outcome, an error becomes a future too.
+
+    Raised here, it would keep this host from the barriers of Orbax in which the other hosts wait.
+    """
+    try:
+        return await futures
+    except Exception as error:
+        if not _agrees(identity):
+            raise
+        return [_Failed(error)]
 
 
 async def created(folder: epath.PathLike) -> epath.Path:
@@ -683,6 +714,9 @@ class IteratorHandler(ocp.handlers.AsyncCheckpointHandler):
     hosts; it is restored in place, on any number of hosts. Plain Orbax restores the item as JSON: the state itself.
     """
 
+    timeout_seconds: float = RestoreOptions.timeout_seconds
+    """How long hosts wait for each other at the end of a save; set by ``Checkpointer``."""
+
     @classmethod
     def typestr(cls) -> str:
         """Returns the item kind that Orbax records in a step, to find a handler if no arguments are given."""
@@ -699,7 +733,7 @@ class IteratorHandler(ocp.handlers.AsyncCheckpointHandler):
         futures: list[orbax_future.Future] = []
         if state_files.must_write(state, process):
             futures.append(orbax_future.CommitFutureAwaitingContractedSignals(write(), name="meshfeed_iterator"))
-        return _on_all_hosts(futures, identity, "iterator")
+        return _on_all_hosts(futures, identity, "iterator", self.timeout_seconds)
 
     def save(self, directory: epath.PathLike, args: IteratorSave) -> None:
         """Writes the state before returning."""

@@ -526,12 +526,45 @@ def _is_global(leaf: Leaf, where: str) -> bool:
     """Returns whether Orbax stores a leaf as a global array: it cannot save one that is local to one of several hosts."""
     if isinstance(leaf, Tracer):
         raise CheckpointError(f"leaf {where}: a traced value cannot be saved. Call save outside jax.jit.")
-    if isinstance(leaf, jax.Array) and leaf.is_deleted():
+    if not isinstance(leaf, jax.Array):
+        return False
+    if leaf.is_deleted():
         raise CheckpointError(
             f"leaf {where}: the array was deleted or donated. Save before the step that donates it, or save the step's "
             "result."
         )
-    return isinstance(leaf, jax.Array) and not (leaf.is_fully_addressable and process_count() > 1)
+    if process_count() == 1:
+        return True
+    if leaf.is_fully_addressable:
+        return False
+    check_hosts(f"leaf {where}", leaf)
+    return True
+
+
+def check_hosts(where: str, array: jax.Array) -> None:
+    """Rejects an array that spans hosts but not all of them, with a CheckpointError.
+
+    The array of a single host looks like any local array on that host; the others reject it.
+    """
+    hosts = {device.process_index for device in array.sharding.device_set}
+    if len(hosts) < process_count():
+        absent = sorted(set(range(process_count())) - hosts)
+        raise CheckpointError(
+            f"{where} has no device on the hosts {absent}; Orbax can save only arrays with a device on every host. Save "
+            "it in a job without those hosts, or replicate it over all hosts first."
+        )
+
+
+def describe_leaves(tree: PyTree) -> list[list[str]]:
+    """Returns [path, description] of each leaf that must be the same on all hosts; JSON."""
+    flat, _ = jax.tree_util.tree_flatten_with_path(tree)
+    return [[jax.tree_util.keystr(path) or "(the whole tree)", _description(leaf)] for path, leaf in flat]
+
+
+def _description(leaf: Leaf) -> str:
+    if not isinstance(leaf, jax.Array):
+        return "a value of the host"  # that of host 0 is saved
+    return f"{leaf.dtype}{list(leaf.shape)} on {leaf.sharding.num_devices} devices"
 
 
 def skeleton_of(tree: PyTree) -> JsonValue:
