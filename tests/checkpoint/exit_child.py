@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import logging
-import os
 import sys
-import threading
 import time
 
 import jax
@@ -14,7 +11,6 @@ import jax.numpy as jnp
 from meshfeed._src.checkpoint import handlers
 from meshfeed.checkpoint import Checkpointer
 
-logging.basicConfig(format="%(levelname)s %(name)s %(message)s")
 _written = handlers.write_part
 
 
@@ -30,12 +26,11 @@ def full(*args: object, **content: object) -> None:
     raise OSError(28, "No space left on device")
 
 
-def save(directory: str, interval: int = 1) -> Checkpointer:
-    """Saves step 1, and then step 2 if the interval permits."""
-    state = {"w": jnp.ones(8)}
+def save(directory: str, *steps: int, interval: int = 1) -> Checkpointer:
+    """Saves steps, as far as the interval permits."""
     ckpt = Checkpointer(directory, save_interval_steps=interval)
-    for step in (1, 2):
-        ckpt.save(step, state)
+    for step in steps:
+        ckpt.save(step, {"w": jnp.ones(8)})
     return ckpt
 
 
@@ -44,22 +39,13 @@ def main(directory: str, how: str, host: str = "", port: str = "") -> None:
     if host:
         jax.distributed.initialize(f"127.0.0.1:{port}", 2, int(host))
     handlers.write_part = full if how == "full" else slow
-    if how == "two":
-        save(directory + "/a")  # collected before the end
-        kept = save(directory + "/b")
-        kept.save(3, {"w": jnp.ones(8)})
-    elif how == "thread":
-        threading.Thread(target=lambda: (time.sleep(0.5), save(directory))).start()
-    elif how == "closed":
-        save(directory).close()
+    if how in ("skipped", "full"):
+        kept = save(directory, *((1, 2) if how == "skipped" else (1,)), interval=10)
     else:
-        kept = save(directory, 10 if how == "skipped" else 1)
+        save(directory + "/a", 1)  # collected before the end
+        kept = save(directory + "/b", 1, 2)  # noqa: F841 # alive at the end
     if how == "exit":
         sys.exit(3)
-    if how == "raise":
-        raise ValueError("of the program")
-    if how == "fork" and (child := os.fork()):
-        os.waitpid(child, 0)
 
 
 if __name__ == "__main__":

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import atexit
 import concurrent.futures.thread  # noqa: F401 # registers its own exit handler first, which therefore runs last
+import contextlib
 import functools
 import logging
 import threading
@@ -84,4 +85,5 @@ def _register_exit() -> None:
     atexit.register(finish_open_saves)
     early = getattr(threading, "_register_atexit", None)  # without it, the second look still finds what was lost
     if early is not None:
-        early(finish_open_saves)
+        with contextlib.suppress(RuntimeError):  # the interpreter already exits
+            early(finish_open_saves)

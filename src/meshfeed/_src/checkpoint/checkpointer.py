@@ -313,10 +313,16 @@ class Checkpointer:
         self._saving = self._open.saving = step
         try:
             # Forced, because save() has checked the interval, and the last step of a run need not be on it.
-            return bool(self._manager.save(step, args=ocp.args.Composite(**items), force=True))
+            saved = bool(self._manager.save(step, args=ocp.args.Composite(**items), force=True))
         except BaseException:
             self._failed = True
             raise
+        failure = self._arrays.failure
+        if failure is not None and (process_count() == 1 or not isinstance(failure, Exception)):
+            with contextlib.suppress(CheckpointError):
+                self.wait()  # until Orbax has made the folder
+            raise failure
+        return saved
 
     def _captured(self, step: int, train_state: PyTree, feed: HasState | None) -> dict[str, Any]:
         """Returns the arguments for Orbax, with everything that the caller may change once ``save`` has returned."""

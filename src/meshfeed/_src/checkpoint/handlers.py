@@ -12,7 +12,7 @@ import functools
 import json
 import math
 import time
-from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
 
 import jax
@@ -368,13 +368,23 @@ class ArraysHandler(ocp.handlers.AsyncCheckpointHandler):
         self.restore_options = arrays.restore_options
         if orbax.get("use_ocdbt", True) or orbax.get("use_zarr3"):
             _check_metadata_key(self.restore_options.metadata_key)
+        self.failure: BaseException | None = None
+        """Why the last save of a ``Checkpointer`` could not begin; its futures raise the error."""
         self._all_primary = (array_handler or {}).get("primary_host", 0) is None
         self._orbax = ocp.PyTreeCheckpointHandler(type_handler_registry=type_handlers(arrays), **orbax)
 
     async def async_save(self, directory: epath.Path, args: ArraysSave) -> list[orbax_future.Future]:
         """Captures the tree and returns futures that write it."""
-        started = await _started(self._async_save(directory, args), args.identity)
-        return _on_all_hosts(started, args.identity, "arrays", self.restore_options.timeout_seconds)
+        self.failure = None
+        try:
+            futures = await self._async_save(directory, args)
+        except BaseException as error:
+            if args.identity is None:
+                raise
+            # Raised here, it would keep this host from Orbax's barriers, in which the other hosts wait, and Orbax would
+            # still be making the folder while the next save begins.
+            self.failure, futures = error, [_Failed(error)]
+        return _on_all_hosts(futures, args.identity, "arrays", self.restore_options.timeout_seconds)
 
     async def _async_save(self, directory: epath.Path, args: ArraysSave) -> list[orbax_future.Future]:
         encoded, identity = args.encoded or encode_tree(args.tree), args.identity
@@ -624,15 +634,11 @@ class _OnAllHosts:
             future.cancel()
 
 
-def _agrees(identity: Mapping[str, JsonValue] | None) -> bool:
-    """Returns whether hosts agree on the outcome of a save: other managers may save on some of the hosts only."""
-    return identity is not None and process_count() > 1
-
-
 def _on_all_hosts(
     futures: list[orbax_future.Future], identity: Mapping[str, JsonValue] | None, item: str, timeout_seconds: float
 ) -> list[orbax_future.Future]:
-    if identity is None or not _agrees(identity):
+    # Other managers may save on some of the hosts only.
+    if identity is None or process_count() == 1:
         return futures
     doing, name = f"saving step {identity['step']}", f"save-{identity['id']}/{item}"
     return [_OnAllHosts(futures, doing, name, timeout_seconds)]
@@ -642,29 +648,16 @@ def _on_all_hosts(
 class _Failed:
     """The future of a part that could not be captured."""
 
-    error: Exception
+    error: BaseException
 
     def result(self, timeout: float | None = None) -> None:
-        """Raises the error."""
-        raise self.error
+        """Raises the error; an interrupt too is an Exception on the thread that waits for this."""
+        if isinstance(self.error, Exception):
+            raise self.error
+        raise CheckpointError(f"the save was interrupted: {type(self.error).__name__}") from self.error
 
     def cancel(self) -> None:
         """Does nothing."""
-
-
-async def _started(
-    futures: Awaitable[list[orbax_future.Future]], identity: Mapping[str, JsonValue] | None
-) -> list[orbax_future.Future]:
-    """Returns the futures; if hosts agree on the outcome, an error becomes a future too.
-
-    Raised here, it would keep this host from the barriers of Orbax in which the other hosts wait.
-    """
-    try:
-        return await futures
-    except Exception as error:
-        if not _agrees(identity):
-            raise
-        return [_Failed(error)]
 
 
 async def created(folder: epath.PathLike) -> epath.Path:
