@@ -231,14 +231,14 @@ class Checkpointer:
             options = ocp.CheckpointManagerOptions(**retention_options(max_to_keep, settings))
         if (forgotten := forgotten_processes()) is not None:
             raise CheckpointError(f"{directory}: every process would save into the same folder. {forgotten}")
-        iterator = IteratorHandler()
-        iterator.timeout_seconds = timeout_seconds
+        self._iterator = IteratorHandler()
+        self._iterator.timeout_seconds = timeout_seconds
         with Agreement("starting a checkpointer", timeout_seconds) as agreement:
             self._directory = agreement.attempt(lambda: as_directory(directory))
             with opening(self._directory):
                 _check_no_step(self._directory)
                 self._manager = ocp.CheckpointManager(
-                    self._directory, options=options, item_handlers={ARRAYS: self._arrays, ITERATOR: iterator}
+                    self._directory, options=options, item_handlers={ARRAYS: self._arrays, ITERATOR: self._iterator}
                 )
             # A random token per job and a counter make each save's id unique without communication per save.
             self._job_id = agreement.publish(lambda: secrets.token_hex(8))
@@ -454,6 +454,10 @@ class Checkpointer:
             self._open.saving = None
         except Exception as error:
             self._failed, self._open.saving = True, None
+            # Orbax stops at the first error. The other parts must not write into the folder of the next save.
+            for future in (*self._arrays.started, *self._iterator.started):
+                with contextlib.suppress(Exception):
+                    future.result(self._options.timeout_seconds)
             first = error  # Orbax raises errors of its barriers while it handles another
             while first.__cause__ is None and isinstance(first.__context__, Exception):
                 first = first.__context__

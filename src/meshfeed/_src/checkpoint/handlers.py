@@ -160,6 +160,9 @@ class ArrayHandler(ocp.type_handlers.ArrayHandler):
         # Without it, Orbax would slice again on the device, by default with no minimum size: eight chunks for 16 KiB.
         least = MIN_SLICE_BYTES if least is None else least
         super().__init__(**{**orbax, "min_slice_bytes_for_replica_parallel": least})
+        self.failures: list[BaseException] | None = None
+        """If not None, takes the errors of ``serialize``, whose future raises them. Raised by ``serialize``, they would
+        leave the threads of other leaves running, which nobody could wait for."""
         self._replica = orbax.get("replica_id", 0)
         # Share writes among replicas unless an Orbax setting restricts which replicas write.
         unrestricted = self._replica is not None and orbax.get("max_replicas_for_replica_parallel") is None
@@ -174,6 +177,20 @@ class ArrayHandler(ocp.type_handlers.ArrayHandler):
         args: Sequence[ocp.type_handlers.SaveArgs] | None = None,
     ) -> Sequence[orbax_future.Future]:
         """Captures the arrays and returns futures that write them and their digests."""
+        try:
+            return await self._serialize(values, infos, args)
+        except BaseException as error:
+            if self.failures is None:
+                raise
+            self.failures.append(error)
+            return [_Failed(error)]
+
+    async def _serialize(
+        self,
+        values: Sequence[jax.Array],
+        infos: Sequence[ocp.type_handlers.ParamInfo],
+        args: Sequence[ocp.type_handlers.SaveArgs] | None = None,
+    ) -> Sequence[orbax_future.Future]:
         args = args or [ocp.type_handlers.SaveArgs()] * len(values)
         if infos[0].is_ocdbt_checkpoint or infos[0].use_zarr3:
             _check_metadata_key(self.restore_options.metadata_key)
@@ -365,26 +382,30 @@ class ArraysHandler(ocp.handlers.AsyncCheckpointHandler):
         arrays = ArrayHandler(
             restore, replica_axis, primary_replica, memory_limit_bytes, verify=verify, **(array_handler or {})
         )
-        self.restore_options = arrays.restore_options
+        self._arrays, self.restore_options = arrays, arrays.restore_options
         if orbax.get("use_ocdbt", True) or orbax.get("use_zarr3"):
             _check_metadata_key(self.restore_options.metadata_key)
         self.failure: BaseException | None = None
         """Why the last save of a ``Checkpointer`` could not begin; its futures raise the error."""
+        self.started: list[orbax_future.Future] = []
+        """This host's futures of the last save."""
         self._all_primary = (array_handler or {}).get("primary_host", 0) is None
         self._orbax = ocp.PyTreeCheckpointHandler(type_handler_registry=type_handlers(arrays), **orbax)
 
     async def async_save(self, directory: epath.Path, args: ArraysSave) -> list[orbax_future.Future]:
         """Captures the tree and returns futures that write it."""
-        self.failure = None
+        failures = self._arrays.failures = None if args.identity is None else []
         try:
-            futures = await self._async_save(directory, args)
+            self.started = await self._async_save(directory, args)
         except BaseException as error:
-            if args.identity is None:
+            if failures is None:
                 raise
             # Raised here, it would keep this host from Orbax's barriers, in which the other hosts wait, and Orbax would
             # still be making the folder while the next save begins.
-            self.failure, futures = error, [_Failed(error)]
-        return _on_all_hosts(futures, args.identity, "arrays", self.restore_options.timeout_seconds)
+            failures.append(error)
+            self.started = [_Failed(error)]
+        self.failure = failures[0] if failures else None
+        return _on_all_hosts(self.started, args.identity, "arrays", self.restore_options.timeout_seconds)
 
     async def _async_save(self, directory: epath.Path, args: ArraysSave) -> list[orbax_future.Future]:
         encoded, identity = args.encoded or encode_tree(args.tree), args.identity
@@ -709,6 +730,8 @@ class IteratorHandler(ocp.handlers.AsyncCheckpointHandler):
 
     timeout_seconds: float = RestoreOptions.timeout_seconds
     """How long hosts wait for each other at the end of a save; set by ``Checkpointer``."""
+    started: Sequence[orbax_future.Future] = ()
+    """This host's futures of the last save."""
 
     @classmethod
     def typestr(cls) -> str:
@@ -726,6 +749,7 @@ class IteratorHandler(ocp.handlers.AsyncCheckpointHandler):
         futures: list[orbax_future.Future] = []
         if state_files.must_write(state, process):
             futures.append(orbax_future.CommitFutureAwaitingContractedSignals(write(), name="meshfeed_iterator"))
+        self.started = futures
         return _on_all_hosts(futures, identity, "iterator", self.timeout_seconds)
 
     def save(self, directory: epath.PathLike, args: IteratorSave) -> None:
