@@ -72,6 +72,7 @@ def fail_before_a_save(directory: str):
     import jax
     import jax.numpy as jnp
     import numpy as np
+    from jax.experimental import multihost_utils
     from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
     from meshfeed._src.checkpoint import handlers
@@ -117,7 +118,7 @@ def fail_before_a_save(directory: str):
     lay_out = handlers.lay_out
     with (
         Checkpointer(f"{directory}/before", max_to_keep=1, save_interval_steps=1, timeout_seconds=60) as ckpt,
-        Checkpointer(f"{directory}/brief", save_interval_steps=1, timeout_seconds=3) as brief,
+        Checkpointer(f"{directory}/brief", save_interval_steps=1, timeout_seconds=5) as brief,
     ):
         for one in (ckpt, brief):
             one.save(1, good, feed)
@@ -137,6 +138,7 @@ def fail_before_a_save(directory: str):
                 handlers.lay_out = lay_out
             assert time.monotonic() - started < 50, name
             if name in ("lay out", "interrupt"):
+                multihost_utils.sync_global_devices(name)  # the others have waited for host 1
                 assert saver.save(5, good, feed), name
                 saver.wait()
         assert ckpt.save(6, good, feed)
