@@ -271,7 +271,7 @@ def damage(step: pathlib.Path, fault: str, rng: random.Random) -> None:
         return
     files = files_of(step, fault == "flip")
     if fault == "flip_metadata":
-        files = [path for path in (step / "arrays/meshfeed").iterdir()]
+        files = sorted((step / "arrays/meshfeed").iterdir())
     if fault in ("missing", "truncated"):
         later = ("_CHECKPOINT_METADATA", "commit_success.txt")  # Orbax writes them once the item is complete
         files = [path for path in files if path.parent.name != "meshfeed" and path.name not in later]

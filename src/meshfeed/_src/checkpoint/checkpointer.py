@@ -167,23 +167,26 @@ class Checkpointer:
                 step += 1
                 ckpt.save(step, train_state, feed)
 
-    Every process of the job must create one with the same settings and call its methods in the same order.
+    Every process of the job must create one with the same settings and call its methods in the same order. If the program
+    ends without :meth:`close`, pending saves are still finished; if one fails, an ERROR of the logger
+    ``meshfeed.checkpoint`` names the step.
 
     Args:
       directory: the checkpoint folder, a path or ``gs://…``, the same on every host; created if absent. A step is
         stored in ``<directory>/<step>/`` as the Orbax items ``arrays`` and ``iterator``.
-      max_to_keep: number of newest steps to keep; None keeps all.
+      max_to_keep: number of newest steps to keep, by step number; None keeps all. The step just saved is kept as well,
+        until the next save, if ``force`` saved an older one.
       save_interval_steps: :meth:`save` skips steps that are not on this interval.
       save_last: on close, save the last step that the interval skipped, so the end of a run is not lost; see
         :meth:`close`. Arrays of that step stay alive until then unless they are donated.
-      restore: "once": each stored byte is read by one host, then sent over the accelerator network;
+      restore: "once": nearly every stored byte is read by one host, then sent over the accelerator network;
         "single_replica": the hosts of one replica read, then send; "every_host": each host reads what its devices hold.
       verify: check digests of everything that is restored.
       replica_axis: for "single_replica": name or index of a mesh axis. None chooses the axis that requires the fewest
         bytes to be read.
       primary_replica: index on that axis of the replica that reads.
       memory_limit_bytes: limit on a process's extra memory in bytes while restoring, beyond the result and one shard.
-      timeout_seconds: how long hosts wait for each other while restoring.
+      timeout_seconds: how long hosts wait for each other while saving or restoring.
       array_options: keywords for Orbax's array handler, see :class:`ArraysHandler`.
       orbax_options: further keywords for ``ocp.CheckpointManagerOptions``.
 
@@ -270,14 +273,16 @@ class Checkpointer:
           step: the caller's step number, an int from 0; with gradient accumulation it differs from ``feed.step``.
           train_state: pytree of arrays, numpy values, numbers and text.
           feed: feed whose state is saved with the step; optional.
-          force: save even if the interval skips this step.
+          force: save even if the interval skips this step, or a newer step exists.
 
         Returns:
           False if the interval skips the step, or a newer step exists.
 
         Raises:
           SettingsError: an argument has the wrong type, for example because the arguments are in the wrong order.
-          CheckpointError: the step already exists, a leaf cannot be saved, or the checkpointer is closed.
+          CheckpointError: the step already exists, a leaf cannot be saved, the hosts save different steps or trees, the
+            save before failed, or the checkpointer is closed. With several hosts, the same on every host.
+          StalledError: another host did not save within ``timeout_seconds``.
         """
         step = as_step(step, SAVE_ORDER)
         check_train_state(train_state, SAVE_ORDER)

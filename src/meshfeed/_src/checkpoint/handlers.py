@@ -1,6 +1,6 @@
 """Orbax handlers for a ``jax.Array``, a tree of leaves, and the state of a feed.
 
-Digests are saved with the arrays, and each stored byte is read once. Replicas share the writing of an array: each device
+Digests are saved with the arrays, and nearly every stored byte is read once. Replicas share the writing of an array: each device
 cuts out its slice on the device and on unsigned bits (slicing a float8 quiets its NaNs on JAX 0.12).
 """
 
@@ -511,9 +511,10 @@ class ArraysRestore(ocp.args.CheckpointArgs):
 def restore_once(
     directory: epath.PathLike, abstract_tree: PyTree, memory_limit_bytes: int | None = None, **options: Any
 ) -> PyTree:
-    """Restores arrays from a checkpoint item of meshfeed or plain Orbax, reading each stored byte once per job.
+    """Restores arrays from a checkpoint item of meshfeed or plain Orbax, reading nearly every stored byte once per job.
 
-    Every process of the job must call it. If plain Orbax saved the checkpoint without replica-parallel slices, or with
+    At most a tenth of a leaf is read twice, if its stored chunks do not fit the division among the hosts. Every process of
+    the job must call it. If plain Orbax saved the checkpoint without replica-parallel slices, or with
     chunks larger than a host's share, each chunk is read whole by one host and sent to the others.
 
     Args:

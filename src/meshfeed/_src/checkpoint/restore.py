@@ -119,7 +119,8 @@ class RestoreOptions:
     """How arrays are restored.
 
     Attributes:
-      restore: ``once``: every stored byte is read by one host of the job, then sent to the devices that need it;
+      restore: ``once``: stored bytes are read by one host of the job (of a leaf whose chunks do not fit the division, up to a
+        tenth by two), then sent to the devices that need it;
         ``single_replica``: the hosts of one replica read, then send; ``every_host``: each host reads what its devices
         hold.
       replica_axis: name of the mesh axis along which ``single_replica`` selects one replica, or its index in each mesh.
