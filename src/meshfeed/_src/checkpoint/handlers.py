@@ -1,7 +1,7 @@
 """Orbax handlers for a ``jax.Array``, a tree of leaves, and the state of a feed.
 
-Digests are saved with the arrays, and nearly every stored byte is read once. Replicas share the writing of an array: each device
-cuts out its slice on the device and on unsigned bits (slicing a float8 quiets its NaNs on JAX 0.12).
+Digests are saved with the arrays, and nearly every stored byte is read once. Replicas share the writing of an array: each
+device cuts out its slice on the device and on unsigned bits (slicing a float8 quiets its NaNs on JAX 0.12).
 """
 
 from __future__ import annotations
