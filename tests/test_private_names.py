@@ -34,6 +34,7 @@ ALLOWED = {
     "_is_protocol": "Python's typing",
     "_fields": "named tuples",
     "_replace": "named tuples",
+    "_register_atexit": "Python's threading",
     "_per_second": "the end of a name",
     "_METADATA": "a file of Orbax's checkpoints",
     "_cat_file": "fsspec, whose page on async use documents the coroutines of its file systems",

@@ -1,4 +1,4 @@
-"""Saves arrays and data position in one checkpoint, verifies it, and restores it by reading each byte once per job.
+"""Saves arrays and data position in one checkpoint, verifies it, and restores it, reading each byte about once per job.
 
 Public names are imported lazily, so ``import meshfeed.checkpoint`` does not import Orbax.
 """

@@ -8,17 +8,34 @@ import logging
 import math
 import os
 import pathlib
+import random
 import sys
+import tempfile
 import time
 import traceback
 
-sys.path.append(str(pathlib.Path(__file__).parents[1] / "sources"))  # the store of the cache's tests
+# The store of the cache's tests, the cases of checkpoints, and the draw of a configuration.
+sys.path += [str(pathlib.Path(__file__).parents[1] / name) for name in ("sources", "checkpoint", "model")]
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
+os.environ.setdefault("XLA_FLAGS", "--xla_force_host_platform_device_count=8")
 
+import checkpoint_cases
 import real
 import shared_cache
 import simulated
+from pairwise import any_configuration
 from scenario import draw
+
+
+def play_checkpoint(seed: int) -> str:
+    """Plays a random checkpoint and returns its outcome; prints a program that plays it again if it fails."""
+    case = any_configuration(checkpoint_cases.OPTIONS, random.Random(seed), checkpoint_cases.valid)
+    with tempfile.TemporaryDirectory() as directory:
+        try:
+            return checkpoint_cases.play(case, seed, pathlib.Path(directory))
+        except Exception:
+            print(checkpoint_cases.script(case, seed))
+            raise
 
 
 def main() -> int:
@@ -28,20 +45,23 @@ def main() -> int:
     parser.add_argument("--real", type=int, default=40, help="scenarios on real processes")
     parser.add_argument("--simulated", type=int, default=160, help="scenarios on simulated hosts")
     parser.add_argument("--caches", type=int, default=50, help="kills of a process that shares a shard cache")
+    parser.add_argument("--checkpoints", type=int, default=100, help="checkpoints that are damaged and restored")
     parser.add_argument("--seconds", type=float, default=1e9, help="begin no further scenario after this time")
     options = parser.parse_args()
     logging.disable(logging.WARNING)
     begun = time.monotonic()
     failed: list[str] = []
-    for kind, count in (("simulated", options.simulated), ("real", options.real), ("caches", options.caches)):
+    for kind in ("simulated", "real", "caches", "checkpoints"):
         totals: collections.Counter[str] = collections.Counter()
-        for seed in range(options.seed, options.seed + count):
+        for seed in range(options.seed, options.seed + vars(options)[kind]):
             if time.monotonic() - begun > options.seconds:
                 break
             scenario = draw(seed)
             try:
                 if kind == "simulated":
                     totals.update(simulated.play(scenario))
+                elif kind == "checkpoints":
+                    totals[play_checkpoint(seed)] += 1
                 elif kind == "caches":
                     trial = shared_cache.play(seed)
                     totals.update(kills=1, kills_in_mid_download=trial.in_mid_download, shards_fetched=trial.fetched)

@@ -59,3 +59,92 @@ def restore_elsewhere(
     assert feed.counters == {lane: 1 + lane for lane in lanes()}
     checkpoint_trees.assert_same(tree, restored)
     return read
+
+
+class Unflattenable:
+    """A container of the user that cannot be flattened."""
+
+
+def fail_before_a_save(directory: str):
+    """Host 1 alone cannot begin a save: the same error on every host, within the deadline; the next save succeeds."""
+    import time
+
+    import jax
+    import jax.numpy as jnp
+    import numpy as np
+    from jax.experimental import multihost_utils
+    from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+    from meshfeed._src.checkpoint import handlers
+    from meshfeed.checkpoint import Checkpointer
+
+    here = jax.process_index() == 1
+    mesh = checkpoint_trees.make_mesh(4, 2)
+    feed = checkpoint_feeds.CountingFeed()
+    good = {"w": checkpoint_trees.place(np.arange(64, dtype=np.float32), mesh, "data")}
+    own = Mesh(np.array(jax.devices()[2:4]), ("x",), axis_types=(jax.sharding.AxisType.Auto,))  # of host 1
+    on_one_host = jax.make_array_from_single_device_arrays(
+        (4,),
+        NamedSharding(own, PartitionSpec("x")),
+        [jax.device_put(np.arange(2.0, dtype=np.float32), device) for device in jax.devices()[2:4]] if here else [],
+        dtype=np.float32,
+    )
+    deleted = jnp.ones(3)
+    if here:
+        deleted.delete()
+        jax.tree_util.register_pytree_node(Unflattenable, lambda _: 1 / 0, lambda *_: Unflattenable())
+
+    class Broken(checkpoint_feeds.CountingFeed):
+        def get_state(self):
+            raise RuntimeError("no state")
+
+    class Interrupted(checkpoint_feeds.CountingFeed):
+        def get_state(self):
+            raise KeyboardInterrupt
+
+    cases = {
+        "one host": (2, {**good, "leaf": on_one_host}, feed),
+        "deleted": (2, {**good, "leaf": deleted}, feed),
+        "flatten": (2, {**good, "leaf": Unflattenable() if here else 1}, feed),
+        "opaque": (2, {**good, "leaf": open if here else 1}, feed),
+        "state": (2, good, Broken() if here else feed),
+        "tree": (2, {**good, "x": 1} if here else good, feed),
+        "dtype": (2, {"w": good["w"].astype(jnp.bfloat16)} if here else good, feed),
+        "step": (3 if here else 2, good, feed),
+        "lay out": (2, good, feed),
+        "interrupt": (2, good, Interrupted() if here else feed),
+    }
+    found = {}
+    lay_out = handlers.lay_out
+    with (
+        Checkpointer(f"{directory}/before", max_to_keep=1, save_interval_steps=1, timeout_seconds=60) as ckpt,
+        Checkpointer(f"{directory}/brief", save_interval_steps=1, timeout_seconds=5) as brief,
+    ):
+        for one in (ckpt, brief):
+            one.save(1, good, feed)
+            one.wait()
+        for name, (step, state, given) in cases.items():
+            saver = brief if name == "interrupt" else ckpt
+            if name == "lay out" and here:
+                handlers.lay_out = lambda *args, **settings: 1 / 0
+            started = time.monotonic()
+            try:
+                saver.save(step, state, given)
+                saver.wait()
+                found[name] = "no error"
+            except BaseException as error:
+                found[name] = f"{type(error).__name__}: {error}"
+            finally:
+                handlers.lay_out = lay_out
+            assert time.monotonic() - started < 50, name
+            if name in ("lay out", "interrupt"):
+                multihost_utils.sync_global_devices(name)  # the others have waited for host 1
+                assert saver.save(5, good, feed), name
+                saver.wait()
+        assert ckpt.save(6, good, feed)
+        ckpt.wait()
+        step, restored = ckpt.restore(good)
+        checkpoint_trees.assert_same(good, restored)
+        assert step == 6
+        steps = ckpt.steps(), brief.steps()
+    return found, steps

@@ -8,7 +8,14 @@ import pathlib
 import checkpoint_feeds
 import checkpoint_trees
 import pytest
-from checkpoint_jobs import NUM_LANES, lanes, restore_elsewhere, save_and_restore, stored_bytes
+from checkpoint_jobs import (
+    NUM_LANES,
+    fail_before_a_save,
+    lanes,
+    restore_elsewhere,
+    save_and_restore,
+    stored_bytes,
+)
 
 from meshfeed.testing import HostPool
 
@@ -242,6 +249,29 @@ def leave(directory: str):
     return found, [record.split(": ")[1:3] for record in records if "step 2" in record]
 
 
+def check_failures_before_a_save(results):
+    found, steps = zip(*results, strict=True)
+    assert set(map(str, steps)) == {"([6], [1, 5])"}
+    expected = {
+        "one host": "CheckpointError: host 0: leaf ['leaf'] has no device on the hosts [0, 2, 3]",
+        "deleted": "CheckpointError: host 1: leaf ['leaf']: the array was deleted",
+        "flatten": "CheckpointError: host 1: ZeroDivisionError",
+        "opaque": "CheckpointError: host 1: leaf ['leaf']: a builtins.builtin_function_or_method cannot be saved",
+        "state": "CheckpointError: host 1: RuntimeError: no state",
+        "lay out": "saving step 2 failed: host 1: ZeroDivisionError",
+        "tree": "step 2: host 1 saves a different tree from host 0; the first difference is leaf ['x']",
+        "dtype": "step 2: host 1 saves a different tree from host 0; the first difference is leaf ['w']",
+        "step": "hosts save different steps at the same time: hosts 0, 2, 3: 2; host 1: 3",
+    }
+    for name, text in expected.items():
+        messages = {of_host[name] for of_host in found}
+        assert len(messages) == 1, messages
+        assert text in messages.pop()
+    for host, of_host in enumerate(found):
+        text = "KeyboardInterrupt" if host == 1 else "StalledError: saving step 2"
+        assert of_host["interrupt"].startswith(text), of_host
+
+
 def test_exact_read_once_and_agreed_on_several_hosts(tmp_path):
     modes = [("once", None), ("once", 1 << 20), ("single_replica", None), ("every_host", None)]
     save_on_one_device(str(tmp_path))
@@ -265,6 +295,7 @@ def test_exact_read_once_and_agreed_on_several_hosts(tmp_path):
             for step, message in zip((2, 3), messages, strict=True):
                 assert f"saving step {step} failed: host 1: OSError: [Errno 28] No space left" in message
             assert left == ["4"]
+        check_failures_before_a_save([result.value for result in pool.run(fail_before_a_save, str(tmp_path))])
         refused = {tuple(result.value) for result in pool.run(refuse_what_does_not_fit, str(tmp_path))}
         assert len(refused) == 1
         for name, message in zip(("rows", "few"), refused.pop(), strict=True):

@@ -1,4 +1,8 @@
-"""The dtypes and specs that host arrays have on devices: native byte order, and 32 bits if x64 is off."""
+"""The dtypes and specs that host arrays have on devices: native byte order, and 32 bits if x64 is off.
+
+Without x64, JAX has no 64-bit dtypes. Integers that do not fit in 32 bits are an error. Floats are rounded without one, as
+``jax.device_put`` does: float64 is the default of numpy and seldom meant, and what is lost is precision.
+"""
 
 from __future__ import annotations
 

@@ -11,15 +11,14 @@ import os
 import re
 import secrets
 from collections.abc import Collection, Iterator, Mapping
-from typing import Self
+from typing import Any, Self
 
 import jax
 import numpy as np
 import orbax.checkpoint as ocp
 from etils import epath
-from orbax.checkpoint.checkpoint_manager import StepAlreadyExistsError
 
-from meshfeed._src.base.coordination import forgotten_processes, process_count, process_index
+from meshfeed._src.base.coordination import forgotten_processes, format_differences, process_count, process_index
 from meshfeed._src.base.errors import (
     CheckpointError,
     Failure,
@@ -31,6 +30,7 @@ from meshfeed._src.base.errors import (
 from meshfeed._src.base.fork import Owner
 from meshfeed._src.base.hooks import Resumable
 from meshfeed._src.base.types import JsonValue, PyTree, public
+from meshfeed._src.checkpoint.at_exit import OpenSaves
 from meshfeed._src.checkpoint.collectives import Agreement
 from meshfeed._src.checkpoint.handlers import (
     ArraysHandler,
@@ -40,11 +40,13 @@ from meshfeed._src.checkpoint.handlers import (
     IteratorSave,
     check_feed,
 )
-from meshfeed._src.checkpoint.leaves import encode_tree
+from meshfeed._src.checkpoint.leaves import EncodedTree, describe_leaves, encode_tree
 from meshfeed._src.checkpoint.restore import is_number, require, restore_tree, short
+from meshfeed._src.checkpoint.retention import retention_options
 from meshfeed._src.checkpoint.step import ARRAYS, ITERATOR, StepMetadata, describe_step, find_steps, read_step
 from meshfeed._src.checkpoint.stored import DamagedCheckpointError, digest
 from meshfeed._src.state import files as state_files
+from meshfeed._src.state.state import digest_of
 
 
 def _number_of(feed: HasState | None, name: str) -> int | None:
@@ -96,6 +98,46 @@ class SkippedStep:
         return None
 
 
+class CapturedState:
+    """The state of a feed at the time of a save.
+
+    Args:
+      state: the result of the feed's ``get_state``.
+    """
+
+    def __init__(self, state: dict[str, JsonValue]) -> None:
+        self._state = state
+
+    def get_state(self) -> dict[str, JsonValue]:
+        """Returns the state."""
+        return self._state
+
+
+_DESCRIBED_LEAVES = 10_000
+
+
+def _check_same(agreement: Agreement, step: int, encoded: EncodedTree) -> None:
+    """Raises on every host if hosts save different steps or trees."""
+    own = describe_leaves(encoded.tree)
+    found = agreement.collect([step, len(own), digest_of(own)])
+    steps = {host: str(number) for host, (number, _, _) in found.items()}
+    if (differing := format_differences(steps)) is not None:
+        raise CheckpointError(f"hosts save different steps at the same time: {differing}. Call save in the same order.")
+    if len({digest for _, _, digest in found.values()}) == 1:
+        return
+    # Only now and only so many, because the description of a large tree is long.
+    first = agreement.publish(lambda: own[:_DESCRIBED_LEAVES])
+    differences = sorted({*map(tuple, first)} ^ {*map(tuple, own[:_DESCRIBED_LEAVES])})
+    reports = agreement.collect(": ".join(differences[0]) if differences else None)
+    different = [(host, leaf) for host, leaf in sorted(reports.items()) if leaf is not None]
+    host, leaf = different[0] if different else ("?", f"after the first {_DESCRIBED_LEAVES:,}")
+    raise CheckpointError(
+        f"step {step}: host {host} saves a different tree from host 0; the first difference is leaf {leaf}. Pass the "
+        "same train_state on every host.",
+        step=step,
+    )
+
+
 SAVE_ORDER = "The order is save(step, train_state, feed)."
 RESTORE_ORDER = "The order is restore(train_state, feed, step)."
 _log = logging.getLogger("meshfeed.checkpoint")
@@ -125,23 +167,26 @@ class Checkpointer:
                 step += 1
                 ckpt.save(step, train_state, feed)
 
-    Every process of the job must create one with the same settings and call its methods in the same order.
+    Every process of the job must create one with the same settings and call its methods in the same order. If the program
+    ends without :meth:`close`, pending saves are still finished; if one fails, an ERROR of the logger
+    ``meshfeed.checkpoint`` names the step.
 
     Args:
       directory: the checkpoint folder, a path or ``gs://…``, the same on every host; created if absent. A step is
         stored in ``<directory>/<step>/`` as the Orbax items ``arrays`` and ``iterator``.
-      max_to_keep: number of newest steps to keep; None keeps all.
+      max_to_keep: number of newest steps to keep, by step number; None keeps all. The step just saved is kept as well,
+        until the next save, if ``force`` saved an older one.
       save_interval_steps: :meth:`save` skips steps that are not on this interval.
       save_last: on close, save the last step that the interval skipped, so the end of a run is not lost; see
         :meth:`close`. Arrays of that step stay alive until then unless they are donated.
-      restore: "once": each stored byte is read by one host, then sent over the accelerator network;
+      restore: "once": nearly every stored byte is read by one host, then sent over the accelerator network;
         "single_replica": the hosts of one replica read, then send; "every_host": each host reads what its devices hold.
       verify: check digests of everything that is restored.
       replica_axis: for "single_replica": name or index of a mesh axis. None chooses the axis that requires the fewest
         bytes to be read.
       primary_replica: index on that axis of the replica that reads.
       memory_limit_bytes: limit on a process's extra memory in bytes while restoring, beyond the result and one shard.
-      timeout_seconds: how long hosts wait for each other while restoring.
+      timeout_seconds: how long hosts wait for each other while saving or restoring.
       array_options: keywords for Orbax's array handler, see :class:`ArraysHandler`.
       orbax_options: further keywords for ``ocp.CheckpointManagerOptions``.
 
@@ -182,17 +227,21 @@ class Checkpointer:
                 restore, replica_axis, primary_replica, memory_limit_bytes, verify=verify, array_handler=array_options
             )
         self._options = dataclasses.replace(self._arrays.restore_options, timeout_seconds=timeout_seconds)
+        self._arrays.restore_options = self._options
         with naming("orbax_options", orbax_options):
-            settings = {"max_to_keep": max_to_keep, "save_interval_steps": save_interval_steps, **(orbax_options or {})}
-            options = ocp.CheckpointManagerOptions(**settings)
+            waits = ocp.AsyncOptions(timeout_secs=math.ceil(timeout_seconds))
+            settings = {"save_interval_steps": save_interval_steps, "async_options": waits, **(orbax_options or {})}
+            options = ocp.CheckpointManagerOptions(**retention_options(max_to_keep, settings))
         if (forgotten := forgotten_processes()) is not None:
             raise CheckpointError(f"{directory}: every process would save into the same folder. {forgotten}")
+        self._iterator = IteratorHandler()
+        self._iterator.timeout_seconds = timeout_seconds
         with Agreement("starting a checkpointer", timeout_seconds) as agreement:
             self._directory = agreement.attempt(lambda: as_directory(directory))
             with opening(self._directory):
                 _check_no_step(self._directory)
                 self._manager = ocp.CheckpointManager(
-                    self._directory, options=options, item_handlers={ARRAYS: self._arrays, ITERATOR: IteratorHandler()}
+                    self._directory, options=options, item_handlers={ARRAYS: self._arrays, ITERATOR: self._iterator}
                 )
             # A random token per job and a counter make each save's id unique without communication per save.
             self._job_id = agreement.publish(lambda: secrets.token_hex(8))
@@ -200,6 +249,7 @@ class Checkpointer:
         self._saves = 0
         self._save_last = save_last
         self._last: SkippedStep | None = None  # the newest step that the interval skipped since the last save
+        self._open = OpenSaves(self._manager, self._directory)
         self._damaged: set[int] = set()
         self._warned = False
         self._writes = False  # whether this job has saved
@@ -223,14 +273,16 @@ class Checkpointer:
           step: the caller's step number, an int from 0; with gradient accumulation it differs from ``feed.step``.
           train_state: pytree of arrays, numpy values, numbers and text.
           feed: feed whose state is saved with the step; optional.
-          force: save even if the interval skips this step.
+          force: save even if the interval skips this step, or a newer step exists.
 
         Returns:
           False if the interval skips the step, or a newer step exists.
 
         Raises:
           SettingsError: an argument has the wrong type, for example because the arguments are in the wrong order.
-          CheckpointError: the step already exists, a leaf cannot be saved, or the checkpointer is closed.
+          CheckpointError: the step already exists, a leaf cannot be saved, the hosts save different steps or trees, the
+            save before failed, or the checkpointer is closed. With several hosts, the same on every host.
+          StalledError: another host did not save within ``timeout_seconds``.
         """
         step = as_step(step, SAVE_ORDER)
         check_train_state(train_state, SAVE_ORDER)
@@ -238,18 +290,47 @@ class Checkpointer:
         self._check_open()
         self._begin_to_write()
         self._set_damaged_aside(step)
-        if not force and not self._manager.should_save(step):
-            latest = self._manager.latest_step()
-            if self._save_last and (latest is None or latest < step):
+        self._open.register()
+        if not force and not self._due(step):
+            latest = max(self._manager.all_steps(), default=-1)
+            if self._save_last and latest < step:
                 self._last = SkippedStep(step, train_state, feed)
-            if latest is not None and latest > step and not self._warned:
+                self._open.skipped = step
+            if latest > step and not self._warned:
                 self._warned = True
                 _log.warning(_BEHIND, step, self._directory, latest)
             return False
         return self._write(step, train_state, feed)
 
+    def _due(self, step: int) -> bool:
+        # Orbax compares only with the step saved last, which is not the newest after a forced save of an older step.
+        return step > max(self._manager.all_steps(), default=-1) and self._manager.should_save(step)
+
     def _write(self, step: int, train_state: PyTree, feed: HasState | None) -> bool:
-        self._last = None
+        self._last = self._open.skipped = None
+        if process_count() == 1:
+            items = self._captured(step, train_state, feed)
+        else:  # everything that may fail on one host only comes before Orbax's first barrier
+            with Agreement(f"saving step {step} in {self._directory}", self._options.timeout_seconds) as agreement:
+                items = agreement.attempt(lambda: self._captured(step, train_state, feed))
+                _check_same(agreement, step, items[ARRAYS].encoded)
+        self._saves += 1
+        self._saving = self._open.saving = step
+        try:
+            # Forced, because save() has checked the interval, and the last step of a run need not be on it.
+            saved = bool(self._manager.save(step, args=ocp.args.Composite(**items), force=True))
+        except BaseException:
+            self._failed = True
+            raise
+        failure = self._arrays.failure
+        if failure is not None and (process_count() == 1 or not isinstance(failure, Exception)):
+            with contextlib.suppress(CheckpointError):
+                self.wait()  # until Orbax has made the folder
+            raise failure
+        return saved
+
+    def _captured(self, step: int, train_state: PyTree, feed: HasState | None) -> dict[str, Any]:
+        """Returns the arguments for Orbax, with everything that the caller may change once ``save`` has returned."""
         self.wait()  # Orbax would do so too, but raise the error of the save before as it is
         if self._failed:
             self._failed = False
@@ -257,6 +338,11 @@ class Checkpointer:
             if process_index() == 0:  # not agreed on: the other hosts may not have seen the failure
                 with contextlib.suppress(OSError):
                     self._remove_unfinished()
+        if step in self._manager.all_steps():
+            raise CheckpointError(
+                f"step {step} already exists in {self._directory}. Save under a different number, or remove it first.",
+                step=step,
+            )
         identity = {
             "id": f"{self._job_id}-{self._saves}",
             "step": step,
@@ -264,21 +350,10 @@ class Checkpointer:
             "position": _number_of(feed, "position"),
             "parts": [ARRAYS] if feed is None else [ARRAYS, ITERATOR],
         }
-        items: dict[str, ocp.args.CheckpointArgs] = {
-            ARRAYS: ArraysSave(train_state, identity=identity, encoded=encode_tree(train_state))
-        }
+        items: dict[str, Any] = {ARRAYS: ArraysSave(train_state, identity=identity, encoded=encode_tree(train_state))}
         if feed is not None:
-            items[ITERATOR] = IteratorSave(feed, identity=identity)
-        self._saves += 1
-        # Forced, because save() has checked the interval, and the last step of a run need not be on it.
-        self._saving = step
-        try:
-            return bool(self._manager.save(step, args=ocp.args.Composite(**items), force=True))
-        except StepAlreadyExistsError as error:
-            raise CheckpointError(
-                f"step {step} already exists in {self._directory}. Save under a different number, or remove it first.",
-                step=step,
-            ) from error
+            items[ITERATOR] = IteratorSave(CapturedState(feed.get_state()), identity=identity)
+        return items
 
     @hides_own_frames
     def restore(
@@ -369,7 +444,7 @@ class Checkpointer:
         except CheckpointError as error:
             error.step = step
             raise
-        self._last = None  # a step that was skipped before the restore is no longer the last one
+        self._last = self._open.skipped = None  # a step skipped before the restore is no longer the last one
         return state
 
     @hides_own_frames
@@ -381,8 +456,13 @@ class Checkpointer:
         """
         try:
             self._manager.wait_until_finished()
+            self._open.saving = None
         except Exception as error:
-            self._failed = True
+            self._failed, self._open.saving = True, None
+            # Orbax stops at the first error. The other parts must not write into the folder of the next save.
+            for future in (*self._arrays.started, *self._iterator.started):
+                with contextlib.suppress(Exception):
+                    future.result(self._options.timeout_seconds)
             first = error  # Orbax raises errors of its barriers while it handles another
             while first.__cause__ is None and isinstance(first.__context__, Exception):
                 first = first.__context__
@@ -476,10 +556,12 @@ class Checkpointer:
             try:
                 self.wait()
             finally:
+                self._open.remove()
                 self._manager.close()
 
     def _save_skipped(self) -> None:
         last, self._last = self._last, None
+        self._open.skipped = None
         if last is None:
             return
         # Saving is collective, so all hosts save or none does.
@@ -497,6 +579,7 @@ class Checkpointer:
     def _abandon_skipped(self, reason: str) -> None:
         """Drops the skipped step and sends the reason to hosts that leave normally, because they wait for this one."""
         last, self._last = self._last, None
+        self._open.skipped = None
         if last is not None and process_count() > 1:
             try:
                 with self._leaving(_GOODBYE_SECONDS) as agreement:

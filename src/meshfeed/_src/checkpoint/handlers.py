@@ -1,7 +1,7 @@
 """Orbax handlers for a ``jax.Array``, a tree of leaves, and the state of a feed.
 
-Digests are saved with the arrays, and each stored byte is read once. Replicas share the writing of an array: each device
-cuts out its slice on the device and on unsigned bits (slicing a float8 quiets its NaNs on JAX 0.12).
+Digests are saved with the arrays, and nearly every stored byte is read once. Replicas share the writing of an array: each
+device cuts out its slice on the device and on unsigned bits (slicing a float8 quiets its NaNs on JAX 0.12).
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ import asyncio
 import dataclasses
 import functools
 import json
+import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
@@ -50,6 +51,7 @@ from meshfeed._src.checkpoint.leaves import (
     EncodedTree,
     Entry,
     carrier_of,
+    check_hosts,
     describe_array,
     encode_tree,
     half_bits,
@@ -158,6 +160,9 @@ class ArrayHandler(ocp.type_handlers.ArrayHandler):
         # Without it, Orbax would slice again on the device, by default with no minimum size: eight chunks for 16 KiB.
         least = MIN_SLICE_BYTES if least is None else least
         super().__init__(**{**orbax, "min_slice_bytes_for_replica_parallel": least})
+        self.failures: list[BaseException] | None = None
+        """If not None, takes the errors of ``serialize``, whose future raises them. Raised by ``serialize``, they would
+        leave the threads of other leaves running, which nobody could wait for."""
         self._replica = orbax.get("replica_id", 0)
         # Share writes among replicas unless an Orbax setting restricts which replicas write.
         unrestricted = self._replica is not None and orbax.get("max_replicas_for_replica_parallel") is None
@@ -172,6 +177,20 @@ class ArrayHandler(ocp.type_handlers.ArrayHandler):
         args: Sequence[ocp.type_handlers.SaveArgs] | None = None,
     ) -> Sequence[orbax_future.Future]:
         """Captures the arrays and returns futures that write them and their digests."""
+        try:
+            return await self._serialize(values, infos, args)
+        except BaseException as error:
+            if self.failures is None:
+                raise
+            self.failures.append(error)
+            return [_Failed(error)]
+
+    async def _serialize(
+        self,
+        values: Sequence[jax.Array],
+        infos: Sequence[ocp.type_handlers.ParamInfo],
+        args: Sequence[ocp.type_handlers.SaveArgs] | None = None,
+    ) -> Sequence[orbax_future.Future]:
         args = args or [ocp.type_handlers.SaveArgs()] * len(values)
         if infos[0].is_ocdbt_checkpoint or infos[0].use_zarr3:
             _check_metadata_key(self.restore_options.metadata_key)
@@ -202,7 +221,7 @@ class ArrayHandler(ocp.type_handlers.ArrayHandler):
         if process_count() > 1 and value.is_fully_addressable:
             return _Laid(value, args)  # Orbax rejects it with a clear message
         assert info.name is not None
-        _check_hosts(info.name, value)
+        check_hosts(f"parameter {info.name!r}", value)
         early, entry = self._copies_early(info), describe_array(value)
         if self.restore_options.metadata_key is not None:
             entry["metadata_key"] = self.restore_options.metadata_key
@@ -319,16 +338,6 @@ def _check_metadata_key(key: str | None) -> None:
         )
 
 
-def _check_hosts(name: str, value: jax.Array) -> None:
-    hosts = {device.process_index for device in value.sharding.device_set}
-    if 1 < len(hosts) < process_count():
-        absent = sorted(set(range(process_count())) - hosts)
-        raise CheckpointError(
-            f"parameter {name!r} has no device on the hosts {absent}; Orbax can save only arrays with a device on every "
-            "host. Save it in a job without those hosts, or replicate it over all hosts first."
-        )
-
-
 def _placeholder(value: jax.Array) -> jax.Array:
     # Orbax cannot store an array of size 0, so a single uint8 takes its place; restore ignores it.
     shape = (1,) * value.ndim
@@ -373,14 +382,32 @@ class ArraysHandler(ocp.handlers.AsyncCheckpointHandler):
         arrays = ArrayHandler(
             restore, replica_axis, primary_replica, memory_limit_bytes, verify=verify, **(array_handler or {})
         )
-        self.restore_options = arrays.restore_options
+        self._arrays, self.restore_options = arrays, arrays.restore_options
         if orbax.get("use_ocdbt", True) or orbax.get("use_zarr3"):
             _check_metadata_key(self.restore_options.metadata_key)
+        self.failure: BaseException | None = None
+        """Why the last save of a ``Checkpointer`` could not begin; its futures raise the error."""
+        self.started: list[orbax_future.Future] = []
+        """This host's futures of the last save."""
         self._all_primary = (array_handler or {}).get("primary_host", 0) is None
         self._orbax = ocp.PyTreeCheckpointHandler(type_handler_registry=type_handlers(arrays), **orbax)
 
     async def async_save(self, directory: epath.Path, args: ArraysSave) -> list[orbax_future.Future]:
         """Captures the tree and returns futures that write it."""
+        failures = self._arrays.failures = None if args.identity is None else []
+        try:
+            self.started = await self._async_save(directory, args)
+        except BaseException as error:
+            if failures is None:
+                raise
+            # Raised here, it would keep this host from Orbax's barriers, in which the other hosts wait, and Orbax would
+            # still be making the folder while the next save begins.
+            failures.append(error)
+            self.started = [_Failed(error)]
+        self.failure = failures[0] if failures else None
+        return _on_all_hosts(self.started, args.identity, "arrays", self.restore_options.timeout_seconds)
+
+    async def _async_save(self, directory: epath.Path, args: ArraysSave) -> list[orbax_future.Future]:
         encoded, identity = args.encoded or encode_tree(args.tree), args.identity
         futures: list[orbax_future.Future] = []
         # Orbax rejects a tree without leaves; such a tree is stored in our manifest only.
@@ -396,7 +423,7 @@ class ArraysHandler(ocp.handlers.AsyncCheckpointHandler):
 
         if process_index() == 0 or self._all_primary:
             futures.append(orbax_future.CommitFutureAwaitingContractedSignals(write(), name="meshfeed_tree"))
-        return _on_all_hosts(futures, identity, "arrays")
+        return futures
 
     def save(self, directory: epath.PathLike, args: ArraysSave) -> None:
         """Writes the tree before returning."""
@@ -484,9 +511,10 @@ class ArraysRestore(ocp.args.CheckpointArgs):
 def restore_once(
     directory: epath.PathLike, abstract_tree: PyTree, memory_limit_bytes: int | None = None, **options: Any
 ) -> PyTree:
-    """Restores arrays from a checkpoint item of meshfeed or plain Orbax, reading each stored byte once per job.
+    """Restores arrays from a checkpoint item of meshfeed or plain Orbax, reading nearly every stored byte once per job.
 
-    Every process of the job must call it. If plain Orbax saved the checkpoint without replica-parallel slices, or with
+    At most a tenth of a leaf is read twice, if its stored chunks do not fit the division among the hosts. Every process of
+    the job must call it. If plain Orbax saved the checkpoint without replica-parallel slices, or with
     chunks larger than a host's share, each chunk is read whole by one host and sent to the others.
 
     Args:
@@ -615,10 +643,11 @@ class _OnAllHosts:
     futures: Sequence[orbax_future.Future]
     doing: str
     name: str
+    timeout_seconds: float
 
     def result(self, timeout: float | None = None) -> None:
         """Waits for this host's futures, then for the other hosts."""
-        with Agreement(self.doing, timeout or RestoreOptions.timeout_seconds, self.name) as agreement:
+        with Agreement(self.doing, min(timeout or math.inf, self.timeout_seconds), self.name) as agreement:
             agreement.attempt(lambda: [future.result(timeout) for future in self.futures])
 
     def cancel(self) -> None:
@@ -628,12 +657,29 @@ class _OnAllHosts:
 
 
 def _on_all_hosts(
-    futures: list[orbax_future.Future], identity: Mapping[str, JsonValue] | None, item: str
+    futures: list[orbax_future.Future], identity: Mapping[str, JsonValue] | None, item: str, timeout_seconds: float
 ) -> list[orbax_future.Future]:
     # Other managers may save on some of the hosts only.
     if identity is None or process_count() == 1:
         return futures
-    return [_OnAllHosts(futures, f"saving step {identity['step']}", f"save-{identity['id']}/{item}")]
+    doing, name = f"saving step {identity['step']}", f"save-{identity['id']}/{item}"
+    return [_OnAllHosts(futures, doing, name, timeout_seconds)]
+
+
+@dataclasses.dataclass
+class _Failed:
+    """The future of a part that could not be captured."""
+
+    error: BaseException
+
+    def result(self, timeout: float | None = None) -> None:
+        """Raises the error; an interrupt too is an Exception on the thread that waits for this."""
+        if isinstance(self.error, Exception):
+            raise self.error
+        raise CheckpointError(f"the save was interrupted: {type(self.error).__name__}") from self.error
+
+    def cancel(self) -> None:
+        """Does nothing."""
 
 
 async def created(folder: epath.PathLike) -> epath.Path:
@@ -683,6 +729,11 @@ class IteratorHandler(ocp.handlers.AsyncCheckpointHandler):
     hosts; it is restored in place, on any number of hosts. Plain Orbax restores the item as JSON: the state itself.
     """
 
+    timeout_seconds: float = RestoreOptions.timeout_seconds
+    """How long hosts wait for each other at the end of a save; set by ``Checkpointer``."""
+    started: Sequence[orbax_future.Future] = ()
+    """This host's futures of the last save."""
+
     @classmethod
     def typestr(cls) -> str:
         """Returns the item kind that Orbax records in a step, to find a handler if no arguments are given."""
@@ -699,7 +750,8 @@ class IteratorHandler(ocp.handlers.AsyncCheckpointHandler):
         futures: list[orbax_future.Future] = []
         if state_files.must_write(state, process):
             futures.append(orbax_future.CommitFutureAwaitingContractedSignals(write(), name="meshfeed_iterator"))
-        return _on_all_hosts(futures, identity, "iterator")
+        self.started = futures
+        return _on_all_hosts(futures, identity, "iterator", self.timeout_seconds)
 
     def save(self, directory: epath.PathLike, args: IteratorSave) -> None:
         """Writes the state before returning."""

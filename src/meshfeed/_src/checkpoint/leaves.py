@@ -12,8 +12,10 @@ unnoticed, so it is rejected.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
+import json
 import math
 from collections.abc import Callable, Hashable, Mapping
 from typing import NamedTuple, TypeAlias
@@ -206,6 +208,7 @@ class SavedLeaf:
     impl: str | None = None  # implementation of PRNG keys
     value: bool | int | float | complex | str | bytes | None = None  # of a Python number, text or bytes
     sharding: JsonValue = None  # the saved NamedSharding
+    memory_kind: str | None = None  # None means the devices' default memory
     cell: Shape | None = None  # shape of the boxes that have a digest
     chunk: Shape = ()  # shape of the stored chunks; () if no values are stored
     # By cell number.
@@ -237,13 +240,21 @@ class SavedLeaf:
         return self.value if self.encoding == VALUE else KINDS[self.kind].placeholder(self)
 
     def saved_sharding(self) -> jax.sharding.Sharding | None:
-        """Returns the saved sharding on this job's devices; else device 0 in a single-process job, or None."""
+        """Returns the saved sharding on this job's devices; else device 0 in a single-process job, or None.
+
+        It has the saved memory kind if these devices have such memory.
+        """
         entry = self.sharding
+        known = {memory.kind for memory in jax.local_devices()[0].addressable_memories()}
+        kind = self.memory_kind if self.memory_kind in known else None
         if entry is not None and math.prod(entry["axis_sizes"]) == jax.device_count():
             auto = (AxisType.Auto,) * len(entry["axis_names"])
             mesh = jax.make_mesh(tuple(entry["axis_sizes"]), tuple(entry["axis_names"]), axis_types=auto)
-            return NamedSharding(mesh, PartitionSpec(*(tuple(p) if isinstance(p, list) else p for p in entry["spec"])))
-        return jax.sharding.SingleDeviceSharding(jax.devices()[0]) if process_count() == 1 else None
+            spec = PartitionSpec(*(tuple(p) if isinstance(p, list) else p for p in entry["spec"]))
+            return NamedSharding(mesh, spec, memory_kind=kind)
+        if process_count() > 1:
+            return None
+        return jax.sharding.SingleDeviceSharding(jax.devices()[0], memory_kind=kind)
 
 
 def saved_leaf(name: str, entry: Entry) -> SavedLeaf:
@@ -252,22 +263,60 @@ def saved_leaf(name: str, entry: Entry) -> SavedLeaf:
         value = _python_value(entry)
         return SavedLeaf(name, entry["kind"], (), np.dtype(type(value)), VALUE, value=value)
     shape, encoding, impl = tuple(entry["shape"]), entry.get("stored"), entry.get("impl")
-    return SavedLeaf(name, entry["kind"], shape, dtype_of(entry), encoding, impl, sharding=entry.get("sharding"))
+    memory_kind, sharding = entry.get("memory_kind"), entry.get("sharding")
+    dtype = dtype_of(entry)
+    return SavedLeaf(name, entry["kind"], shape, dtype, encoding, impl, sharding=sharding, memory_kind=memory_kind)
 
 
 def dtype_of(entry: Entry) -> np.dtype[np.generic]:
     """Returns the dtype of a leaf's values as they were in the tree (of the key data for PRNG keys)."""
-    dtype = entry["dtype"]
-    # A list describes a structured dtype; JSON turned its tuples into lists.
-    if isinstance(dtype, list):
-        return np.dtype([tuple(tuple(p) if isinstance(p, list) else p for p in field) for field in dtype])
-    return jnp.dtype(dtype)
+    return _parsed_dtype(entry["dtype"])
+
+
+def _parsed_dtype(text: JsonValue) -> np.dtype[np.generic]:
+    """Inverts :func:`_dtype_text`."""
+    if isinstance(text, list):  # of fields; with unnamed ones for padding in the files of earlier versions
+        return np.lib.format.descr_to_dtype([_descr_field(*field) for field in text])
+    if not isinstance(text, dict):
+        return jnp.dtype(text)
+    if "base" in text:
+        return np.dtype((_parsed_dtype(text["base"]), tuple(text["shape"])))
+    aligned = {name: value for name, value in text.items() if name != "aligned"}
+    return np.dtype({**aligned, "formats": [_parsed_dtype(one) for one in text["formats"]]}, align=text["aligned"])
+
+
+def _descr_field(name: JsonValue, dtype: JsonValue, *shape: JsonValue) -> tuple[object, ...]:
+    """Returns a field of ``np.dtype.descr`` from JSON, which turned its tuples into lists."""
+    fields = [_descr_field(*field) for field in dtype] if isinstance(dtype, list) else dtype
+    return (tuple(name) if isinstance(name, list) else name, fields, *(tuple(sizes) for sizes in shape))
 
 
 def _dtype_text(dtype: np.dtype[np.generic]) -> JsonValue:
-    if dtype.names:
-        return dtype.descr
-    return dtype.name if is_extension(dtype) or (native(dtype) and dtype.isnative) else dtype.str
+    """Returns a dtype as JSON: its name, the list of its fields, or if that list is not exact, its layout as a dict."""
+    if dtype.names is None:
+        return dtype.name if is_extension(dtype) or (native(dtype) and dtype.isnative) else dtype.str
+    with contextlib.suppress(ValueError):  # fields that overlap or are out of order
+        text = json.loads(json.dumps(dtype.descr))
+        if all(field[0] for field in text) and _parsed_dtype(text) == dtype:
+            return text
+    return _layout(dtype)
+
+
+def _layout(dtype: np.dtype[np.generic]) -> JsonValue:
+    if dtype.subdtype is not None:
+        base, shape = dtype.subdtype
+        return {"base": _layout(base), "shape": list(shape)}
+    if dtype.names is None:
+        return _dtype_text(dtype)
+    fields = [(dtype.fields or {})[name] for name in dtype.names]
+    return {
+        "names": list(dtype.names),
+        "formats": [_layout(field[0]) for field in fields],
+        "offsets": [field[1] for field in fields],
+        "titles": [field[2] if len(field) > 2 else None for field in fields],
+        "itemsize": dtype.itemsize,
+        "aligned": dtype.isalignedstruct,
+    }
 
 
 def _python_value(entry: Entry) -> bool | int | float | complex | str | bytes:
@@ -314,12 +363,14 @@ def describe_array(leaf: jax.Array) -> Entry:
     if leaf.size == 0:
         entry["stored"] = NOTHING
     sharding = leaf.sharding
+    default = next(iter(sharding.device_set)).default_memory().kind
+    if sharding.memory_kind not in (None, default):  # another platform's default memory has a different name
+        entry["memory_kind"] = sharding.memory_kind
     if isinstance(sharding, NamedSharding):
         entry["sharding"] = {
             "axis_names": list(sharding.mesh.axis_names),
             "axis_sizes": list(sharding.mesh.axis_sizes),
             "spec": [list(part) if isinstance(part, tuple) else part for part in sharding.spec],
-            "memory_kind": sharding.memory_kind,
         }
     return entry
 
@@ -342,7 +393,8 @@ def _encode_local(leaf: jax.Array, where: str) -> tuple[Entry, NDArray[np.generi
 
 def _encode_numpy(leaf: NDArray[np.generic] | np.generic, where: str) -> tuple[Entry, NDArray[np.generic]]:
     kind = "numpy" if isinstance(leaf, np.ndarray) else "numpy_scalar"
-    array = np.array(leaf)
+    array = np.zeros(leaf.shape, leaf.dtype)  # a copy of a structured array would store uninitialized memory as padding
+    array[...] = leaf
     dtype = array.dtype
     if isinstance(leaf, np.ma.MaskedArray):
         raise CheckpointError(
@@ -351,7 +403,7 @@ def _encode_numpy(leaf: NDArray[np.generic] | np.generic, where: str) -> tuple[E
     if dtype.hasobject:
         raise CheckpointError(f"leaf {where}: an array of Python objects cannot be saved. Convert it to numbers.")
     entry: Entry = {"kind": kind, "shape": list(array.shape), "dtype": _dtype_text(dtype)}
-    if array.size == 0:
+    if array.nbytes == 0:
         return {**entry, "stored": NOTHING}, _nothing(array.ndim)
     if is_extension(dtype):
         return entry | stored_as(dtype), to_carrier(array)
@@ -474,12 +526,45 @@ def _is_global(leaf: Leaf, where: str) -> bool:
     """Returns whether Orbax stores a leaf as a global array: it cannot save one that is local to one of several hosts."""
     if isinstance(leaf, Tracer):
         raise CheckpointError(f"leaf {where}: a traced value cannot be saved. Call save outside jax.jit.")
-    if isinstance(leaf, jax.Array) and leaf.is_deleted():
+    if not isinstance(leaf, jax.Array):
+        return False
+    if leaf.is_deleted():
         raise CheckpointError(
             f"leaf {where}: the array was deleted or donated. Save before the step that donates it, or save the step's "
             "result."
         )
-    return isinstance(leaf, jax.Array) and not (leaf.is_fully_addressable and process_count() > 1)
+    if process_count() == 1:
+        return True
+    if leaf.is_fully_addressable:
+        return False
+    check_hosts(f"leaf {where}", leaf)
+    return True
+
+
+def check_hosts(where: str, array: jax.Array) -> None:
+    """Rejects an array that spans hosts but not all of them, with a CheckpointError.
+
+    The array of a single host looks like any local array on that host; the others reject it.
+    """
+    hosts = {device.process_index for device in array.sharding.device_set}
+    if len(hosts) < process_count():
+        absent = sorted(set(range(process_count())) - hosts)
+        raise CheckpointError(
+            f"{where} has no device on the hosts {absent}; Orbax can save only arrays with a device on every host. Save "
+            "it in a job without those hosts, or replicate it over all hosts first."
+        )
+
+
+def describe_leaves(tree: PyTree) -> list[list[str]]:
+    """Returns [path, description] of each leaf that must be the same on all hosts; JSON."""
+    flat, _ = jax.tree_util.tree_flatten_with_path(tree)
+    return [[jax.tree_util.keystr(path) or "(the whole tree)", _description(leaf)] for path, leaf in flat]
+
+
+def _description(leaf: Leaf) -> str:
+    if not isinstance(leaf, jax.Array):
+        return "a value of the host"  # that of host 0 is saved
+    return f"{leaf.dtype}{list(leaf.shape)} on {leaf.sharding.num_devices} devices"
 
 
 def skeleton_of(tree: PyTree) -> JsonValue:

@@ -81,6 +81,7 @@ from meshfeed._src.checkpoint.leaves import (
     kind_of,
     leaf_name,
     may_overflow,
+    native,
     python_type_of,
     tree_of,
 )
@@ -118,7 +119,8 @@ class RestoreOptions:
     """How arrays are restored.
 
     Attributes:
-      restore: ``once``: every stored byte is read by one host of the job, then sent to the devices that need it;
+      restore: ``once``: stored bytes are read by one host of the job (of a leaf whose chunks do not fit the division, up to a
+        tenth by two), then sent to the devices that need it;
         ``single_replica``: the hosts of one replica read, then send; ``every_host``: each host reads what its devices
         hold.
       replica_axis: name of the mesh axis along which ``single_replica`` selects one replica, or its index in each mesh.
@@ -495,7 +497,24 @@ def _check_sharding(name: str, shape: Shape, sharding: Sharding) -> None:
         ) from error
 
 
+@functools.lru_cache(maxsize=64)
+def _jax_holds(dtype: np.dtype[np.generic]) -> bool:
+    """Returns whether a ``jax.Array`` can have the dtype, possibly only with x64."""
+    if native(dtype):
+        return True
+    try:  # JAX names some narrow dtypes that no backend holds yet
+        jax.device_put(np.zeros((), dtype), jax.local_devices()[0]).block_until_ready()
+    except Exception:
+        return False
+    return True
+
+
 def _check_x64(name: str, dtype: np.dtype[np.generic], any_cast: bool) -> None:
+    if not _jax_holds(dtype):
+        raise CheckpointError(
+            f"leaf {name!r} was requested as a jax.Array of {dtype.name}, which this version of JAX does not support. "
+            "Request a numpy array, or a dtype of JAX."
+        )
     held = jax.dtypes.canonicalize_dtype(dtype)
     if not any_cast and held != dtype:
         raise CheckpointError(

@@ -68,7 +68,10 @@ def find_steps(directory: epath.PathLike) -> list[int]:
 
 
 def read_step(directory: epath.PathLike, step: int) -> StepParts:
-    """Checks a step without reading array values: parts, identities, digests of small files, and sizes of the rest.
+    """Checks a step without reading array values: its parts and their identities, and the sizes of all files.
+
+    Of the content of files, only the manifest and the iterator's state are compared with their digests: a restore needs no
+    more, and checks array values as it reads them. :func:`verify` compares the digests of all files.
 
     Raises:
       CheckpointError: the step is absent or incomplete, or its parts do not belong together.

@@ -1,0 +1,89 @@
+"""Saves that are unfinished when the program ends without ``close``: they are finished, or an ERROR names them.
+
+Orbax writes on threads that need executors of ``concurrent.futures``, which accept no work once the interpreter has begun
+to exit. So pending saves are finished before that, in the exit handlers that Python runs before it joins threads. A
+second look, after all threads have ended, finds the saves of other threads that began too late.
+"""
+
+from __future__ import annotations
+
+import atexit
+import concurrent.futures.thread  # noqa: F401 # registers its own exit handler first, which therefore runs last
+import contextlib
+import functools
+import logging
+import threading
+
+import orbax.checkpoint as ocp
+from etils import epath
+
+from meshfeed._src.base.fork import Owner
+
+_log = logging.getLogger("meshfeed.checkpoint")
+
+
+class OpenSaves:
+    """What a checkpointer has yet to save.
+
+    Args:
+      manager: Orbax's manager, which saves in the background.
+      directory: the checkpoint folder.
+
+    Attributes:
+      saving: the step that may be unfinished, or None.
+      skipped: the newest step that the interval skipped, which ``close`` will save, or None.
+    """
+
+    def __init__(self, manager: ocp.CheckpointManager, directory: epath.Path) -> None:
+        self._manager, self._directory, self._owner = manager, directory, Owner()
+        self.saving: int | None = None
+        self.skipped: int | None = None
+
+    def register(self) -> None:
+        """Asks for :meth:`finish` at exit; the checkpointer itself may be collected before."""
+        _register_exit()
+        _open[id(self)] = self
+
+    def remove(self) -> None:
+        """Undoes :meth:`register`, once nothing is open."""
+        _open.pop(id(self), None)
+
+    def finish(self) -> None:
+        """Waits for the save in the background; logs an ERROR if it failed, and one for a skipped step."""
+        if not self._owner.is_here:
+            return
+        saving, self.saving = self.saving, None
+        skipped, self.skipped = self.skipped, None
+        if saving is not None:
+            try:
+                self._manager.wait_until_finished()
+            except BaseException as error:  # including Ctrl-C: the program ends in any case
+                _log.error(_LOST, saving, self._directory, type(error).__name__, error)
+        if skipped is not None:
+            _log.error(_SKIPPED, skipped, self._directory)
+
+
+_LOST = (
+    "step %d is not saved in %s: the program ended without Checkpointer.close(), and the save failed: %s: %s. Use the "
+    "Checkpointer in a with statement, or call close()."
+)
+_SKIPPED = (
+    "step %d, which the interval skipped, is not saved in %s: the program ended without Checkpointer.close(). Use the "
+    "Checkpointer in a with statement, call close(), or set save_last=False."
+)
+_open: dict[int, OpenSaves] = {}
+
+
+def finish_open_saves() -> None:
+    """Finishes the saves of all checkpointers that were not closed."""
+    for saves in list(_open.values()):
+        saves.finish()
+
+
+@functools.cache
+def _register_exit() -> None:
+    atexit.register(finish_open_saves)
+    early = getattr(threading, "_register_atexit", None)  # without it, the second look still finds what was lost
+    if early is not None:
+        with contextlib.suppress(RuntimeError):  # the interpreter already exits
+            early(finish_open_saves)

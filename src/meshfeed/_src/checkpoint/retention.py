@@ -1,0 +1,52 @@
+"""Which steps of a checkpoint folder are kept."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from orbax.checkpoint import checkpoint_managers as policies
+
+_REPLACED = ("keep_period", "keep_time_interval")
+
+
+class NewestSteps:
+    """Keeps the steps with the highest numbers, and the step just saved even if it is older than those.
+
+    Orbax's own policy keeps the steps that were saved last, so saving an older step would remove a newer one.
+
+    Args:
+      count: how many of the newest steps to keep.
+    """
+
+    def __init__(self, count: int) -> None:
+        self._count = count
+
+    def should_preserve(
+        self, checkpoints: Sequence[policies.PolicyCheckpointInfo], *, context: policies.PreservationContext
+    ) -> Sequence[bool]:
+        """Returns whether to keep each step; Orbax appends the step just saved to the others."""
+        newest = sorted(info.step for info in checkpoints)[-self._count :]
+        return [info.step in newest or info is checkpoints[-1] for info in checkpoints]
+
+
+def retention_options(max_to_keep: int | None, orbax: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the keywords of Orbax's options for keeping ``max_to_keep`` of the newest steps.
+
+    Args:
+      max_to_keep: number of newest steps to keep; None keeps all.
+      orbax: the user's keywords for Orbax's options, which take precedence.
+    """
+    orbax = {"max_to_keep": max_to_keep, **orbax}
+    count = orbax["max_to_keep"]
+    if not isinstance(count, int) or count < 1 or orbax.get("best_fn") or orbax.get("read_only"):
+        return orbax
+    if orbax.get("preservation_policy") is not None:
+        return {**orbax, "max_to_keep": None}
+    kept: list[policies.PreservationPolicy] = [NewestSteps(count)]
+    if (period := orbax.get("keep_period")) is not None:
+        kept.append(policies.EveryNSteps(period))
+    if (interval := orbax.get("keep_time_interval")) is not None:
+        kept.append(policies.EveryNSeconds(interval_secs=int(interval.total_seconds())))
+    rest = {name: value for name, value in orbax.items() if name not in _REPLACED}
+    return {**rest, "max_to_keep": None, "preservation_policy": policies.AnyPreservationPolicy(kept)}
