@@ -46,7 +46,7 @@ def loader_with_bytes() -> Any:
 
 def packed() -> Any:
     """A pipeline whose state holds tuples, which Grain's own files keep as lists."""
-    documents = grain.MapDataset.range(1, 200).map(lambda i: {"x": np.full(i % 13 + 1, i, np.int32)})
+    documents = grain.MapDataset.range(400).map(lambda i: {"x": np.full(5, i, np.int32)})
     return grain.experimental.ConcatThenSplitIterDataset(
         documents.to_iter_dataset(), length_struct={"x": 10}, split_full_length_features=False
     ).batch(8)
