@@ -236,14 +236,27 @@ class SavedLeaf:
         """Returns the leaf's placeholder in an abstract tree."""
         return self.value if self.encoding == VALUE else KINDS[self.kind].placeholder(self)
 
+    def of_slices(self, sharding: jax.sharding.Sharding) -> jax.sharding.Sharding:
+        """Returns the saved sharding if ``sharding`` is that of the slices, which earlier versions gave to Orbax."""
+        entry = self.sharding
+        if entry is None or not isinstance(sharding, NamedSharding):
+            return sharding
+        if list(sharding.mesh.axis_names) != entry["axis_names"]:
+            return sharding
+        return NamedSharding(sharding.mesh, _spec_of(entry), memory_kind=sharding.memory_kind)
+
     def saved_sharding(self) -> jax.sharding.Sharding | None:
         """Returns the saved sharding on this job's devices; else device 0 in a single-process job, or None."""
         entry = self.sharding
         if entry is not None and math.prod(entry["axis_sizes"]) == jax.device_count():
             auto = (AxisType.Auto,) * len(entry["axis_names"])
             mesh = jax.make_mesh(tuple(entry["axis_sizes"]), tuple(entry["axis_names"]), axis_types=auto)
-            return NamedSharding(mesh, PartitionSpec(*(tuple(p) if isinstance(p, list) else p for p in entry["spec"])))
+            return NamedSharding(mesh, _spec_of(entry))
         return jax.sharding.SingleDeviceSharding(jax.devices()[0]) if process_count() == 1 else None
+
+
+def _spec_of(entry: JsonValue) -> PartitionSpec:
+    return PartitionSpec(*(tuple(part) if isinstance(part, list) else part for part in entry["spec"]))
 
 
 def saved_leaf(name: str, entry: Entry) -> SavedLeaf:
