@@ -388,8 +388,9 @@ def _placeholder(value: jax.Array) -> jax.Array:
 class ArraysHandler(ocp.handlers.AsyncCheckpointHandler):
     """Saves and restores a pytree of arrays, numpy values, numbers and text exactly.
 
-    Plain Orbax (``PyTreeCheckpointHandler``) can read the result. If TensorStore lacks a dtype, plain Orbax returns
-    equal numbers of a different dtype; this handler returns the original dtype.
+    Plain Orbax (``PyTreeCheckpointHandler``) can read the result. If TensorStore lacks a dtype (float8_e4m3, uint4, uint2),
+    plain Orbax returns equal numbers of a wider dtype, and raises "Unsupported data type" if asked for the original one;
+    this handler returns the original dtype.
 
     Args:
       restore: see :class:`ArrayHandler`.

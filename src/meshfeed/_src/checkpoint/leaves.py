@@ -1,7 +1,7 @@
 """The leaves of a tree, and its structure: how each kind and dtype is recognized, named, stored and described.
 
 Most values are stored unchanged, and plain Orbax reads them. TensorStore lacks some narrow dtypes; their values are
-stored as equal numbers of a different dtype, so plain Orbax returns the right values if asked for the narrow dtype.
+stored as equal numbers of a wider dtype, which plain Orbax returns; asked for the narrow one, it raises ValueError.
 :data:`KINDS` is the table of kinds. The manifest holds the structure as JSON and an entry for each leaf, with its
 original dtype and, under ``stored``, the encoding; :class:`SavedLeaf` is the parsed entry.
 
