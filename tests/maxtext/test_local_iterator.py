@@ -238,3 +238,38 @@ def test_close_of_the_local_iterator_closes_the_loader(mesh: Mesh) -> None:
     with pytest.raises(meshfeed.MeshfeedError, match="closed"):
         next(loader)
     assert loader.local_iterator.get_state() == {"next_index": 8}
+
+
+# ---------------------------------------------------------------------- iterators that iter() does not start again
+
+
+def elastic() -> Any:
+    """Grain's ElasticIterator, whose ``iter()`` gives the same iterator each time, but not itself."""
+    numbers = grain.MapDataset.range(320).shuffle(seed=3)
+    return grain.experimental.ElasticIterator(numbers, 8, grain.sharding.ShardOptions(0, 1))
+
+
+def test_an_elastic_iterator_goes_on_after_the_last_delivered_batch(mesh: Mesh) -> None:
+    expected = [np.asarray(batch) for batch in elastic()]
+    with MultiHostDataLoadIterator(elastic(), mesh) as loader:
+        for batch in expected[:3]:
+            assert_same(next(loader), batch)
+        state = loader.local_iterator.get_state()
+        assert state == {"global_next_index": 24}
+        for batch in expected[3:6]:
+            assert_same(next(loader), batch)
+        loader.reset()
+        for batch in expected[6:9]:
+            assert_same(next(loader), batch)
+        loader.local_iterator.set_state(state)
+        assert_same(next(loader), expected[3])
+    with meshfeed.Feed(meshfeed.sources.HostBatches(elastic()), mesh) as feed:
+        for batch in expected[:3]:
+            assert_same(next(feed), batch)
+        saved = feed.get_state()
+        for batch in expected[3:6]:
+            assert_same(next(feed), batch)
+        feed.set_state(saved)
+        assert_same(next(feed), expected[3])
+        feed.reset()
+        assert_same(next(feed), expected[0])
