@@ -14,7 +14,7 @@ from orbax.checkpoint._src.serialization import types as ocp_types
 
 import meshfeed
 from meshfeed._src.checkpoint import collectives, handlers, restore
-from meshfeed.checkpoint import ArraysHandler, ArraysSave, Checkpointer
+from meshfeed.checkpoint import ArrayHandler, ArraysHandler, ArraysSave, Checkpointer
 
 
 @pytest.fixture(scope="module")
@@ -151,6 +151,11 @@ def test_a_large_limit_takes_no_more_memory_than_none():
     sizes = [[len(group) for group in restore._groups(leaves, limit)] for limit in (large, None)]
     assert sizes == [[2, 2, 1]] * 2
     assert collectives._row_bytes(1 << 40, 1, large) == collectives._row_bytes(1 << 40, 1, None)
+
+
+def test_local_storage_of_each_host_is_read_by_that_host():
+    assert ArrayHandler(primary_host=None).restore_options.restore == "every_host"
+    assert ArrayHandler().restore_options.restore == "once"
 
 
 def test_errors_are_also_those_that_orbax_raises(tmp_path, mesh):

@@ -143,9 +143,11 @@ class ArrayHandler(ocp.type_handlers.ArrayHandler):
         verify: bool = True,
         **orbax: Any,
     ) -> None:
+        self._host_that_writes = orbax.get("primary_host", 0)
+        self._local_storage = self._host_that_writes is None  # each host writes to its own folder
         self.restore_options = _options_of(
             orbax,
-            restore=restore,
+            restore="every_host" if self._local_storage else restore,  # no host has the others' files
             replica_axis=replica_axis,
             primary_replica=primary_replica,
             memory_limit_bytes=memory_limit_bytes,
@@ -158,7 +160,6 @@ class ArrayHandler(ocp.type_handlers.ArrayHandler):
         # Without it, Orbax would slice again on the device, by default with no minimum size: eight chunks for 16 KiB.
         least = MIN_SLICE_BYTES if least is None else least
         self._status = None if orbax.get("callback") is None else _AskedOnce(orbax["callback"])
-        self._host_that_writes = orbax.get("primary_host", 0)
         self._write_shardings = sharding_writer() if orbax.get("enable_write_sharding_file", True) else None
         if self._write_shardings is not None:
             orbax["enable_write_sharding_file"] = False  # Orbax would write those of the slices
@@ -168,7 +169,6 @@ class ArrayHandler(ocp.type_handlers.ArrayHandler):
         # Share writes among replicas unless an Orbax setting restricts which replicas write.
         unrestricted = self._replica is not None and orbax.get("max_replicas_for_replica_parallel") is None
         self._share = unrestricted and orbax.get("use_replica_parallel") is not False
-        self._local_storage = self._host_that_writes is None  # each host writes to its own folder
 
     async def serialize(
         self,
