@@ -9,6 +9,7 @@ import jax
 import numpy as np
 import orbax.checkpoint as ocp
 import pytest
+from checkpoint_trees import make_mesh, place, registered
 
 from meshfeed._src.checkpoint import orbax_internals
 from meshfeed.checkpoint import ArrayHandler, Checkpointer
@@ -18,9 +19,28 @@ MODULE = "orbax.checkpoint._src.metadata.array_metadata_store"
 
 def test_the_names_are_there(caplog: pytest.LogCaptureFixture) -> None:
     assert type(orbax_internals.metadata_store()).__name__ == "Store"
+    assert orbax_internals.sharding_writer() is not None
     module, _, name = orbax_internals.JSON_HANDLER.rpartition(".")
     assert getattr(importlib.import_module(module), name).__name__ == "JsonHandler"
     assert caplog.records == []
+
+
+def test_without_the_writer_of_shardings_orbax_writes_those_of_the_slices(
+    tmp_path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    from orbax.checkpoint._src.serialization import jax_array_handlers
+
+    mesh = make_mesh(8)
+    tree = {"w": place(np.zeros((512, 512), np.float32), mesh)}
+    with monkeypatch.context() as patch:
+        patch.delattr(jax_array_handlers, "_async_serialize_shardings")
+        assert orbax_internals.sharding_writer() is None
+    assert "writes shardings elsewhere" in caplog.text
+    monkeypatch.setattr("meshfeed._src.checkpoint.handlers.sharding_writer", lambda: None)
+    with registered():
+        ocp.PyTreeCheckpointer().save(tmp_path / "a", args=ocp.args.PyTreeSave(tree))
+        assert ocp.PyTreeCheckpointer().restore(tmp_path / "a")["w"].sharding.is_fully_replicated
+    assert not ocp.PyTreeCheckpointer().restore(tmp_path / "a")["w"].sharding.is_fully_replicated
 
 
 def test_without_the_metadata_store_keys_are_saved_with_a_warning(

@@ -12,7 +12,7 @@ import numpy as np
 import orbax.checkpoint as ocp
 import pytest
 from checkpoint_feeds import CountingFeed
-from checkpoint_trees import assert_same, make_mesh, place, registered
+from checkpoint_trees import assert_same, make_mesh, orbax_args, place, registered
 from orbax.checkpoint import v1
 
 from meshfeed.checkpoint import (
@@ -78,6 +78,26 @@ def test_trees_of_other_savers_and_other_roots(tmp_path, tree):
         ocp.PyTreeCheckpointer().save(tmp_path / "ours", args=ocp.args.PyTreeSave(tree))
         expected = ocp.PyTreeCheckpointer().restore(tmp_path / "ours")
     assert_as_orbax_gives(expected, restore_once(tmp_path / "ours", None))
+
+
+@pytest.mark.parametrize(("saved", "stored"), [("float8_e4m3", "float16"), ("uint4", "uint8"), ("uint2", "uint8")])
+def test_dtypes_that_tensorstore_lacks(tmp_path, saved, stored):
+    """As docs/how-to/checkpoints.md says."""
+    values = place(np.arange(4).astype(saved), make_mesh(1))
+    with Checkpointer(tmp_path) as ckpt:
+        ckpt.save(1, {"w": values})
+    path = tmp_path / "1/arrays"
+
+    def restore_as(dtype):
+        leaf = jax.ShapeDtypeStruct(values.shape, dtype, sharding=values.sharding)
+        return ocp.PyTreeCheckpointer().restore(path, args=orbax_args({"w": leaf}))["w"]
+
+    for found in (ocp.PyTreeCheckpointer().restore(path)["w"], restore_as(stored)):
+        assert found.dtype == stored
+        np.testing.assert_array_equal(np.asarray(found), np.arange(4))
+    with pytest.raises(ValueError, match=f'Unsupported data type: "{saved}"'):
+        restore_as(saved)
+    assert_same({"w": values}, restore_once(path, {"w": jax.ShapeDtypeStruct((4,), saved, sharding=values.sharding)}))
 
 
 def test_shardings_that_do_not_fit_these_devices(tmp_path, tree):

@@ -46,16 +46,31 @@ from meshfeed._src.checkpoint.layout import (
     with_rows,
 )
 from meshfeed._src.checkpoint.leaves import SavedLeaf
-from meshfeed._src.checkpoint.stored import DamagedCheckpointError, Target, UnitReader, Wanted
+from meshfeed._src.checkpoint.stored import (
+    DamagedCheckpointError,
+    MissingArrayError,
+    StoredShapeError,
+    Target,
+    UnitReader,
+    Wanted,
+)
 
 R = TypeVar("R")
+
+
+# Errors that keep their class on other hosts, the most specific first.
+_ERRORS: dict[str, type[CheckpointError]] = {
+    "missing": MissingArrayError,
+    "damaged": DamagedCheckpointError,
+    "shape": StoredShapeError,
+}
 
 
 def _failure_of(error: BaseException) -> Failure:
     text = str(error) if isinstance(error, MeshfeedError) else f"{type(error).__name__}: {error}"
     if isinstance(error, SettingsError) and error.setting is not None:
         return Failure("setting", text, process_index(), details={"setting": error.setting})
-    kind = "damaged" if isinstance(error, DamagedCheckpointError) else "unreadable"
+    kind = next((kind for kind, of_kind in _ERRORS.items() if isinstance(error, of_kind)), "unreadable")
     return Failure(kind, text, process_index(), getattr(error, "step", None))
 
 
@@ -63,7 +78,7 @@ def _error_of(failure: Failure, where: str) -> MeshfeedError:
     message = f"{where}: {failure.message}"
     if failure.kind == "setting":
         return SettingsError(message, setting=failure.details["setting"])
-    return (DamagedCheckpointError if failure.kind == "damaged" else CheckpointError)(message, step=failure.step)
+    return _ERRORS.get(failure.kind, CheckpointError)(message, step=failure.step)
 
 
 def _report_of(error: BaseException | None) -> JsonValue:
@@ -404,6 +419,6 @@ def exchange(
 
 def _row_bytes(longest: int, hosts: int, limit_bytes: int | None) -> int:
     """Returns the bytes that each host sends per round: few distinct numbers, so few compiled programs."""
-    budget = _ROUND_BYTES if limit_bytes is None else max(1, limit_bytes // 2)
+    budget = _ROUND_BYTES if limit_bytes is None else max(1, min(_ROUND_BYTES, limit_bytes // 2))
     width = min(longest, max(_LEAST_ROUND_BYTES, budget // (hosts + 1)))
     return max(1, min(1 << (width - 1).bit_length(), longest))

@@ -28,6 +28,7 @@ from meshfeed._src.base.errors import CheckpointError, StateMismatchError
 from meshfeed._src.base.trees import decode_value, encode_value
 from meshfeed._src.base.types import JsonValue, public
 from meshfeed._src.state import files as state_files
+from meshfeed._src.state.grain_files import with_tuples
 from meshfeed._src.state.state import parse_state, seal
 
 if TYPE_CHECKING:  # the handlers import Orbax, which takes seconds and is not needed here
@@ -37,7 +38,6 @@ _NAME = re.compile(r"process_(\d+)(?:-of-(\d+)(?:\.0)?)?\.json")
 _ELASTIC = "global_next_index"
 _LOADER = "last_seen_indices"
 _WORKERS = "iterators_in_use_states"
-_SLICES = "remainder_slices"
 
 
 def read_foreign_files(directory: epath.PathLike) -> tuple[dict[int, JsonValue], int | None]:
@@ -328,22 +328,7 @@ def _as_grain_gave_it(state: JsonValue) -> JsonValue:
     """Restores what ``get_state`` returned before it was written as JSON, which has neither bytes nor tuples."""
     if isinstance(state, dict) and _LOADER in state:
         return json.dumps(state, indent=4).encode()
-    return _with_slices(state)
-
-
-def _with_slices(state: JsonValue) -> JsonValue:
-    """Makes slices tuples again: ConcatThenSplitIterDataset compares them with tuples and would resume wrongly."""
-    if isinstance(state, list):
-        return [_with_slices(item) for item in state]
-    if not isinstance(state, dict):
-        return state
-    return {key: _as_tuples(item) if key == _SLICES else _with_slices(item) for key, item in state.items()}
-
-
-def _as_tuples(slices: JsonValue) -> JsonValue:
-    if isinstance(slices, dict):
-        return {key: _as_tuples(item) for key, item in slices.items()}
-    return tuple(slices) if isinstance(slices, list) else slices
+    return with_tuples(state)
 
 
 @dataclasses.dataclass

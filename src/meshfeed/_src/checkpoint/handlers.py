@@ -58,7 +58,7 @@ from meshfeed._src.checkpoint.leaves import (
     is_key,
     stored_as,
 )
-from meshfeed._src.checkpoint.orbax_internals import JSON_HANDLER, metadata_store
+from meshfeed._src.checkpoint.orbax_internals import JSON_HANDLER, metadata_store, sharding_writer
 from meshfeed._src.checkpoint.restore import (
     Build,
     LeafRequest,
@@ -145,9 +145,11 @@ class ArrayHandler(ocp.type_handlers.ArrayHandler):
         verify: bool = True,
         **orbax: Any,
     ) -> None:
+        self._host_that_writes = orbax.get("primary_host", 0)
+        self._local_storage = self._host_that_writes is None  # each host writes to its own folder
         self.restore_options = _options_of(
             orbax,
-            restore=restore,
+            restore="every_host" if self._local_storage else restore,  # no host has the others' files
             replica_axis=replica_axis,
             primary_replica=primary_replica,
             memory_limit_bytes=memory_limit_bytes,
@@ -159,7 +161,12 @@ class ArrayHandler(ocp.type_handlers.ArrayHandler):
         least = self._min_slice_bytes = orbax.get("min_slice_bytes_for_replica_parallel")
         # Without it, Orbax would slice again on the device, by default with no minimum size: eight chunks for 16 KiB.
         least = MIN_SLICE_BYTES if least is None else least
-        super().__init__(**{**orbax, "min_slice_bytes_for_replica_parallel": least})
+        self._status = None if orbax.get("callback") is None else _AskedOnce(orbax["callback"])
+        self._write_shardings = sharding_writer() if orbax.get("enable_write_sharding_file", True) else None
+        if self._write_shardings is not None:
+            orbax["enable_write_sharding_file"] = False  # Orbax would write those of the slices
+        changed = {"callback": self._status, "min_slice_bytes_for_replica_parallel": least}
+        super().__init__(**{**orbax, **changed})
         self.failures: list[BaseException] | None = None
         """If not None, takes the errors of ``serialize``, whose future raises them. Raised by ``serialize``, they would
         leave the threads of other leaves running, which nobody could wait for."""
@@ -167,8 +174,6 @@ class ArrayHandler(ocp.type_handlers.ArrayHandler):
         # Share writes among replicas unless an Orbax setting restricts which replicas write.
         unrestricted = self._replica is not None and orbax.get("max_replicas_for_replica_parallel") is None
         self._share = unrestricted and orbax.get("use_replica_parallel") is not False
-        self._local_storage = orbax.get("primary_host", 0) is None  # each host writes to its own folder
-        self._status = orbax.get("callback")
 
     async def serialize(
         self,
@@ -198,11 +203,14 @@ class ArrayHandler(ocp.type_handlers.ArrayHandler):
             laid = {
                 info.name: self._lay_out(value, info, arg) for value, info, arg in zip(values, infos, args, strict=True)
             }
+            shardings = [_whole_sharding(one.array, value) for one, value in zip(laid.values(), values, strict=True)]
         pending = {name: one.digests for name, one in laid.items() if one.digests is not None}
         for digests in pending.values():  # before Orbax starts threads that compete for the GIL
             digests.capture()
         arrays, args = [one.array for one in laid.values()], [one.args for one in laid.values()]
         futures = list(await super().serialize(arrays, infos, args))
+        if self._write_shardings is not None:
+            futures.append(self._write_shardings(shardings, infos, self._host_that_writes))
         entries = {name: one.entry for name, one in laid.items() if one.entry is not None}
         process, folder = process_index(), infos[0]
         if process != 0 and not self._local_storage:
@@ -254,7 +262,7 @@ class ArrayHandler(ocp.type_handlers.ArrayHandler):
         Under Orbax's limit on host memory, only what Orbax itself copies synchronously is copied at once.
         """
         limited = getattr(info.device_host_byte_limiter, "max_bytes", None) is not None
-        return not limited or self._status is None or self._status.key_priority(info.keypath).name == "SYNCHRONOUS"
+        return not limited or self._status is None or self._status.ask(info.keypath).name == "SYNCHRONOUS"
 
     async def deserialize(
         self,
@@ -278,7 +286,7 @@ class ArrayHandler(ocp.type_handlers.ArrayHandler):
         def plan(stored: StoredArrays) -> tuple[list[Planned], Build]:
             return [_plan_parameter(stored, *one) for one in zip(infos, args, saved, strict=True)], list
 
-        return restore_planned(infos[0].parent_dir, plan, self.restore_options)
+        return restore_planned(infos[0].parent_dir, plan, _within_limit(self.restore_options, infos))
 
     def _dispatched(self, stored: StoredArrays, requests: Sequence[LeafRequest]) -> Sequence[jax.Array]:
         """Restores through Orbax, whose dispatcher makes the workers read."""
@@ -290,6 +298,44 @@ class ArrayHandler(ocp.type_handlers.ArrayHandler):
         # On a separate thread, because the caller may already be inside an event loop.
         deserialize = super().deserialize
         return SingleCall(lambda: asyncio.run(deserialize(infos, args)), "meshfeed-restore").result()
+
+
+class _AskedOnce:
+    """A user's callback, asked once per save for the priority of a parameter, although both Orbax and we need it."""
+
+    def __init__(self, callback: Any) -> None:
+        self._callback = callback
+        self._answers: dict[Any, Any] = {}
+
+    def ask(self, keypath: Any) -> Any:
+        """Returns the priority of a parameter, and keeps it for Orbax."""
+        self._answers[keypath] = answer = self._callback.key_priority(keypath)
+        return answer
+
+    def key_priority(self, keypath: Any) -> Any:
+        """Returns the answer that was kept; asks if there is none."""
+        answer = self._answers.pop(keypath, None)
+        return self._callback.key_priority(keypath) if answer is None else answer
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "_callback":  # looked up here by copy and pickle, before it is set
+            raise AttributeError(name)
+        return getattr(self._callback, name)
+
+
+def _whole_sharding(stored: jax.Array, value: jax.Array) -> Sharding:
+    """Returns the sharding from which Orbax restores ``value``, which is stored as ``stored``."""
+    if value.size == 0:
+        return stored.sharding
+    return (jax.random.key_data(value) if is_key(value) else value).sharding
+
+
+def _within_limit(options: RestoreOptions, infos: Sequence[ocp.type_handlers.ParamInfo]) -> RestoreOptions:
+    """Applies Orbax's ``restore_concurrent_gb`` if there is no limit of ours."""
+    limit = getattr(infos[0].byte_limiter, "max_bytes", None)
+    if limit is None or options.memory_limit_bytes is not None or options.memory_fraction is not None:
+        return options
+    return dataclasses.replace(options, memory_limit_bytes=max(1, int(limit)))
 
 
 class _Laid(NamedTuple):
@@ -320,7 +366,7 @@ def _sharding(stored: StoredArrays, name: str, arg: ocp.type_handlers.RestoreArg
     sharding = getattr(arg, "sharding", None) or getattr(saved, "sharding", None)
     if sharding is not None and hasattr(sharding, "to_jax_sharding"):
         try:
-            return sharding.to_jax_sharding()
+            return stored.saved(name).of_slices(sharding.to_jax_sharding())
         except Exception as error:  # devices of a different topology
             raise CheckpointError(
                 f"parameter {name!r}: the saved sharding does not fit these devices ({error}). Pass a sharding."
@@ -351,8 +397,9 @@ def _placeholder(value: jax.Array) -> jax.Array:
 class ArraysHandler(ocp.handlers.AsyncCheckpointHandler):
     """Saves and restores a pytree of arrays, numpy values, numbers and text exactly.
 
-    Plain Orbax (``PyTreeCheckpointHandler``) can read the result. If TensorStore lacks a dtype, plain Orbax returns
-    equal numbers of a different dtype; this handler returns the original dtype.
+    Plain Orbax (``PyTreeCheckpointHandler``) can read the result. If TensorStore lacks a dtype (float8_e4m3, uint4, uint2),
+    plain Orbax returns equal numbers of a wider dtype, and raises "Unsupported data type" if asked for the original one;
+    this handler returns the original dtype.
 
     Args:
       restore: see :class:`ArrayHandler`.

@@ -1,7 +1,7 @@
 """The leaves of a tree, and its structure: how each kind and dtype is recognized, named, stored and described.
 
 Most values are stored unchanged, and plain Orbax reads them. TensorStore lacks some narrow dtypes; their values are
-stored as equal numbers of a different dtype, so plain Orbax returns the right values if asked for the narrow dtype.
+stored as equal numbers of a wider dtype, which plain Orbax returns; asked for the narrow one, it raises ValueError.
 :data:`KINDS` is the table of kinds. The manifest holds the structure as JSON and an entry for each leaf, with its
 original dtype and, under ``stored``, the encoding; :class:`SavedLeaf` is the parsed entry.
 
@@ -239,6 +239,15 @@ class SavedLeaf:
         """Returns the leaf's placeholder in an abstract tree."""
         return self.value if self.encoding == VALUE else KINDS[self.kind].placeholder(self)
 
+    def of_slices(self, sharding: jax.sharding.Sharding) -> jax.sharding.Sharding:
+        """Returns the saved sharding if ``sharding`` is that of the slices, which earlier versions gave to Orbax."""
+        entry = self.sharding
+        if entry is None or not isinstance(sharding, NamedSharding):
+            return sharding
+        if list(sharding.mesh.axis_names) != entry["axis_names"]:
+            return sharding
+        return NamedSharding(sharding.mesh, _spec_of(entry), memory_kind=sharding.memory_kind)
+
     def saved_sharding(self) -> jax.sharding.Sharding | None:
         """Returns the saved sharding on this job's devices; else device 0 in a single-process job, or None.
 
@@ -250,11 +259,14 @@ class SavedLeaf:
         if entry is not None and math.prod(entry["axis_sizes"]) == jax.device_count():
             auto = (AxisType.Auto,) * len(entry["axis_names"])
             mesh = jax.make_mesh(tuple(entry["axis_sizes"]), tuple(entry["axis_names"]), axis_types=auto)
-            spec = PartitionSpec(*(tuple(p) if isinstance(p, list) else p for p in entry["spec"]))
-            return NamedSharding(mesh, spec, memory_kind=kind)
+            return NamedSharding(mesh, _spec_of(entry), memory_kind=kind)
         if process_count() > 1:
             return None
         return jax.sharding.SingleDeviceSharding(jax.devices()[0], memory_kind=kind)
+
+
+def _spec_of(entry: JsonValue) -> PartitionSpec:
+    return PartitionSpec(*(tuple(part) if isinstance(part, list) else part for part in entry["spec"]))
 
 
 def saved_leaf(name: str, entry: Entry) -> SavedLeaf:

@@ -3,11 +3,19 @@
 from __future__ import annotations
 
 import logging
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, TypeAlias
 
 import orbax.checkpoint as ocp
+from jax.sharding import Sharding
+from orbax.checkpoint import future as orbax_future
 
 _log = logging.getLogger("meshfeed.checkpoint")
+
+WriteShardings: TypeAlias = Callable[
+    [Sequence[Sharding], Sequence[ocp.type_handlers.ParamInfo], int | None], orbax_future.Future
+]
+"""(shardings, parameters, the host that writes or None for all) → the future of the file."""
 
 JSON_HANDLER = "orbax.checkpoint.experimental.v1._src.handlers.json_handler.JsonHandler"
 """The name under which Orbax v1 finds its JSON handler, even in a process that never imports meshfeed.
@@ -15,6 +23,31 @@ JSON_HANDLER = "orbax.checkpoint.experimental.v1._src.handlers.json_handler.Json
 In Orbax v0 only our class has this name, so v0 uses our class. It is written into checkpoints and must not change. An
 Orbax v1 that does not find the name reads the item only if it is given a handler.
 """
+
+
+def sharding_writer() -> WriteShardings | None:
+    """Returns the function that writes Orbax's file of shardings, from which a restore without shardings takes them.
+
+    Returns None if this version of Orbax has no such function. Orbax then writes the file itself, with the shardings of
+    the slices that it gets; meshfeed still restores those that were saved.
+    """
+    try:
+        from orbax.checkpoint._src.serialization.jax_array_handlers import _async_serialize_shardings
+    except ImportError:
+        _log.warning(
+            "Orbax %s writes shardings elsewhere; without meshfeed, it will restore arrays saved now, if it is given no "
+            "shardings, divided among the replicas that shared their writing",
+            ocp.__version__,
+        )
+        return None
+
+    def write(
+        shardings: Sequence[Sharding], infos: Sequence[ocp.type_handlers.ParamInfo], primary_host: int | None
+    ) -> orbax_future.Future:
+        writing = _async_serialize_shardings(shardings=shardings, infos=infos, primary_host=primary_host)
+        return orbax_future.CommitFutureAwaitingContractedSignals(writing, name="serialize_shardings")
+
+    return write
 
 
 def metadata_store() -> Any | None:

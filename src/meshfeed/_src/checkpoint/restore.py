@@ -85,7 +85,7 @@ from meshfeed._src.checkpoint.leaves import (
     python_type_of,
     tree_of,
 )
-from meshfeed._src.checkpoint.stored import FOLDER, StoredArrays, Target, UnitReader, wanted_units
+from meshfeed._src.checkpoint.stored import FOLDER, StoredArrays, StoredShapeError, Target, UnitReader, wanted_units
 from meshfeed._src.state.files import readable_path
 
 Dispatch: TypeAlias = Callable[[StoredArrays, "Sequence[LeafRequest]"], Sequence[jax.Array]]
@@ -480,10 +480,10 @@ def _check_shape(stored: StoredArrays, saved: SavedLeaf, wanted: Shape | None, s
     if wanted is None or tuple(wanted) == found:
         return
     if strict or len(tuple(wanted)) != len(found):
-        raise CheckpointError(
-            f"{stored.directory}: parameter {saved.name!r} has the stored shape {found}, but {tuple(wanted)} was requested. "
-            "Request the stored shape, or set strict=False (in ArraysRestore, or in Orbax's ArrayRestoreArgs) to truncate "
-            "the array or pad it with zeros."
+        raise StoredShapeError(
+            f"{stored.directory}: parameter {saved.name!r} has the stored shape {found}, which is not compatible with the "
+            f"requested {tuple(wanted)}. Request the stored shape, or set strict=False (in ArraysRestore, or in Orbax's "
+            "ArrayRestoreArgs) to truncate the array or pad it with zeros."
         )
 
 
@@ -710,7 +710,8 @@ class LeafRequest:
 
         It is gathered in blocks because of the limit, or because broadcasting it whole thrashes memory.
         """
-        most = limit // 2 if limit is not None else _BROADCAST_BYTES if self.plan.broadcast else sys.maxsize
+        most = _BROADCAST_BYTES if self.plan.broadcast else sys.maxsize
+        most = most if limit is None else min(most, limit // 2)
         whole = self.plan.direct or not self.plan.shape or self.extra_bytes() <= most
         return None if whole else most
 
@@ -907,7 +908,7 @@ def _groups(requests: Sequence[LeafRequest], limit: int | None) -> list[list[Lea
         in_blocks, extra = request.block_bytes(limit) is not None, request.extra_bytes()
         if in_blocks or extra > room:
             groups.append([])
-            room = limit or _GROUP_BYTES
+            room = _GROUP_BYTES if limit is None else min(limit, _GROUP_BYTES)
         groups[-1].append(request)
         room = -1 if in_blocks else room - extra
     return groups

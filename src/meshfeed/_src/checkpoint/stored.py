@@ -68,6 +68,14 @@ class DamagedCheckpointError(DamagedStateError):
     """
 
 
+class MissingArrayError(DamagedCheckpointError, FileNotFoundError):
+    """A parameter that the checkpoint lists is not stored; also the FileNotFoundError that Orbax raises."""
+
+
+class StoredShapeError(CheckpointError, ValueError):
+    """A shape was requested that is not compatible with the stored one; also the ValueError that Orbax raises."""
+
+
 FOLDER = "meshfeed"
 TREE_PART = "tree"
 ARRAYS_PART = "arrays-"  # and the process
@@ -379,7 +387,8 @@ class StoredArrays:
         )
         if refused and "No such file" not in text:
             return CheckpointError(f"{what}: {text}")
-        return DamagedCheckpointError(f"{what}: {text}. {RESTORE_EARLIER}", path=str(self.directory))
+        kind = MissingArrayError if text.startswith("NOT_FOUND") else DamagedCheckpointError
+        return kind(f"{what}: {text}. {RESTORE_EARLIER}", path=str(self.directory))
 
     def chunk_of(self, name: str) -> list[int]:
         """Returns the shape of a parameter's stored chunks."""

@@ -7,6 +7,7 @@ from typing import Protocol
 
 from meshfeed._src.base.hooks import Resumable
 from meshfeed._src.base.types import JsonValue, PyTree
+from meshfeed._src.state.files import Checkpointable
 
 
 class ResumableIterator(Resumable, Protocol):
@@ -17,8 +18,8 @@ class ResumableIterator(Resumable, Protocol):
     def __next__(self) -> PyTree: ...
 
 
-class LocalIterator:
-    """A feed as the local iterator that checkpoint code written for Grain or MaxText expects.
+class LocalIterator(Checkpointable):
+    """A feed as the local iterator that checkpoint code written for Grain, MaxText or Orbax v1 expects.
 
     Args:
       feed: the feed.

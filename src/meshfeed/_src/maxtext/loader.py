@@ -14,11 +14,12 @@ import inspect
 import logging
 import sys
 import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, TypeGuard
 
 import jax
 import numpy as np
+from etils import epath  # pyright: ignore[reportMissingTypeStubs]
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from meshfeed._src.arrays.dtypes import narrowed_dtype
@@ -46,9 +47,10 @@ from meshfeed._src.base.types import JsonValue, PyTree, public
 from meshfeed._src.feed.iterator import MultiHostDataLoadIterator as Feed
 from meshfeed._src.plan.plan import normalize_sharding, participants
 from meshfeed._src.remote.client import zeros
-from meshfeed._src.sources.host_batches import HostBatches, start
+from meshfeed._src.sources.host_batches import HostBatches, is_grain, is_one_shot, start
+from meshfeed._src.state import grain_files
 from meshfeed._src.state import state as feed_state
-from meshfeed._src.state.files import Checkpointable
+from meshfeed._src.state.files import Checkpointable, Directory, PathAwaitingCreation, write_text
 from meshfeed._src.streams.local_batches import LocalBatchCursor
 from meshfeed._src.streams.protocol import EMPTY_BATCHES
 
@@ -360,11 +362,16 @@ class MultiHostDataLoadIterator(Checkpointable):
         self.close()
 
 
+class MethodNotForwardedError(MeshfeedError, AttributeError):
+    """The local iterator does not forward a method of the loader's iterator, which has read ahead."""
+
+
 class LocalIteratorView:
     """The loader's iterator as seen by checkpoint code: at the last delivered batch, regardless of the read-ahead.
 
-    Other attributes are forwarded to the loader's iterator. ``__class__`` is the class of the loader's iterator, because
-    checkpoint code tests ``isinstance(..., grain.DatasetIterator)``.
+    Other attributes are forwarded to the loader's iterator, except its methods, which could move it or save its
+    read-ahead. ``__class__`` is the class of the loader's iterator, because checkpoint code tests
+    ``isinstance(..., grain.DatasetIterator)``.
     """
 
     def __init__(self, owner: MultiHostDataLoadIterator, local: HostLoaders) -> None:
@@ -396,8 +403,61 @@ class LocalIteratorView:
           Exception: any error that the loader raises for a state that it does not accept.
         """
         if len(self._local.beginning.get("iterators", ())) == 1:
+            # Handlers of Grain and MaxText pass Grain's state as plain JSON.
+            state = grain_files.with_tuples(state) if self._of_grain else state
             state = {"batches": 0, "iterators": [state]}
         self._owner.restart_from(state)
+
+    async def save(self, directory: Directory | PathAwaitingCreation) -> Awaitable[None]:
+        """Orbax v1's StatefulCheckpointable, as of Grain's iterators: captures the state now.
+
+        Returns:
+          A coroutine that writes Grain's file of this process.
+
+        Raises:
+          TypeError: part of the loader's state has no exact JSON form.
+        """
+        text = self.to_text()
+
+        async def write() -> None:
+            path = await directory.await_creation() if isinstance(directory, PathAwaitingCreation) else directory
+            write_text(epath.Path(path) / grain_files.file_name(), text)
+
+        return write()
+
+    async def load(self, directory: Directory) -> Awaitable[None]:
+        """Orbax v1's StatefulCheckpointable, as of Grain's iterators.
+
+        Returns:
+          A coroutine that reads Grain's file of this process and sets its state. It raises MissingIteratorStateError (a
+          CheckpointError and FileNotFoundError) if there is none, and StateMismatchError if it is damaged.
+        """
+
+        async def read() -> None:
+            self.set_from(epath.Path(directory) / grain_files.file_name(), "Restore a different step.")
+
+        return read()
+
+    def to_text(self) -> str:
+        """Returns the text of Grain's file of the state."""
+        return grain_files.to_text(self.get_state(), of_grain=self._of_grain)
+
+    def set_from(self, path: epath.Path, remedy: str) -> None:
+        """Sets the state in Grain's file at ``path``; an error about a missing file ends with ``remedy``."""
+        text, beginning = grain_files.read_text(path, remedy), self._local.beginning.get("iterators", ())
+        as_bytes = len(beginning) == 1 and isinstance(beginning[0], bytes)
+        self.set_state(grain_files.from_text(text, path, of_grain=self._of_grain, as_bytes=as_bytes))
+
+    @property
+    def _of_grain(self) -> bool:
+        return len(self._local.iterators) == 1 and is_grain(self._local.iterators[0])
+
+    def start_prefetch(self) -> None:
+        """Does nothing: the first ``next`` starts the read-ahead. Grain's handler calls it after ``set_state``."""
+
+    def close(self) -> None:
+        """Closes the :class:`MultiHostDataLoadIterator`, and with it the loader."""
+        self._owner.close()
 
     @property
     def __class__(self) -> type:  # pyright: ignore[reportIncompatibleMethodOverride]
@@ -407,7 +467,15 @@ class LocalIteratorView:
     def __getattr__(self, name: str) -> Any:
         if name.startswith("_"):  # _local is looked up here until __init__ sets it: copy and pickle would recurse
             raise AttributeError(name)
-        return getattr(self._local.iterators[0], name)
+        iterator = self._local.iterators[0]
+        value = getattr(iterator, name)
+        if inspect.isroutine(value):
+            raise MethodNotForwardedError(
+                f"local_iterator does not have {type(iterator).__name__}.{name}(): the loader has read ahead, so its own "
+                "methods would save or move it at another batch than the last delivered one. Use get_state, set_state, "
+                f"save or load of local_iterator, or call {name} before you pass the loader."
+            )
+        return value
 
 
 class LoaderNotReadyError(MeshfeedError, TimeoutError):
@@ -675,4 +743,4 @@ def _is_list_of_loaders(value: object) -> TypeGuard[Sequence[object]]:
 
 
 def _is_one_shot(loader: object) -> bool:
-    return isinstance(loader, Iterator) and not hasattr(loader, "as_numpy_iterator") and iter(loader) is loader
+    return isinstance(loader, Iterator) and not hasattr(loader, "as_numpy_iterator") and is_one_shot(loader)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import json
 from collections.abc import Callable, Sequence
 from typing import Any, TypeAlias
 
@@ -13,19 +12,14 @@ from etils import epath
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from meshfeed._src.base import coordination
-from meshfeed._src.base.errors import CheckpointError, StateMismatchError
-from meshfeed._src.base.trees import decode_value, encode_value
 from meshfeed._src.base.types import PyTree, public
 from meshfeed._src.maxtext.loader import MultiHostDataLoadIterator
 from meshfeed._src.remote.client import RemoteClient, make_payload
-from meshfeed._src.state.files import write_json
+from meshfeed._src.state import grain_files
+from meshfeed._src.state.files import write_text
 
 Step: TypeAlias = "jax.Array | np.ndarray | np.integer | int"
 """A step number, also as an array with one element."""
-
-
-class MissingIteratorStateError(CheckpointError, FileNotFoundError):
-    """The checkpoint has no iterator state for this host; nothing is restored, and the iterator is unchanged."""
 
 
 @public("meshfeed.maxtext")
@@ -108,15 +102,15 @@ class RemoteIterator:
     def _path(self, step_array: Step) -> epath.Path:
         # NumPy cannot read an array over devices of other hosts.
         step = int(np.asarray(getattr(step_array, "addressable_data", lambda _: step_array)(0)).reshape(-1)[0])
-        host = "0" if self.elastic else f"{coordination.process_index()}-of-{coordination.process_count()}"
-        return epath.Path(self.checkpoint_path) / str(step) / "iter" / f"process_{host}.json"
+        name = "process_0.json" if self.elastic else grain_files.file_name()
+        return epath.Path(self.checkpoint_path) / str(step) / "iter" / name
 
     def save_state(self, step_array: Step) -> Step:
         """Writes the state after the last delivered batch; with ``elastic``, on process 0 only."""
         path, iterator = self._path(step_array), self._iterator_near(step_array)
         if not self.elastic or coordination.process_index() == 0:
             path.parent.mkdir(parents=True, exist_ok=True)
-            write_json(path, encode_value(iterator.get_state()))
+            write_text(path, iterator.to_text())
         return step_array
 
     def restore_state(self, step_array: Step) -> Step:
@@ -126,19 +120,8 @@ class RemoteIterator:
           MissingIteratorStateError: (a FileNotFoundError) the file does not exist.
           StateMismatchError: the file is damaged.
         """
-        path = self._path(step_array)
-        if not path.exists():
-            raise MissingIteratorStateError(
-                f"{path} does not exist. The iterator was not saved at this step, or by a different number of hosts "
-                f"(there are {coordination.process_count()} now); it is unchanged. Restore a different step, or "
-                "set elastic=True for data whose state all hosts share."
-            )
-        try:
-            state = decode_value(json.loads(path.read_text()))
-        except ValueError as error:
-            remedy = f"{path} is truncated or damaged: {error}. Restore a different step."
-            raise StateMismatchError("state", "no JSON", "JSON", remedy) from None
-        self._iterator_near(step_array).set_state(state)
+        remedy = "Restore a different step, or set elastic=True for data whose state all hosts share."
+        self._iterator_near(step_array).set_from(self._path(step_array), remedy)
         return step_array
 
     def close(self) -> None:

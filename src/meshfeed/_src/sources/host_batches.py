@@ -75,11 +75,9 @@ class HostBatches:
                 f"[host_rows, ...].{reader_hint(iterable) or ' If it is a function that makes one, call it first.'}"
             )
         self.iterable: Any = iterable
-        if _is_grain(iterable):
+        if is_grain(iterable):
             _parse_flags()
-        self._one_shot = hasattr(iterable, "__next__") and (
-            not hasattr(iterable, "__iter__") or iter(iterable) is iterable
-        )
+        self._one_shot = is_one_shot(iterable)
         # Restoring the state before the first batch rewinds a resumable iterator.
         self._first_state = (
             self.iterable.get_state() if self._one_shot and find(iterable, Resumable) is not None else None
@@ -407,7 +405,15 @@ class HostBatchIterator:
                 dropping.add()
 
 
-def _is_grain(thing: object) -> bool:
+def is_one_shot(iterable: Any) -> bool:
+    """Whether ``iterable`` is an iterator: each ``iter()`` gives the same one, such as of Grain's ElasticIterator."""
+    if not hasattr(iterable, "__next__"):
+        return False
+    return not hasattr(iterable, "__iter__") or iter(iterable) is iter(iterable)
+
+
+def is_grain(thing: object) -> bool:
+    """Whether the class of ``thing`` is Grain's, or derived from one."""
     return any(base.__module__.partition(".")[0] == "grain" for base in type(thing).__mro__)
 
 
@@ -424,7 +430,7 @@ def start(iterable: Iterable[PyTree] | Iterator[PyTree]) -> Iterator[PyTree]:
     as_numpy = getattr(iterable, "as_numpy_iterator", None)
     restarted: Any = as_numpy() if callable(as_numpy) else iterable
     iterator = iter(restarted) if hasattr(restarted, "__iter__") else restarted
-    if _is_grain(iterator):
+    if is_grain(iterator):
         from meshfeed._src.sources.grain.internals import use_daemon_threads
 
         use_daemon_threads(iterator)

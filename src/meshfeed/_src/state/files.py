@@ -99,7 +99,11 @@ def readable_path(directory: Directory) -> epath.Path:
 
 def write_json(path: epath.Path, value: JsonValue) -> None:
     """Writes JSON atomically: readers see the complete file or none, even if this process is killed."""
-    text = json.dumps(value, separators=(",", ":"))
+    write_text(path, json.dumps(value, separators=(",", ":")))
+
+
+def write_text(path: epath.Path, text: str) -> None:
+    """Writes text atomically, as :func:`write_json` does."""
     if "://" in os.fspath(path):  # object stores write objects atomically
         path.write_text(text)
         return
