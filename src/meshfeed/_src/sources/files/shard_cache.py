@@ -44,7 +44,7 @@ import xxhash
 
 from meshfeed._src.base.errors import CorruptDataError, SettingsError, SourceError, StalledError
 from meshfeed._src.base.fork import finalize
-from meshfeed._src.base.settings import Retry
+from meshfeed._src.base.settings import Retry, local_path
 from meshfeed._src.base.stats import CACHES
 from meshfeed._src.base.types import public
 from meshfeed._src.sources.checks import is_count
@@ -355,7 +355,7 @@ class ShardCache:
         one, its checksum is compared if it is known.
 
     Raises:
-      SettingsError: if the folder cannot be created or written, or a setting is out of range.
+      SettingsError: if the folder is a URL, or cannot be created or written, or a setting is out of range.
       StalledError: if another process holds the folder's lock for longer than ``stall_seconds``; names it.
     """
 
@@ -387,7 +387,7 @@ class ShardCache:
                 setting="read_timeout_seconds",
             )
         self.ahead_bytes = ahead_bytes if ahead_bytes is not None else max_bytes // 2 if max_bytes else _AHEAD_BYTES
-        self.directory = pathlib.Path(directory).expanduser().absolute()
+        self.directory = local_path("directory", directory).absolute()
         self.max_bytes = max_bytes
         self._retry = retry
         self._checksums = dict(checksums or {})
