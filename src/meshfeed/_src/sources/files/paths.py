@@ -63,6 +63,18 @@ def is_url(path: str) -> bool:
     return _URL.match(path) is not None and not path.startswith("file://")
 
 
+def is_inside(name: object) -> bool:
+    """Whether a name from a file or a server is that of a file in a folder, or in a folder of it: not ``../x``, ``/x``."""
+    return (
+        isinstance(name, str)
+        and bool(name)
+        and "\0" not in name
+        and not _URL.match(name)
+        and not os.path.isabs(name)
+        and ".." not in name.split("/")
+    )
+
+
 def absolute(path: str) -> str:
     """Returns the absolute form of a local path; a URL as it is."""
     return path if is_url(path) else os.path.abspath(os.path.expanduser(path.removeprefix("file://")))
