@@ -237,7 +237,7 @@ def listed_folders(tmp_path_factory: pytest.TempPathFactory) -> list[tuple[pathl
     return found
 
 
-@settings(max_examples=150, deadline=None, database=None)
+@settings(max_examples=100, deadline=None, database=None)
 @given(st.data())
 def test_any_damage_of_a_manifest_is_an_error_of_a_file(
     listed_folders: list[tuple[pathlib.Path, Callable[[str], Any]]], data: st.DataObject

@@ -260,7 +260,7 @@ def test_an_index_of_folders_is_read(tmp_path: pathlib.Path) -> None:
     assert list(MDS(folder, ["int64"])) == expected
 
 
-@settings(max_examples=150, deadline=None, database=None)
+@settings(max_examples=100, deadline=None, database=None)
 @given(st.data())
 def test_any_damage_is_an_error_of_a_file(data: st.DataObject) -> None:
     with tempfile.TemporaryDirectory() as name:

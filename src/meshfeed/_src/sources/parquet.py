@@ -259,6 +259,13 @@ def _choose(shards: Sequence[ParquetShard], columns: Sequence[str] | None) -> tu
     first = stored[filled[0].path]
     chosen = chosen_columns(columns, first.names, "Parquet", filled[0].path)
     for path, schema in stored.items():
+        twice = next((name for name in chosen if schema.names.count(name) > 1), None)
+        if twice is not None:
+            others = [name for name in first.names if schema.names.count(name) == 1]
+            raise SourceError(
+                f"Parquet: {path} has several columns named {twice!r}. Expected names that differ. Write the file again, or "
+                f"leave these columns out: columns={others!r}."
+            )
         for name in chosen:
             other = schema.field(name).type if name in schema.names else "no such column"
             if other != first.field(name).type:
