@@ -70,6 +70,10 @@ def test_half_a_line_of_a_killed_process_is_left_out_and_other_damage_is_named(t
     path.write_text(whole + '{"loss": 3}\n' + whole)
     with pytest.raises(meshfeed.SourceError, match=r"line 3 of .*train-host-00000.jsonl is not a line of"):
         read_logs([path])
+    for name, value in (("host", "<b>"), ("step", None), ("records", "7"), ("cache", [1])):
+        path.write_text(json.dumps({**json.loads(whole.splitlines()[0]), name: value}) + "\n")
+        with pytest.raises(meshfeed.SourceError, match=r"line 1 of .* is not a line of a log"):
+            read_logs([path])
     path.write_bytes(b"\x1f\x8b\xff")
     with pytest.raises(meshfeed.SourceError, match=r"is not text in UTF-8\. Pass the files or the folder that"):
         read_logs([path])
@@ -97,6 +101,9 @@ def test_exporters_refuse_what_they_cannot_export(feed: meshfeed.Feed, tmp_path:
         meshfeed.monitoring.log(feed, tmp_path / "file")
     with pytest.raises(meshfeed.SettingsError, match="Expected a positive number of seconds"):
         meshfeed.monitoring.log(feed, tmp_path, seconds=0)
+    for write in (meshfeed.monitoring.log, meshfeed.monitoring.tensorboard):
+        with pytest.raises(meshfeed.SettingsError, match="directory='s3://bucket/logs' is a URL"):
+            write(feed, "s3://bucket/logs")
     with pytest.raises(meshfeed.SettingsError, match=r"is not a meshfeed\.Feed\. For a RemoteFeed, call its stats"):
         meshfeed.monitoring.log([1, 2], tmp_path)
 
@@ -128,7 +135,9 @@ def scrape(port: int | None) -> dict[str, float]:
 
 def test_prometheus_scrapes_the_figures_of_several_feeds(feed: meshfeed.Feed) -> None:
     pytest.importorskip("prometheus_client")
-    with make_feed("b") as other, meshfeed.monitoring.prometheus(feed, other, port=0, address="127.0.0.1") as exporter:
+    with make_feed("b") as other, meshfeed.monitoring.prometheus(feed, other, port=0) as exporter:
+        listening = [line.split()[1] for line in pathlib.Path("/proc/net/tcp").read_text().splitlines()[1:]]
+        assert next(place for place in listening if place.endswith(f":{exporter.port:04X}")).startswith("0100007F")
         take(feed, 3)
         found = scrape(exporter.port)
         assert found["meshfeed_batches_total['0', 'train']"] == 3

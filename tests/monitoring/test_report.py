@@ -149,6 +149,10 @@ def test_names_are_escaped() -> None:
     text = report_page(report_figures([host_log(0, feed="<script>alert(1)</script>")]))
     assert "<script" not in text
     Page(text)
+    figures = report_figures([host_log(0), host_log(1)])
+    for host in figures["feeds"][0]["hosts"]:
+        host["host"] = "<script>alert(1)</script>"
+    assert "<script" not in report_page(figures)
 
 
 def test_a_feed_writes_its_own_report(tmp_path: pathlib.Path) -> None:

@@ -82,6 +82,16 @@ def test_a_drawing_stays_inside_its_frame_and_loads_nothing() -> None:
     assert set(re.findall(r"https?://[^\"]*", svg)) == {"http://www.w3.org/2000/svg"}
 
 
+def test_names_of_axes_are_text() -> None:
+    name = "<img src=x onerror=alert(1)>\x1b\ud800"
+    plan = small(mesh_axes={name: 4, "model": 2}, spec=[name])
+    page = plan.to_html()
+    page.encode()
+    assert "<img" not in page
+    assert "<img" not in plan._repr_html_()
+    assert any("<img src=x" in text for text in texts(plan.to_svg()))  # read back as XML
+
+
 def test_text_on_every_color_can_be_read() -> None:
     def luminance(color: str) -> float:
         parts = [int(color[at : at + 2], 16) / 255 for at in (1, 3, 5)]
@@ -156,6 +166,16 @@ def test_the_command_writes_all_three_kinds(tmp_path: pathlib.Path) -> None:
     refused = CliRunner().invoke(main.main, [*line.split(), "--svg", str(tmp_path / "mesh.png")])
     assert refused.exit_code == 2
     assert "must end in .svg." in refused.output
+
+
+def test_a_url_is_no_path(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    for path in ("s3://bucket/plan.svg", pathlib.Path("gs://bucket/plan.html")):
+        with pytest.raises(meshfeed.SettingsError, match="is a URL"):
+            small().save(path)
+    assert not list(tmp_path.iterdir())
+    small().save(f"file://{tmp_path}/plan.svg")
+    assert (tmp_path / "plan.svg").exists()
 
 
 def test_the_pictures_of_the_docs_are_what_the_script_draws(tmp_path: pathlib.Path) -> None:

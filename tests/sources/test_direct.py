@@ -20,12 +20,14 @@ import pyarrow.parquet as pq
 import pytest
 from format_files import FOLDER
 from http_store import Store
+from test_webdataset import write_tar
 from token_files import write_llm_c, write_megatron
 
 import meshfeed
 from meshfeed import CorruptDataError, SettingsError, SourceError
 from meshfeed._src.base.settings import Retry
 from meshfeed._src.reading.identity import digest_tree, source_identity
+from meshfeed._src.sources import webdataset
 from meshfeed._src.sources.files import direct
 from meshfeed._src.sources.manifest import make_manifest
 from meshfeed.sources import MDS, ArrayRecord, DecodeRaw, Parquet, Tokens, WebDataset
@@ -107,11 +109,49 @@ def test_webdataset(store: Store, tmp_path: pathlib.Path, monkeypatch: pytest.Mo
     urls = upload(store, folder, "shard-*.tar")
     if with_index:
         upload(store, folder, "*.meshfeed-index")
-    store.requests.clear()
+    scanned: list[str] = []
+    scan = webdataset.scan
+    monkeypatch.setattr(webdataset, "scan", lambda archive, path: (scanned.append(path), scan(archive, path))[1])
     remote = WebDataset(urls)
-    names = {name for name, _, _ in store.requests}
-    assert bool(names & {url.rpartition("/")[2] for url in urls}) is not with_index  # the headers
+    assert sorted(scanned) == ([] if with_index else urls)
     same(local, remote)
+    (private,) = (tmp_path / "temporary").iterdir()
+    assert (private.stat().st_mode & 0o777, len(list(private.iterdir()))) == (0o700, 2)
+    assert len(WebDataset(urls)) == len(local)  # from the saved indexes
+    assert len(scanned) == 0 if with_index else 2
+
+
+def test_an_index_that_is_not_the_archives_is_not_used(
+    store: Store, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "temporary"))
+    (tmp_path / "temporary").mkdir()
+    names = {"old": ["a.x", "b.x", "c.x", "d.x"], "new": ["a.x", "bb.x", "c.y", "d.x"], "end": ["p.x", "q.x", "r.x"]}
+    sizes = {"old": (9, 9, 9, 9), "new": (9, 600, 9, 9), "end": (9, 9, 9)}
+    for name in names:
+        files = {file: file.encode() * size for file, size in zip(names[name], sizes[name], strict=True)}
+        write_tar(tmp_path / f"{name}.tar", files)
+    assert len({(tmp_path / f"{name}.tar").stat().st_size for name in names}) == 1  # padded to 10,240 bytes
+    WebDataset(tmp_path / "old.tar")
+    store.put("x.tar.meshfeed-index", (tmp_path / "old.tar.meshfeed-index").read_bytes())
+    # The end of the archive differs: the headers are read. They are the same at both ends: the record says so.
+    for name in ("end", "new"):
+        url = store.put("x.tar", (tmp_path / f"{name}.tar").read_bytes())
+        source = WebDataset(url)
+        assert source.read_raw(range(len(source))) == WebDataset(tmp_path / f"{name}.tar").read_raw(range(len(source)))
+    # The folder of another user, or one that others can write, is not trusted.
+    (private,) = (tmp_path / "temporary").iterdir()
+    private.chmod(0o777)
+    count = len(list(private.iterdir()))
+    store.put("x.tar", (tmp_path / "old.tar").read_bytes())
+    assert WebDataset(store.url("x.tar"))[3] == {"__key__": "d", "x": b"d.x" * 9}
+    assert len(list(private.iterdir())) == count
+    private.chmod(0o700)
+    shutil.rmtree(private)
+    (tmp_path / "elsewhere").mkdir(mode=0o700)
+    private.symlink_to(tmp_path / "elsewhere")
+    assert WebDataset(store.url("x.tar"))[3]["__key__"] == "d"
+    assert not list((tmp_path / "elsewhere").iterdir())
 
 
 def test_tokens(store: Store, tmp_path: pathlib.Path) -> None:
@@ -258,6 +298,29 @@ def test_a_file_that_changes_under_the_run_is_an_error(store: Store, tmp_path: p
         SourceError, match=r"2.array_record has changed since the manifest .* was written: .* now. Write"
     ):
         source[500]
+
+
+def test_an_answer_for_another_range_is_not_taken_for_this_one(
+    store: Store, tmp_path: pathlib.Path, monkeypatch: Any
+) -> None:
+    content = np.random.default_rng(0).bytes(3 << 20)
+    url = store.put("x", content)
+    file, _ = direct.identify(url, None, source="test")
+    store.shifted = 2  # retried
+    assert file.read(5, 90) == content[5:90]
+    assert store.shifted == 0
+    store.shifted = 1 << 30
+    retry = Retry(attempts=2, initial_seconds=0.01)
+    monkeypatch.setattr(direct, "_RETRY", retry)
+    with pytest.raises(OSError, match=r"/x: bytes 6 to 91 came for the range \[5, 90\)"):
+        file.read(5, 90)
+    cache = meshfeed.ShardCache(tmp_path, retry=retry)
+    cache._downloads._block_bytes = 1 << 20
+    with pytest.raises(OSError, match=r"bytes 1 to 1,048,577 came for the range \[0, 1,048,576\)"), cache.open(url):
+        pass
+    store.shifted = 1
+    with cache.open(url) as copy:
+        assert copy.read_bytes() == content
 
 
 def test_a_manifest_with_wrong_numbers(store: Store, tmp_path: pathlib.Path) -> None:

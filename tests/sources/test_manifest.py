@@ -20,6 +20,8 @@ import pytest
 from click.testing import CliRunner
 from format_files import FOLDER
 from http_store import Store
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from token_files import write_llm_c, write_megatron
 
 from meshfeed import CorruptDataError, SourceError
@@ -101,6 +103,28 @@ def test_what_is_no_manifest(tmp_path: pathlib.Path, content: str | None, error:
         (tmp_path / "a.json").write_text(content)
     with pytest.raises(error, match=message):
         read_manifest(f"{tmp_path}/a.json")
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["../x.parquet", "a/../../x.parquet", "/etc/hostname", "file:///etc/hostname", "local:///etc/hostname", "", "\0"],
+)
+def test_a_remote_manifest_lists_no_local_file(tmp_path: pathlib.Path, name: str) -> None:
+    write_manifest(str(tmp_path / "manifest.json"), "Parquet", [FileEntry("/somewhere/0.parquet", 1, 1)])
+    text = (tmp_path / "manifest.json").read_text()
+    content = text.replace("/somewhere/0.parquet", json.dumps(name)[1:-1]).encode()
+    store = fsspec.filesystem("memory")
+    for path in ("memory://listed/manifest.json", str(tmp_path / "manifest.json")):
+        store.pipe("/listed/manifest.json", content)
+        (tmp_path / "manifest.json").write_bytes(content)
+        if path[0] == "/" and name == "/etc/hostname":  # the user's own manifest may list files elsewhere
+            assert read_manifest(path).files[0].path == name
+            continue
+        if path[0] == "/" and name.startswith("local:"):
+            continue
+        with pytest.raises(CorruptDataError, match="which is not in its folder"):
+            read_manifest(path)
+    store.rm("/listed", recursive=True)
 
 
 def test_one_line_per_file(tmp_path: pathlib.Path) -> None:
@@ -195,6 +219,49 @@ def test_the_same_source_with_and_without_a_manifest(
     changed.unlink()
     with pytest.raises(SourceError, match=f"no file .*{changed.name}, which the manifest"):
         open_source(f"{tmp_path}/manifest.json")
+
+
+@pytest.fixture(scope="module")
+def listed_folders(tmp_path_factory: pytest.TempPathFactory) -> list[tuple[pathlib.Path, Callable[[str], Any]]]:
+    """Folders of each format with a manifest, and the source that reads them."""
+    found: list[tuple[pathlib.Path, Callable[[str], Any]]] = []
+    for make, open_source in (
+        (make_array_record, ArrayRecord),
+        (make_parquet, Parquet),
+        (make_tars, WebDataset),
+        (make_tokens, lambda paths: Tokens(paths, 4)),
+    ):
+        folder = tmp_path_factory.mktemp("listed")
+        make_manifest(make(folder))
+        found.append((folder, open_source))
+    return found
+
+
+@settings(max_examples=100, deadline=None, database=None)
+@given(st.data())
+def test_any_damage_of_a_manifest_is_an_error_of_a_file(
+    listed_folders: list[tuple[pathlib.Path, Callable[[str], Any]]], data: st.DataObject
+) -> None:
+    folder, open_source = data.draw(st.sampled_from(listed_folders))
+    manifest = folder / "manifest.json"
+    whole = manifest.read_text()
+    part = found = json.loads(whole)
+    while True:
+        key = data.draw(st.sampled_from(sorted(part) if isinstance(part, dict) else range(len(part))))
+        if not isinstance(part[key], dict | list) or not part[key] or data.draw(st.integers(0, 3)) == 0:
+            break
+        part = part[key]
+    values = [None, True, -1, 0, 3, 10**6, 1 << 63, 10**30, 0.5, "", "x", "O", "<u4", "AAAA", [], [1], {}, {"a": 1}]
+    part[key] = data.draw(st.sampled_from(values))
+    try:
+        manifest.write_text(json.dumps(found))
+        source = open_source(str(manifest))
+        for record_id in range(min(len(source), 40)):
+            source[record_id]
+    except SourceError as error:
+        assert str(folder) in str(error) or "manifest" in str(error)  # noqa: PT017
+    finally:
+        manifest.write_text(whole)
 
 
 def test_packed_takes_the_lengths_from_a_manifest(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:

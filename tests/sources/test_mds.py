@@ -6,11 +6,14 @@ import os
 import pathlib
 import pickle
 import shutil
+import tempfile
 from typing import Any
 
 import numpy as np
 import pytest
 from format_files import FOLDER, plain_record, read_by_library
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 import meshfeed
 from meshfeed import CorruptDataError, SettingsError, SourceError
@@ -19,6 +22,7 @@ from meshfeed._src.reading.records import SourceReader
 from meshfeed.sources import MDS
 
 RAW = FOLDER / "mds"
+WHOLE = list(MDS(RAW))
 
 
 def copy_of(tmp_path: pathlib.Path, name: str = "mds") -> pathlib.Path:
@@ -152,6 +156,7 @@ def test_a_pickled_column_is_never_read(tmp_path: pathlib.Path) -> None:
 
 def test_damaged_indexes_and_shards(tmp_path: pathlib.Path) -> None:
     folder = copy_of(tmp_path)
+    without_hashes(folder)
     shard = folder / "shard.00001.mds"
     whole, index = shard.read_bytes(), (folder / "index.json").read_text()
 
@@ -187,6 +192,113 @@ def test_damaged_indexes_and_shards(tmp_path: pathlib.Path) -> None:
     raises(SourceError, "lists no shards")
 
 
+def edit_index(folder: pathlib.Path, edit: Any) -> None:
+    change_index(folder, lambda shards: [edit(shard) for shard in shards])
+
+
+def without_hashes(folder: pathlib.Path) -> None:
+    edit_index(folder, lambda shard: shard["raw_data"].update(hashes={}))
+
+
+def test_a_flipped_byte_is_an_error_if_the_index_lists_hashes(tmp_path: pathlib.Path, caplog: Any) -> None:
+    folder, expected = copy_of(tmp_path), list(MDS(FOLDER / "mds", ["int64"]))
+    shard = folder / "shard.00001.mds"
+    whole = shard.read_bytes()
+    flipped = whole[:-3] + bytes([whole[-3] ^ 1]) + whole[-2:]
+    shard.write_bytes(flipped)
+    source = MDS(folder, ["int64"])
+    first = int(source.shard_lengths()[0])
+    assert source[0] == expected[0]
+    with pytest.raises(CorruptDataError, match=r"shard.00001.mds: .*its xxh64 is \w+, and the index lists") as error:
+        source[first]
+    assert error.value.path == str(shard)
+    edit_index(folder, lambda shard: shard["raw_data"]["hashes"].pop("xxh64"))
+    with pytest.raises(CorruptDataError, match="its sha1 is"):
+        MDS(folder, ["int64"])[first]
+    shard.write_bytes(whole)
+    assert list(MDS(folder, ["int64"])) == expected
+    edit_index(folder, lambda shard: shard["raw_data"].update(hashes={"crc7": "11"}))
+    assert list(MDS(folder, ["int64"])) == expected
+    assert "shard.00001.mds is not verified: its hashes are crc7" in caplog.text
+    # Over a store, a copy is compared when it is fetched.
+    store = pytest.importorskip("fsspec").filesystem("memory")
+    for path in sorted((FOLDER / "mds").iterdir()):
+        store.pipe(f"/hashed/{path.name}", flipped if path.name == shard.name else path.read_bytes())
+    remote = MDS("memory://hashed", ["int64"], cache=meshfeed.ShardCache(tmp_path / "cache"))
+    assert remote[0] == expected[0]
+    with pytest.raises(CorruptDataError, match=r"memory://hashed/shard.00001.mds: fetched .* with xxh64"):
+        remote[first]
+    store.rm("/hashed", recursive=True)
+
+
+@pytest.mark.parametrize(
+    "name", ["../other/shard.00000.mds", "/etc/hostname", "a/../../x", "", "s3://bucket/x", "x\0", 7, None]
+)
+def test_shards_outside_of_the_folder_are_refused(tmp_path: pathlib.Path, name: Any) -> None:
+    folder = copy_of(tmp_path)
+    for packed in (False, True):
+        for change in (
+            [lambda shard: shard["raw_data"].update(basename=name)]
+            if not packed
+            else [
+                lambda shard: shard["raw_data"].update(basename="gone"),
+                lambda shard: shard.update(zip_data={"basename": name, "bytes": 5}, compression="gz"),
+            ]
+        ):
+            edit_index(folder, change)
+        with pytest.raises(CorruptDataError, match=r"index.json is no index of MDS shards"):
+            MDS(folder, cache=meshfeed.ShardCache(tmp_path / "cache"))
+
+
+def test_an_index_of_folders_is_read(tmp_path: pathlib.Path) -> None:
+    """As Mosaic's merge_index writes it."""
+    folder, expected = copy_of(tmp_path), list(MDS(FOLDER / "mds", ["int64"]))
+    (folder / "0").mkdir()
+    for path in folder.glob("*.mds"):
+        path.rename(folder / "0" / path.name)
+    edit_index(folder, lambda shard: shard["raw_data"].update(basename=f"0/{shard['raw_data']['basename']}"))
+    assert list(MDS(folder, ["int64"])) == expected
+
+
+@settings(max_examples=100, deadline=None, database=None)
+@given(st.data())
+def test_any_damage_is_an_error_of_a_file(data: st.DataObject) -> None:
+    with tempfile.TemporaryDirectory() as name:
+        folder = copy_of(pathlib.Path(name))
+        hashed = data.draw(st.booleans())
+        if not hashed:
+            without_hashes(folder)
+        if data.draw(st.booleans()):
+            index = json.loads((folder / "index.json").read_text())
+            part = index["shards"][0]
+            while True:
+                key = data.draw(st.sampled_from(sorted(part) if isinstance(part, dict) else range(len(part))))
+                if not isinstance(part[key], dict | list) or not part[key] or data.draw(st.booleans()):
+                    break
+                part = part[key]
+            part[key] = data.draw(
+                st.sampled_from(
+                    [None, True, -1, 0, 2, 10**6, 1 << 63, 10**30, 0.5, "", "x", [], [1], {}, "ndarray:int8"]
+                )
+            )
+            (folder / "index.json").write_text(json.dumps(index))
+            shards = False
+        else:
+            path = folder / f"shard.0000{data.draw(st.integers(0, 2))}.mds"
+            content = bytearray(path.read_bytes())
+            for _ in range(data.draw(st.integers(1, 3))):
+                at = data.draw(st.integers(0, min(len(content), data.draw(st.sampled_from([32, 400, 10000]))) - 1))
+                content[at] = data.draw(st.integers(0, 255))
+            path.write_bytes(content)
+            shards = True
+        try:
+            source = MDS(folder)
+            found = [source[i] for i in range(min(len(source), 9))]
+            assert not (hashed and shards) or repr(found) == repr(WHOLE[:9])
+        except (SourceError, meshfeed.SettingsError) as error:
+            assert str(folder) in str(error)  # noqa: PT017
+
+
 def test_a_shard_that_changes_while_it_is_read(tmp_path: pathlib.Path) -> None:
     folder = copy_of(tmp_path)
     source = MDS(folder)
@@ -210,6 +322,7 @@ def test_bad_records_are_replaced(tmp_path: pathlib.Path) -> None:
     import jax
 
     folder = copy_of(tmp_path)
+    without_hashes(folder)
     shard = folder / "shard.00001.mds"
     content = bytearray(shard.read_bytes())
     offset = int.from_bytes(content[4:8], "little")
@@ -251,10 +364,10 @@ def test_damaged_compressed_shards(tmp_path: pathlib.Path) -> None:
         content[len(content) // 2] ^= 0xFF
         shard.write_bytes(content)
         source = MDS(folder, cache=meshfeed.ShardCache(tmp_path / "cache"))
-        with pytest.raises(CorruptDataError, match=r"shard.00000.mds.*(cannot be decompressed|damaged)"):
+        with pytest.raises(CorruptDataError, match=r"shard.00000.mds.*(cannot be decompressed|fetched .* with sha1)"):
             source[0]
         shard.write_bytes(content[:-20])
-        with pytest.raises(CorruptDataError, match=r"shard.00000.mds.*cannot be decompressed"):
+        with pytest.raises(CorruptDataError, match=r"shard.00000.mds.*(cannot be decompressed|fetched .* with sha1)"):
             MDS(folder, cache=meshfeed.ShardCache(tmp_path / "cache"))[0]
         assert not [path for path in (tmp_path / "cache").iterdir() if path.suffix == ".part"]
 

@@ -7,14 +7,16 @@ import pathlib
 import pickle
 import re
 import shutil
+import subprocess
 import tarfile
+import tempfile
 from typing import Any
 
 import jax
 import numpy as np
 import pytest
 from format_files import FOLDER, plain_record, read_by_library
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import meshfeed
@@ -187,6 +189,90 @@ def test_damaged_archives(folder: pathlib.Path) -> None:
         WebDataset(path)
 
 
+def test_sparse_files_are_refused(tmp_path: pathlib.Path) -> None:
+    with (tmp_path / "a.x").open("wb") as file:
+        file.seek(1 << 20)
+        file.write(b"end")
+    for kind in ("gnu", "pax"):
+        path = tmp_path / f"{kind}.tar"
+        subprocess.run(["tar", "--sparse", f"--format={kind}", "-cf", path, "-C", tmp_path, "a.x"], check=True)
+        assert path.stat().st_size < 1 << 20
+        with pytest.raises(SourceError, match=r"tar stores 'a.x' as a sparse file, .* without tar's --sparse"):
+            WebDataset(path)
+
+
+def test_a_header_that_is_not_the_indexed_one_is_an_error(tmp_path: pathlib.Path) -> None:
+    path = write_tar(tmp_path / "x.tar", {"a.x": b"1", "b.x": b"2" * 600, "c.x": b"3"})
+    WebDataset(path)
+    time, size = path.stat().st_mtime_ns, path.stat().st_size
+    write_tar(path, {"a.x": b"1", "b.x": b"2", "c.x": b"3" * 600})
+    os.utime(path, ns=(time, time))
+    assert path.stat().st_size == size
+    source = WebDataset(path)
+    assert source[0] == {"__key__": "a", "x": b"1"}
+    with pytest.raises(CorruptDataError, match=r"record 1 has a header other than .*delete its index .*index") as error:
+        source[1]
+    assert (error.value.path, error.value.record_id) == (str(path), 1)
+
+
+@settings(max_examples=40, deadline=None, database=None)
+@given(st.data())
+def test_damaged_indexes_are_made_again(data: st.DataObject) -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        path = write_tar(pathlib.Path(folder) / "x.tar", {f"{i}.x": b"7" * i for i in range(4)})
+        expected = [dict(record) for record in WebDataset(path)]
+        index = pathlib.Path(f"{path}.meshfeed-index")
+        if data.draw(st.booleans()):  # bytes
+            content = bytearray(index.read_bytes()[: data.draw(st.integers(0, 4000))])
+            for at in data.draw(st.lists(st.integers(0, len(content)), max_size=4)):
+                content[at : at + 1] = data.draw(st.binary(max_size=2))
+            index.write_bytes(content)
+        else:  # values, with the checksums that belong to them
+            with np.load(index) as saved:
+                columns = dict(saved)
+            name = data.draw(st.sampled_from([name for name in columns if name not in ("stamp", "keys")]))
+            column = columns[name]
+            value = data.draw(st.sampled_from([-1, 0, 2, 513, 1 << 30, 1 << 62]))
+            column[data.draw(st.integers(0, len(column) - 1))] = np.array(value).astype(column.dtype)
+            columns[name] = data.draw(st.sampled_from([column, column[:-1], column[None], column.astype(np.float32)]))
+            with index.open("wb") as file:
+                np.savez(file, **columns)
+        try:
+            source = WebDataset(path)
+            assert [dict(record) for record in source] == expected or name == "extension_names"
+        except CorruptDataError as error:
+            assert error.path == str(path)  # noqa: PT017
+
+
+@settings(max_examples=100, deadline=None, database=None)
+@given(st.data())
+def test_damaged_headers_are_errors_of_the_archive(data: st.DataObject) -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        path = pathlib.Path(folder) / "x.tar"
+        form = data.draw(st.sampled_from([tarfile.PAX_FORMAT, tarfile.GNU_FORMAT]))
+        with tarfile.open(path, "w", format=form) as tar:
+            for name in ("a.x", f"{'long' * 60}.y", "ü.z"):
+                info = tarfile.TarInfo(name)
+                info.size = 600
+                tar.addfile(info, io.BytesIO(name.encode() * 300))
+        content = bytearray(path.read_bytes())
+        for _ in range(data.draw(st.integers(1, 3))):
+            block = data.draw(st.integers(0, 8)) * 512
+            field, size = data.draw(st.sampled_from([(0, 100), (124, 12), (156, 1), (345, 155), (0, 512), (386, 126)]))
+            at = data.draw(st.integers(field, field + size - 1)) + block
+            content[at : at + 1] = data.draw(st.binary(min_size=1, max_size=12))
+            if data.draw(st.booleans()):  # with the checksum that belongs to it
+                content[block + 148 : block + 156] = b" " * 8
+                content[block + 148 : block + 156] = f"{sum(content[block : block + 512]):06o}\0 ".encode()
+        path.write_bytes(content[: data.draw(st.sampled_from([len(content), 9999, 1500]))])
+        try:
+            source = WebDataset(path)
+            for record in source:
+                assert all(key == "__key__" or len(value) <= 10240 for key, value in record.items())
+        except (CorruptDataError, SourceError) as error:
+            assert str(path) in str(error)  # noqa: PT017
+
+
 @pytest.mark.parametrize(
     ("paths", "options", "kind", "message"),
     [
@@ -209,6 +295,19 @@ def test_archives_without_samples(tmp_path: pathlib.Path) -> None:
         WebDataset(empty)
     full = write_tar(tmp_path / "full.tar", {"a.x": b"1"})
     assert len(WebDataset([empty, full, empty])) == 1
+
+
+def test_odd_extensions(tmp_path: pathlib.Path) -> None:
+    tar = write_tar(tmp_path / "a.TAR", {"a.x": b"1"})
+    assert WebDataset(tar)[0]["x"] == b"1"
+    cache = meshfeed.ShardCache(tmp_path / "cache")
+    (tmp_path / "b.tgz").write_bytes(gzip.compress(tar.read_bytes()))
+    assert WebDataset(tmp_path / "b.tgz", cache=cache)[0]["x"] == b"1"
+    with pytest.raises(SettingsError, match=r"compressed file .*b.tgz' and no cache"):
+        WebDataset(tmp_path / "b.tgz")
+    (tmp_path / "c.tar").write_bytes(gzip.compress(tar.read_bytes()))
+    with pytest.raises(CorruptDataError, match=r"compressed with gzip \(.gz\), which its name does not say. Rename it"):
+        WebDataset(tmp_path / "c.tar")
 
 
 def test_over_a_store_and_compressed(tmp_path: pathlib.Path) -> None:

@@ -6,6 +6,9 @@ import dataclasses
 import itertools
 import math
 import numbers
+import os
+import pathlib
+import re
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Literal, TypeAlias, TypeVar, cast
 
@@ -15,6 +18,7 @@ from meshfeed._src.base.errors import SettingsError
 from meshfeed._src.base.types import public
 
 GC_EVERY = 100
+_URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+:/")  # one slash: what pathlib leaves of two; "C:/" is a drive
 T = TypeVar("T")
 
 Balance: TypeAlias = "Literal['attention', 'tokens'] | Callable[[np.ndarray], float]"
@@ -42,6 +46,24 @@ def _number(setting: str, value: object, minimum: float, what: str, *, strict: b
     if not math.isfinite(number) or number < minimum or (strict and number == minimum):
         raise _wrong(setting, value, what)
     return number
+
+
+def local_path(setting: str, value: str | os.PathLike[str]) -> pathlib.Path:
+    """Returns the path of a local file or folder; ``file://`` URLs are paths too.
+
+    Raises:
+      SettingsError: ``value`` is another URL, for which pathlib would create a local folder such as ``s3:``.
+    """
+    text = os.fspath(value)
+    if text.startswith("file:/"):
+        text = "/" + text.removeprefix("file:").lstrip("/")
+    elif _URL.match(text):
+        raise SettingsError(
+            f"{setting}={text!r} is a URL. Expected a path on a local or mounted disk: write there, and copy the files to "
+            "the store afterwards.",
+            setting=setting,
+        )
+    return pathlib.Path(text).expanduser()
 
 
 @public("meshfeed")

@@ -15,11 +15,12 @@ import click
 
 from meshfeed import __version__
 from meshfeed._src.base.errors import MeshfeedError, PlanError, SettingsError, missing_package
+from meshfeed._src.base.settings import local_path
 from meshfeed._src.cli import checkpoint as cli_checkpoint
 from meshfeed._src.cli import data as cli_data
 from meshfeed._src.cli import doctor as cli_doctor
 from meshfeed._src.cli import plan as cli_plan
-from meshfeed._src.cli.text import INTERRUPTED, at_least, counted, example, json_option, show
+from meshfeed._src.cli.text import INTERRUPTED, at_least, counted, example, json_option, printable, show
 
 
 class _Commands(click.Group):
@@ -29,12 +30,12 @@ class _Commands(click.Group):
         except KeyboardInterrupt:
             ctx.exit(INTERRUPTED)
         except MeshfeedError as error:
-            click.echo(f"Error: {error}", err=True)
+            click.echo(f"Error: {printable(str(error))}", err=True)
             ctx.exit(2 if isinstance(error, SettingsError | PlanError) else 1)
         except OSError as error:
             if error.errno == errno.EPIPE:  # click ends quietly if the reader of the output has ended
                 raise
-            raise click.ClickException(str(error)) from error
+            raise click.ClickException(printable(str(error))) from error
         except ModuleNotFoundError as error:
             extra = "convert" if ctx.invoked_subcommand == "convert" else "all"
             missing = missing_package(f"meshfeed {ctx.invoked_subcommand}", error, extra)
@@ -163,7 +164,7 @@ def report(logs: tuple[str, ...], output: pathlib.Path, as_json: bool) -> None:
     if as_json:
         click.echo(json.dumps(figures))
     else:
-        output.write_text(report_page(figures), encoding="utf-8")
+        local_path("output", output).write_text(report_page(figures), encoding="utf-8")
         hosts = sum(len(feed["hosts"]) for feed in figures["feeds"])
         click.echo(f"wrote {output}: {counted(len(figures['feeds']), 'feed')}, {counted(hosts, 'host')}")
 

@@ -11,7 +11,7 @@ import click
 
 from meshfeed._src.base.errors import SettingsError
 from meshfeed._src.cli.downloads import ShardSet, cache_json, cache_lines, downloads_of_hosts
-from meshfeed._src.cli.text import F, at_least, example, json_option, show
+from meshfeed._src.cli.text import F, at_least, example, json_option, printable, show
 
 
 def _mesh(text: str) -> dict[str, int]:
@@ -134,7 +134,7 @@ def plan(
     if as_json:
         click.echo(json.dumps(made.to_json()))
     elif not pictures:
-        click.echo("\n".join(made.lines(show_all=show_all, hint="; --all or --json shows them")))
+        click.echo(printable("\n".join(made.lines(show_all=show_all, hint="; --all or --json shows them"))))
 
 
 def _checked_spec(spec: list[object], dimensions: int) -> list[object]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import signal
 from collections.abc import Callable, Iterable
 from typing import Any, TypeVar
@@ -10,6 +11,7 @@ from typing import Any, TypeVar
 import click
 
 _WIDTH = 77  # 80 columns minus click's margins
+_CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
 INTERRUPTED = 128 + signal.SIGINT  # the exit status, as shells report it
 
 F = TypeVar("F", bound=Callable[..., object])
@@ -35,7 +37,12 @@ def example(*commands: str) -> str:
 
 def show(found: object, lines: Iterable[str], *, as_json: bool) -> None:
     """Prints a result as JSON, or as lines of text."""
-    click.echo(json.dumps(found) if as_json else "\n".join(lines))
+    click.echo(json.dumps(found) if as_json else printable("\n".join(lines)))
+
+
+def printable(text: str) -> str:
+    """Returns the text with control characters escaped: a file name must not reprogram the terminal."""
+    return _CONTROL.sub(lambda found: f"\\x{ord(found[0]):02x}", text)
 
 
 def size_text(num_bytes: float) -> str:

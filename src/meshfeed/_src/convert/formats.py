@@ -31,7 +31,7 @@ from meshfeed._src.convert.readers import (
     select_images,
 )
 from meshfeed._src.sources.files.download import Download, Downloads
-from meshfeed._src.sources.files.formats import compression_of
+from meshfeed._src.sources.files.formats import compression_of, uncompressed_name
 from meshfeed._src.sources.files.paths import (
     absolute,
     expand_paths,
@@ -171,9 +171,7 @@ def _format_of(path: str) -> str:
 
 def _extension(path: str) -> str:
     """Returns the extension that names the format: that of the content if the file is compressed."""
-    name = os.path.basename(path_of(path)).lower()
-    if compression_of(name) is not None:
-        name = name.rpartition(".")[0]
+    name = uncompressed_name(os.path.basename(path_of(path)).lower())
     sharded = _SHARDED.search(name)
     return sharded[1] if sharded else name.rpartition(".")[2]
 

@@ -36,7 +36,7 @@ from meshfeed._src.convert.example import feature_kinds
 from meshfeed._src.convert.formats import FORMATS, download, path_of
 from meshfeed._src.convert.inputs import Input, Scan, TypesChanged, align, choose, read_schema, schema_text
 from meshfeed._src.convert.writers import ArrayRecordFile, OutputFile, Settings, TokenWriter, check_column
-from meshfeed._src.sources.files.formats import compression_of, decompress
+from meshfeed._src.sources.files.formats import compression_of, decompress, uncompressed_name
 from meshfeed._src.sources.files.manifest import FileEntry, describe_file
 from meshfeed._src.sources.files.paths import is_url
 
@@ -159,7 +159,7 @@ class Conversion:
     def _copy(self, number: int) -> pathlib.Path:
         path = path_of(self.paths[number]).rstrip("/")
         name = os.path.basename(path)
-        return self.folder / "inputs" / f"{number:05}-{name.rpartition('.')[0] if compression_of(name) else name}"
+        return self.folder / "inputs" / f"{number:05}-{uncompressed_name(name)}"
 
     @contextlib.contextmanager
     def _naming(self, number: int) -> Iterator[None]:

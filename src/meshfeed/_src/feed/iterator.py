@@ -9,7 +9,6 @@ from __future__ import annotations
 import json
 import logging
 import os
-import pathlib
 import time
 from collections.abc import Mapping, Sequence
 from types import TracebackType
@@ -40,6 +39,7 @@ from meshfeed._src.base.settings import (
     ShardShuffle,
     SkipBad,
     check_settings,
+    local_path,
     settings_json,
 )
 from meshfeed._src.base.stats import CACHES, PROGRESS, FeedStats, Sample, StatsRecorder, stats_since
@@ -651,7 +651,7 @@ class Feed(Checkpointable):
         Raises:
           OSError: the file cannot be written.
         """
-        pathlib.Path(path).write_text(report_page(report_figures([self._figures()])), encoding="utf-8")
+        local_path("path", path).write_text(report_page(report_figures([self._figures()])), encoding="utf-8")
 
     def _figures(self) -> HostLog:
         now = Sample(time.time(), self.step, self.position, self._stats.snapshot(), CACHES.totals())

@@ -11,6 +11,8 @@ import dataclasses
 import itertools
 import json
 import logging
+import math
+import operator
 import os
 import pathlib
 import re
@@ -23,6 +25,7 @@ from typing import TYPE_CHECKING
 from meshfeed._src.base import coordination
 from meshfeed._src.base.errors import SettingsError, SourceError, missing_package
 from meshfeed._src.base.fork import finalize
+from meshfeed._src.base.settings import local_path
 from meshfeed._src.base.stats import CACHES, FeedStats, Sample, rates
 from meshfeed._src.base.threads import Background
 from meshfeed._src.base.types import JsonValue, public
@@ -184,10 +187,10 @@ def log(feed: object, directory: str | os.PathLike[str], *, seconds: float = 10.
       The running exporter. The last line is written when it is closed, or when the process exits.
 
     Raises:
-      SettingsError: the folder cannot be written, or an argument is invalid.
+      SettingsError: the folder is a URL or cannot be written, or an argument is invalid.
     """
     feed, host = check_feed(feed), coordination.process_index()
-    folder, name = pathlib.Path(directory), feed.name
+    folder, name = local_path("directory", directory), feed.name
     path = folder / f"{name}-host-{host:05d}.jsonl"
 
     def write(_: Sample | None, sample: Sample) -> None:
@@ -258,11 +261,22 @@ def _is_whole(line: str) -> bool:
 def _parsed(path: pathlib.Path, number: int, text: str) -> tuple[str, int, Sample]:
     try:
         line = json.loads(text)
-        stats = FeedStats(feed_id=line["run"], **{name: line[name] for name in _STATS if name in line})
+        figures = {name: line[name] for name in ("time", "step", "position", *_STATS) if name in line}
+        texts, numbers = (
+            (line["feed"], line["run"]),
+            (operator.index(line["host"]), *figures.values(), *line["cache"].values()),
+        )
+        if not all(isinstance(text, str) for text in texts) or not all(map(_is_number, numbers)):
+            raise TypeError("a figure that is not a number, or a name that is not text")
+        stats = FeedStats(feed_id=line["run"], **{name: figures[name] for name in _STATS if name in figures})
         return line["feed"], line["host"], Sample(line["time"], line["step"], line["position"], stats, line["cache"])
-    except (ValueError, KeyError, TypeError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
         what = f"line {number} of {path} is not a line of a log ({type(error).__name__}: {error})"
         raise _not_a_log(what) from error
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
 
 
 def _not_a_log(problem: str) -> SourceError:
@@ -284,9 +298,9 @@ if TYPE_CHECKING:
 
 @public("meshfeed.monitoring")
 def prometheus(
-    *feeds: object, port: int | None = 9400, address: str = "0.0.0.0", registry: CollectorRegistry | None = None
+    *feeds: object, port: int | None = 9400, address: str = "127.0.0.1", registry: CollectorRegistry | None = None
 ) -> Exporter:
-    """Serves the figures of feeds to Prometheus, at ``http://<host>:<port>/metrics``.
+    """Serves the figures of feeds to Prometheus, at ``http://<address>:<port>/metrics``.
 
     Metrics are called ``meshfeed_<figure>_total``, with the labels ``feed`` and ``host``; those of shard caches, which
     belong to the process, only ``host``. They are read when they are scraped and cost the training loop nothing.
@@ -295,7 +309,9 @@ def prometheus(
       *feeds: one or more :class:`meshfeed.Feed`.
       port: port of the endpoint; 0 for any free port; None to serve nothing, for a ``registry`` that you serve. Several
         processes on one machine need a port each: ``port=9400 + jax.process_index()``.
-      address: address to listen on.
+      address: address to listen on. By default, only programs on this machine can read the figures; a Prometheus server
+        on another one needs the address of this host in its network, or ``"0.0.0.0"`` for all of its networks. The
+        endpoint has no password.
       registry: ``prometheus_client`` registry to use; default: a new one that holds only these feeds.
 
     Returns:
@@ -373,15 +389,15 @@ def tensorboard(feed: object, directory: str | os.PathLike[str], *, seconds: flo
       The running exporter. The last point is written when it is closed, or when the process exits.
 
     Raises:
-      SettingsError: an argument is invalid, or tensorboardX is not installed.
+      SettingsError: the folder is a URL, an argument is invalid, or tensorboardX is not installed.
     """
     try:
         from tensorboardX import SummaryWriter
     except ImportError as error:
         raise missing_package("tensorboard", error, "tensorboard", setting="feed") from None
-    feed, seconds = check_feed(feed), check_seconds(seconds)
+    feed, seconds, folder = check_feed(feed), check_seconds(seconds), local_path("directory", directory)
     name = feed.name
-    writer = SummaryWriter(str(pathlib.Path(directory) / f"host-{coordination.process_index():05d}"))
+    writer = SummaryWriter(str(folder / f"host-{coordination.process_index():05d}"))
 
     def write(before: Sample | None, sample: Sample) -> None:
         if before is not None and sample.stats.batches > before.stats.batches:

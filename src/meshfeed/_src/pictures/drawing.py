@@ -12,6 +12,7 @@ import html
 import itertools
 import math
 import pathlib
+import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
@@ -36,6 +37,7 @@ HOST_COLORS = ("#56b4e9", "#e69f00", "#3fb78f", "#f0e442", "#cc79a7", "#0072b2",
 COLORS |= {f"host{number}": (color, color) for number, color in enumerate(HOST_COLORS)}
 _FONT = "system-ui, -apple-system, 'Segoe UI', Roboto, 'DejaVu Sans', sans-serif"
 _MARGIN = 16.0
+_NOT_IN_XML = re.compile("[^\t\n\r\u0020-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]")
 _POINTS = 0.72  # per pixel, at 100 pixels per inch
 
 
@@ -113,9 +115,9 @@ class Drawing:
         light = "".join(f".mf-{name}{{{_paint(name, 0)}}}" for name in used)
         lines = [
             f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="{-_MARGIN:g} {-_MARGIN:g} {width:g} {height:g}" '
-            f'width="{width:g}" height="{height:g}" role="img" aria-label="{html.escape(self.title)}" '
+            f'width="{width:g}" height="{height:g}" role="img" aria-label="{escape(self.title)}" '
             f'font-family="{_FONT}">',
-            f"<title>{html.escape(self.title)}</title>",
+            f"<title>{escape(self.title)}</title>",
             f"<style>{light}@media (prefers-color-scheme: dark){{{dark}}}</style>",
             f'<rect x="{-_MARGIN:g}" y="{-_MARGIN:g}" width="{width:g}" height="{height:g}" rx="10" class="mf-paper"/>',
             *map(_svg_shape, self.shapes),
@@ -148,7 +150,7 @@ def page(title: str, body: str, style: str = "") -> str:
         '<!DOCTYPE html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
         '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
         '<meta name="color-scheme" content="light dark">\n'
-        f"<title>{html.escape(title)}</title>\n"
+        f"<title>{escape(title)}</title>\n"
         f"<style>:root{{{variables[0]}}}@media (prefers-color-scheme: dark){{:root{{{variables[1]}}}}}\n"
         f"body{{margin:0 auto;padding:20px 16px 48px;max-width:1080px;background:var(--paper);color:var(--ink);"
         f"font:15px/1.5 {_FONT}}}h1{{font-size:22px;margin:8px 0}}h2{{font-size:17px;margin:32px 0 4px}}"
@@ -159,6 +161,11 @@ def page(title: str, body: str, style: str = "") -> str:
         "@media (max-width:600px){pre,table{font-size:12px}}"
         f"{style}</style>\n</head>\n<body>\n{body}\n</body>\n</html>\n"
     )
+
+
+def escape(text: str) -> str:
+    """Returns a text as it stands in HTML, SVG and their attributes, without the characters that XML does not allow."""
+    return html.escape(_NOT_IN_XML.sub("\ufffd", text))
 
 
 def text_width(text: str, size: float = 13) -> float:
@@ -188,7 +195,7 @@ def arrow(left: float, right: float, y: float) -> list[Line]:
 
 def _svg_shape(shape: Box | Line | Text) -> str:
     if isinstance(shape, Box):
-        title = f"<title>{html.escape(shape.title)}</title>" if shape.title else ""
+        title = f"<title>{escape(shape.title)}</title>" if shape.title else ""
         return (
             f'<rect x="{shape.x:g}" y="{shape.y:g}" width="{shape.width:g}" height="{shape.height:g}" '
             f'rx="{shape.radius:g}" stroke-width="0" class="mf-{shape.color}">{title}</rect>'
@@ -197,7 +204,7 @@ def _svg_shape(shape: Box | Line | Text) -> str:
         weight = ' font-weight="600"' if shape.bold else ""
         return (
             f'<text x="{shape.x:g}" y="{shape.y:g}" font-size="{shape.size:g}" text-anchor="{shape.anchor}"{weight} '
-            f'stroke-width="0" class="mf-{shape.color}">{html.escape(shape.text)}</text>'
+            f'stroke-width="0" class="mf-{shape.color}">{escape(shape.text)}</text>'
         )
     # "none" is a style too, because the rule of the color's class, which fills, takes precedence over an attribute.
     path = "M" + " L".join(f"{x:.5g} {y:.5g}" for x, y in shape.points)

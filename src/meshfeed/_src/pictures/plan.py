@@ -6,7 +6,6 @@ import dataclasses
 import itertools
 import math
 import os
-import pathlib
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -14,8 +13,9 @@ import jax
 import numpy as np
 
 from meshfeed._src.base.errors import SettingsError
+from meshfeed._src.base.settings import local_path
 from meshfeed._src.base.types import JsonValue, PyTree, public
-from meshfeed._src.pictures.drawing import Box, Drawing, Text, arrow, host_color, page, text_width
+from meshfeed._src.pictures.drawing import Box, Drawing, Text, arrow, escape, host_color, page, text_width
 from meshfeed._src.plan.topology import PlanTable, plan_table
 
 _CELL_WIDTH, _CELL_HEIGHT, _GAP = 96.0, 42.0, 6.0
@@ -103,16 +103,17 @@ class MeshPlan:
         """Returns the drawing and the table as one HTML page that needs no network."""
         title = _title(self)
         rows = "\n".join(self.lines(show_all=False)[:-1])
-        body = f'<h1>{title}</h1>\n{self._repr_html_()}\n<div class="wide"><pre>{rows}</pre></div>'
+        shown, table = escape(title), escape(rows)
+        body = f'<h1>{shown}</h1>\n{self._repr_html_()}\n<div class="wide"><pre>{table}</pre></div>'
         return page(f"meshfeed plan: {title}", body)
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Writes the drawing to a ``.svg``, ``.html`` or ``.png`` file; a PNG needs matplotlib.
 
         Raises:
-          SettingsError: the name ends in something else, or matplotlib is not installed.
+          SettingsError: the name ends in something else, the path is a URL, or matplotlib is not installed.
         """
-        path = pathlib.Path(path)
+        path = local_path("path", path)
         if path.suffix == ".svg":
             path.write_text(self.to_svg(), encoding="utf-8")
         elif path.suffix == ".html":

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import html
 import itertools
 import math
 import time
@@ -13,7 +12,7 @@ import numpy as np
 
 from meshfeed._src.base.stats import Sample, rates, total_stats
 from meshfeed._src.base.types import JsonValue
-from meshfeed._src.pictures.drawing import MAX_LINES, Bar, Drawing, bar_chart, line_chart, page
+from meshfeed._src.pictures.drawing import MAX_LINES, Bar, Drawing, bar_chart, escape, line_chart, page
 
 _POINTS = 96
 _SHOWN_HOSTS = 32
@@ -106,13 +105,13 @@ def _feed_section(feed: dict[str, JsonValue]) -> str:
     hosts = feed["hosts"]
     who = f"{len(hosts):,} host{'s' if len(hosts) > 1 else ''}"
     tiles = "".join(
-        f'<div class="tile"><b>{html.escape(value)}</b><span>{html.escape(name)}</span></div>'
+        f'<div class="tile"><b>{escape(value)}</b><span>{escape(name)}</span></div>'
         for name, value in _tiles(feed).items()
     )
     charts = "".join(f"<div>{chart.to_svg()}</div>" for chart in _charts(feed))
     return (
-        f'<section><h1>{html.escape(feed["feed"])}</h1>\n<p class="muted">{who}, from {when}, {_duration(feed["seconds"])}'
-        f'</p>\n<p class="verdict">{html.escape(_verdict(feed))}</p>\n<div class="tiles">{tiles}</div>\n'
+        f'<section><h1>{escape(feed["feed"])}</h1>\n<p class="muted">{who}, from {when}, {_duration(feed["seconds"])}'
+        f'</p>\n<p class="verdict">{escape(_verdict(feed))}</p>\n<div class="tiles">{tiles}</div>\n'
         f'<div class="charts">{charts}</div>\n<h2>Hosts</h2>\n{_host_table(feed)}</section>'
     )
 
@@ -215,8 +214,8 @@ def _stage_bar(hosts: Sequence[dict[str, JsonValue]], stage: str) -> Bar:
 def _host_table(feed: dict[str, JsonValue]) -> str:
     hosts = sorted(feed["hosts"], key=lambda host: (-host["lag_seconds"], host["host"]))
     shown = [_cells(host) for host in hosts[:_SHOWN_HOSTS]]
-    rows = ["".join(f"<th>{head}</th>" for head in shown[0])]
-    rows += ["".join(f"<td>{cell}</td>" for cell in cells.values()) for cells in shown]
+    rows = ["".join(f"<th>{escape(head)}</th>" for head in shown[0])]
+    rows += ["".join(f"<td>{escape(cell)}</td>" for cell in cells.values()) for cells in shown]
     more = len(hosts) - _SHOWN_HOSTS
     note = f'<p class="muted">{more:,} more hosts, with less lag; --json has all of them.</p>' if more > 0 else ""
     how = (

@@ -16,7 +16,6 @@ import dataclasses
 import functools
 import json
 import os
-import pathlib
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal
 
@@ -26,7 +25,15 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from numpy.typing import ArrayLike
 
 from meshfeed._src.base.errors import MeshfeedError, SettingsError, SourceError, hides_own_frames, suggests_keywords
-from meshfeed._src.base.settings import Balance, BatchSchedule, Retry, ShardShuffle, SkipBad, check_settings
+from meshfeed._src.base.settings import (
+    Balance,
+    BatchSchedule,
+    Retry,
+    ShardShuffle,
+    SkipBad,
+    check_settings,
+    local_path,
+)
 from meshfeed._src.base.stats import FeedStats, stats_since
 from meshfeed._src.base.trees import tree_from_json, tree_to_json
 from meshfeed._src.base.turn import in_turn
@@ -307,7 +314,7 @@ class RemoteFeed(Checkpointable):
 
     def report(self, path: str | os.PathLike[str]) -> None:
         """Writes the figures of the first host over time as one HTML page; see :meth:`meshfeed.Feed.report`."""
-        pathlib.Path(path).write_text(report_page(self._client.call("report")[0]), encoding="utf-8")
+        local_path("path", path).write_text(report_page(self._client.call("report")[0]), encoding="utf-8")
 
     # ------------------------------------------------------------------ closing
 

@@ -11,6 +11,7 @@ import decimal
 import functools
 import io
 import json
+import logging
 import math
 import operator
 import os
@@ -26,24 +27,34 @@ from meshfeed._src.reading.identity import digest_raw, probe_digest
 from meshfeed._src.reading.stacking import RecordStack
 from meshfeed._src.sources.checks import chosen_columns
 from meshfeed._src.sources.files import paths as file_paths
+from meshfeed._src.sources.files.open_files import Descriptor
 from meshfeed._src.sources.files.shard import Shard, check_cache, need_cache
+from meshfeed._src.sources.files.shard_cache import hash_of, is_algorithm
 from meshfeed._src.sources.files.shard_reader import Checked, OpenFile, ShardReader
 from meshfeed._src.sources.files.shards import Shards
 
 if TYPE_CHECKING:
     from meshfeed._src.sources.files.shard_cache import ShardCache
 
+_log = logging.getLogger("meshfeed.sources.mds")
 _INDEX = "index.json"
 _WORD = np.dtype("<u4")
+_DIGEST_BYTES = 8 << 20
 _IMAGES = frozenset(["jpeg", "png"])
 
 
 @dataclasses.dataclass(frozen=True)
 class MDSShard(Shard):
-    """One MDS shard as its index describes it; the name of the uncompressed file identifies it."""
+    """One MDS shard as its index describes it; the name of the uncompressed file identifies it.
+
+    Attributes:
+      name: name of the uncompressed file.
+      raw_digest: digest of the uncompressed file; None if the index lists none.
+    """
 
     source: ClassVar[str] = "MDS"
     name: str
+    raw_digest: str | None = dataclasses.field(default=None, compare=False, repr=False)
 
 
 @public("meshfeed.sources")
@@ -54,6 +65,10 @@ class MDS(ShardReader[MDSShard, np.ndarray]):
     ``source[i]`` it has the values that Mosaic Streaming returns, except that images are uint8 arrays. A feed stacks
     numbers, arrays, and images of one size; for text and bytes, use :class:`meshfeed.sources.Map` or leave the columns
     out.
+
+    If the index lists hashes (``MDSWriter(hashes=…)``), a shard is compared with its hash when this process first reads it
+    from a local disk, or when ``cache`` fetches it. That reads the whole shard once. Remote records without a cache are
+    not compared: only parts of a shard are read.
 
     Safe to read from several threads. A source can be pickled, without its open files.
 
@@ -67,7 +82,8 @@ class MDS(ShardReader[MDSShard, np.ndarray]):
       SettingsError: if there is a compressed shard and no cache.
       SourceError: if there is no index, a shard is missing, data sets have different columns, a column is pickled or has
         an unknown encoding, or there is no record.
-      CorruptDataError: if an index is not valid, or a local shard has a different size than its index; names the file.
+      CorruptDataError: if an index is not valid, or a local shard has a different size than its index; names the file. Reads
+        raise it for a shard that does not have its hash.
     """
 
     fresh_arrays = True
@@ -95,6 +111,9 @@ class MDS(ShardReader[MDSShard, np.ndarray]):
             for number, column in chosen
         ]
         shards = Shards([shard for _, part in found for shard in part], "MDS")
+        if cache is not None:
+            listed = {shard.path: shard.digest for shard in shards.files if shard.digest and shard.is_cached}
+            cache.expect(listed)
         super().__init__(shards, cache, _check_shard)
 
     def __getitem__(self, record_id: SupportsIndex) -> dict[str, Any]:
@@ -223,7 +242,7 @@ def _read_index(folder: str, cache: ShardCache | None) -> tuple[list[Column], li
         found = [_shard_of(folder, shard, cache) for shard in shards]
     except MeshfeedError:
         raise
-    except (ValueError, KeyError, TypeError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError) as error:
         raise CorruptDataError(
             f"{path} is no index of MDS shards ({type(error).__name__}: {error}). Expected version 2, as Mosaic "
             "Streaming's MDSWriter writes it. Copy it again, or write the data set again.",
@@ -241,12 +260,48 @@ def _columns_of(shard: Mapping[str, Any]) -> list[Column]:
     if (shard["version"], shard["format"]) != (2, "mds"):
         raise ValueError(f"a shard has format {shard['format']!r}, version {shard['version']!r}")
     triples = zip(shard["column_names"], shard["column_encodings"], shard["column_sizes"], strict=True)
-    return [Column(name, encoding, size or None) for name, encoding, size in triples]
+    columns = [Column(name, encoding, size or None) for name, encoding, size in triples]
+    for column in columns:
+        if not isinstance(column.name, str) or not isinstance(column.encoding, str):
+            raise TypeError(f"a column is named {column.name!r} and has the encoding {column.encoding!r}")
+        if column.size is not None:
+            _count(column.size, f"the size of the column {column.name!r}")
+    if len({column.name for column in columns}) < len(columns):
+        raise ValueError("two columns have the same name")
+    return columns
+
+
+def _count(value: object, what: str) -> int:
+    if not isinstance(value, int) or isinstance(value, bool) or not 0 <= value < 1 << 62:
+        raise ValueError(f"{what} is {value!r}")
+    return value
+
+
+def _file_name(stored: Mapping[str, Any]) -> str:
+    """Returns the name of a shard, which may be in a folder of its own, but not outside the folder of its index."""
+    name = stored["basename"]
+    if not file_paths.is_inside(name):
+        raise ValueError(f"the shard {name!r} is not in the folder of the index")
+    return name
+
+
+def _digest_of(stored: Mapping[str, Any], path: str) -> str | None:
+    """Returns the hash of a file as ``"<algorithm>:<hex digest>"``; None if no known one is listed."""
+    hashes = stored.get("hashes") or {}
+    known = [algorithm for algorithm in hashes if is_algorithm(algorithm)]
+    if hashes and not known:
+        _log.warning("%s is not verified: its hashes are %s, which are not known here", path, ", ".join(hashes))
+    # Those of xxhash take less time than reading the file.
+    best = min(known, key=lambda algorithm: not algorithm.startswith("xxh"), default=None)
+    return None if best is None else f"{best}:{str(hashes[best]).lower()}"
 
 
 def _shard_of(folder: str, shard: Mapping[str, Any], cache: ShardCache | None) -> MDSShard:
-    raw, packed, count = shard["raw_data"], shard.get("zip_data"), int(shard["samples"])
-    name, num_bytes, path = raw["basename"], int(raw["bytes"]), f"{folder}/{raw['basename']}"
+    raw, packed, count = shard["raw_data"], shard.get("zip_data"), _count(shard["samples"], "the number of samples")
+    name, num_bytes = _file_name(raw), _count(raw["bytes"], "the size of a shard")
+    path = f"{folder}/{name}"
+    if _WORD.itemsize * (count + 2) > num_bytes:
+        raise ValueError(f"{name} has {num_bytes:,} bytes, too few for {count:,} samples")
     status = None
     if not file_paths.is_url(path):
         status = _status(path)
@@ -254,11 +309,16 @@ def _shard_of(folder: str, shard: Mapping[str, Any], cache: ShardCache | None) -
             raise _damaged(path, None, f"it has {status.st_size:,} bytes, and {folder}/{_INDEX} lists {num_bytes:,}")
     if packed is None or status is not None:
         version = "" if status is None else str(status.st_mtime_ns)
-        return MDSShard(_present(path, status, folder), num_bytes, version, count, name)
-    path = f"{folder}/{packed['basename']}"
+        digest = _digest_of(raw, path)
+        return MDSShard(_present(path, status, folder), num_bytes, version, count, name, digest, digest=digest)
+    path = f"{folder}/{_file_name(packed)}"
     need_cache([path], cache, source="MDS")
     compression = str(shard["compression"]).partition(":")[0]
-    return MDSShard(_present(path, _status(path), folder), num_bytes, "", count, name, compression=compression)
+    present, known = (
+        _present(path, _status(path), folder),
+        {"compression": compression, "digest": _digest_of(packed, path)},
+    )
+    return MDSShard(present, num_bytes, "", count, name, **known)
 
 
 def _status(path: str) -> os.stat_result | None:
@@ -302,7 +362,7 @@ def _check_shard(shard: MDSShard, open_file: OpenFile) -> tuple[np.ndarray, int]
     """Returns uint32[records + 1], the first byte of each sample and the end of the last one, and their 8-byte entries.
 
     Raises:
-      CorruptDataError: if the header or the offsets are damaged.
+      CorruptDataError: if the header or the offsets are damaged, or a local file does not have its hash.
     """
     num_bytes = _WORD.itemsize * (shard.num_records + 2)
     header = np.frombuffer(open_file().read(0, num_bytes), _WORD)
@@ -311,6 +371,16 @@ def _check_shard(shard: MDSShard, open_file: OpenFile) -> tuple[np.ndarray, int]
     offsets = header[1:]
     if offsets[0] < num_bytes or offsets[-1] != shard.num_bytes or (offsets[1:] < offsets[:-1]).any():
         raise _damaged(shard.path, None, "the offsets of its samples do not ascend to the end of the file")
+    opened = open_file()
+    if shard.raw_digest is not None and isinstance(opened, Descriptor) and not file_paths.is_url(shard.path):
+        algorithm, _, wanted = shard.raw_digest.partition(":")
+        digest = hash_of(algorithm)()
+        for start in range(
+            0, shard.num_bytes, _DIGEST_BYTES
+        ):  # not with a file position, which other threads would move
+            digest.update(opened.read(start, start + _DIGEST_BYTES))
+        if digest.hexdigest() != wanted:
+            raise _damaged(shard.path, None, f"its {algorithm} is {digest.hexdigest()}, and the index lists {wanted}")
     return offsets, num_bytes // 8
 
 

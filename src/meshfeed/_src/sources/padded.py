@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import operator
 from collections.abc import Iterator, Mapping, Sequence
@@ -150,10 +151,10 @@ class Pad:
         return min(count, length)
 
     def _filled(self, name: str, shape: tuple[int, int], leaf: np.ndarray) -> np.ndarray:
-        value = self._pad_value if name == self.keys[0] else 0
-        with np.errstate(invalid="ignore"):
+        value, filling = self._pad_value if name == self.keys[0] else 0, None
+        with np.errstate(invalid="ignore"), contextlib.suppress(OverflowError):
             filling = np.array([value]).astype(leaf.dtype)
-        if filling[0] != value and not np.isnan(value):
+        if filling is None or (filling[0] != value and not (value != value and filling[0] != filling[0])):  # NaN
             raise SettingsError(
                 f"pad_value={value!r} is not a value of the leaf {name!r}, which is {leaf.dtype}.", setting="pad_value"
             )

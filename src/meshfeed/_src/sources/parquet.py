@@ -23,6 +23,7 @@ from meshfeed._src.sources.files.direct import RemoteBytes, sparse_files
 from meshfeed._src.sources.files.formats import compression_of
 from meshfeed._src.sources.files.lookup import FileFormat, find_shards, look_at
 from meshfeed._src.sources.files.manifest import FileEntry
+from meshfeed._src.sources.files.manifest import damaged as damaged_manifest
 from meshfeed._src.sources.files.open_files import Lru
 from meshfeed._src.sources.files.parquet import ParquetFile, damaged
 from meshfeed._src.sources.files.shard import Shard, inspect_copy, local_copy
@@ -252,14 +253,19 @@ def _open_footer(file: RemoteBytes) -> ParquetFile:
 
 def _choose(shards: Sequence[ParquetShard], columns: Sequence[str] | None) -> tuple[str, ...]:
     """Returns the columns to read, and checks that all files have them."""
-    import pyarrow as pa
-
     filled = [shard for shard in shards if shard.num_records]  # writers guess the types of a file without rows
     schemas = {shard.schema: shard for shard in reversed(filled)}
-    stored = {path.path: pa.ipc.read_schema(pa.py_buffer(schema)) for schema, path in schemas.items()}
+    stored = {shard.path: _read_schema(shard) for shard in schemas.values()}
     first = stored[filled[0].path]
     chosen = chosen_columns(columns, first.names, "Parquet", filled[0].path)
     for path, schema in stored.items():
+        twice = next((name for name in chosen if schema.names.count(name) > 1), None)
+        if twice is not None:
+            others = [name for name in first.names if schema.names.count(name) == 1]
+            raise SourceError(
+                f"Parquet: {path} has several columns named {twice!r}. Expected names that differ. Write the file again, or "
+                f"leave these columns out: columns={others!r}."
+            )
         for name in chosen:
             other = schema.field(name).type if name in schema.names else "no such column"
             if other != first.field(name).type:
@@ -269,6 +275,15 @@ def _choose(shards: Sequence[ParquetShard], columns: Sequence[str] | None) -> tu
                     "the file again."
                 )
     return tuple(chosen)
+
+
+def _read_schema(shard: ParquetShard) -> pa.Schema:
+    import pyarrow as pa
+
+    try:
+        return pa.ipc.read_schema(pa.py_buffer(shard.schema))
+    except (pa.ArrowException, OSError) as error:  # that of a file was checked; a manifest may list any bytes
+        raise damaged_manifest(shard.manifest, f"it lists {shard.path} with no schema ({error})") from error
 
 
 def _decode_group(

@@ -6,6 +6,7 @@ an archive are read once; the offsets of its samples are saved as an index.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import io
 import itertools
@@ -13,21 +14,21 @@ import operator
 import os
 import pathlib
 import secrets
+import stat
 import tarfile
 import tempfile
-import zipfile
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar, SupportsIndex
 
 import numpy as np
 import xxhash
 
-from meshfeed._src.base.errors import CorruptDataError, MeshfeedError, SettingsError, hides_own_frames
+from meshfeed._src.base.errors import CorruptDataError, MeshfeedError, SettingsError, SourceError, hides_own_frames
 from meshfeed._src.base.types import Decode, JsonValue, Record, public
 from meshfeed._src.reading.identity import digest_raw, probe_digest
 from meshfeed._src.sources.decode import refuse_as_decode
 from meshfeed._src.sources.files import paths as file_paths
-from meshfeed._src.sources.files.direct import RemoteBytes
+from meshfeed._src.sources.files.direct import ByteRange, RemoteBytes, read_ranges
 from meshfeed._src.sources.files.formats import compression_of, reader_hint
 from meshfeed._src.sources.files.lookup import FileFormat, find_shards, look_at
 from meshfeed._src.sources.files.manifest import FileEntry
@@ -62,7 +63,9 @@ class WebDataset(ShardReader[TarShard, "TarIndex"]):
     feed needs ``decode=``, or :class:`meshfeed.sources.Map`, to turn it into arrays.
 
     The headers of an archive are read once. The index is saved beside the archive, under its name and
-    ``.meshfeed-index``; if that folder cannot be written, or the archive is remote, in the folder of ``cache``.
+    ``.meshfeed-index``; if that folder cannot be written, or the archive is remote, in the folder of ``cache``. That of a
+    remote archive without a cache is saved in a folder of the temporary folder that only this user can access. Each file
+    that is read is compared with the header that was indexed.
 
     Safe to read from several threads. A source can be pickled, without its open files.
 
@@ -75,7 +78,8 @@ class WebDataset(ShardReader[TarShard, "TarIndex"]):
 
     Raises:
       SettingsError: if ``decode`` is not a function, or there is a compressed archive and no cache.
-      SourceError: if there are no files, a file is missing, or all archives are empty; names the path or pattern.
+      SourceError: if there are no files, a file is missing, an archive has a sparse file, or all archives are empty; names
+        the path or pattern.
       CorruptDataError: if an archive is damaged or cut short; names the file.
     """
 
@@ -124,7 +128,7 @@ class WebDataset(ShardReader[TarShard, "TarIndex"]):
 
         Raises:
           IndexError: if an id is not in [0, len).
-          CorruptDataError: if an archive is cut short; names the file and the record.
+          CorruptDataError: if an archive is cut short, or is not the one that was indexed; names the file and the record.
           SourceError: if a file has been removed or changed since the source was created.
           OSError: if a file cannot be read.
         """
@@ -163,8 +167,9 @@ def inspect(name: str, cache: ShardCache | None) -> TarShard:
             stamp, places = _local_places(name, num_bytes, version, cache)
         else:
             stamp = f"{name}, {num_bytes} bytes, {version}"
-            places = [_temporary(stamp)]
-        index, place = _find_or_make(places, stamp, lambda: _beside(opened, name) or scan(opened, name))
+            # Without a version, the stamp does not distinguish an archive that was uploaded again.
+            places = [place for place in _temporary(stamp) if version or _describes(load(place, stamp), opened)]
+        index, place = _find_or_make(places or _temporary(stamp), stamp, lambda: _make(opened, name))
     return TarShard(name, num_bytes, version, index.num_samples, place, stamp, compression=compression)
 
 
@@ -173,16 +178,33 @@ def _scan_copy(name: str, compression: str | None, cache: ShardCache) -> TarInde
         return scan(Descriptor(str(copy)), name)
 
 
-def _beside(archive: Descriptor | RemoteBytes, url: str) -> TarIndex | None:
-    """Returns the index beside a remote archive; None if there is none, or for a local one."""
-    if isinstance(archive, Descriptor):
-        return None
+def _make(archive: Descriptor | RemoteBytes, path: str) -> TarIndex:
+    """Returns the index beside a remote archive; if there is none, or the archive is local, reads the headers."""
+    found = None if isinstance(archive, Descriptor) else _beside(archive, path)
+    return scan(archive, path) if found is None else found
+
+
+def _beside(archive: RemoteBytes, url: str) -> TarIndex | None:
+    """Returns the index beside a remote archive; None if there is none of this archive."""
     try:
         content = file_paths.read_file(f"{url}{SUFFIX}", source="WebDataset")
     except (MeshfeedError, OSError):
         return None
     # Only the beginning of its stamp is known: the modification time is that of the disk where the index was made.
-    return load(content, f"{archive.num_bytes} bytes, ", exact=False)
+    found = load(content, f"{archive.num_bytes} bytes, ", exact=False)
+    return found if _describes(found, archive) else None
+
+
+def _describes(index: TarIndex | None, archive: RemoteBytes) -> bool:
+    """Whether the first and the last header of an index are those of a remote archive; the others are checked when read."""
+    if index is None:
+        return False
+    numbers = [0, len(index.starts) - 1] if len(index.starts) else []
+    starts = [int(index.starts[number]) for number in numbers]
+    if any(start > archive.num_bytes for start in starts):
+        return False
+    found = read_ranges([ByteRange(archive, start - _BLOCK_BYTES, start) for start in starts])
+    return [_digest_header(header) for header in found] == [int(index.headers[number]) for number in numbers]
 
 
 def _local_places(name: str, num_bytes: int, version: str, cache: ShardCache | None) -> tuple[str, list[pathlib.Path]]:
@@ -201,14 +223,25 @@ def _listed(entry: FileEntry, version: str, manifest: str, cache: ShardCache | N
         return dataclasses.replace(shard, index=next(filter(os.path.exists, places), places[-1]), stamp=stamp)
     stamp = f"{entry.path}, {entry.num_bytes} bytes, {entry.digest}"
     if cache is None:
-        return dataclasses.replace(shard, index=_temporary(stamp), stamp=stamp)
+        return dataclasses.replace(shard, index=next(iter(_temporary(stamp)), None), stamp=stamp)
     place = cache.directory / f"{xxhash.xxh3_128_hexdigest(stamp.encode())}{SUFFIX}"
     return dataclasses.replace(shard, index=place, stamp=stamp)
 
 
 # Kept beyond the process: without it, each source over a remote archive without an index would read all of the archive.
-def _temporary(stamp: str) -> pathlib.Path:
-    return pathlib.Path(tempfile.gettempdir()) / f"meshfeed_{xxhash.xxh3_128_hexdigest(stamp.encode())}{SUFFIX}"
+def _temporary(stamp: str) -> list[pathlib.Path]:
+    """Returns the path at which the index may be saved; none if there is no folder that only this user can write."""
+    folder = pathlib.Path(tempfile.gettempdir()) / f"meshfeed-{os.geteuid()}"
+    try:
+        with contextlib.suppress(FileExistsError):
+            folder.mkdir(mode=0o700)
+        status = folder.lstat()
+    except OSError:
+        return []
+    # Anyone can create this folder first, and put an index there that lets records begin elsewhere in the archive.
+    if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.geteuid() or stat.S_IMODE(status.st_mode) & 0o077:
+        return []
+    return [folder / f"{xxhash.xxh3_128_hexdigest(stamp.encode())}{SUFFIX}"]
 
 
 def _find_or_make(
@@ -226,7 +259,7 @@ def _find_or_make(
 def _check(shard: TarShard, open_file: OpenFile) -> tuple[TarIndex, int]:
     """Loads the index of an archive, or makes it if it is gone."""
     places = [] if shard.index is None else [shard.index]
-    index, _ = _find_or_make(places, shard.stamp, lambda: scan(open_file(), shard.path))
+    index, _ = _find_or_make(places, shard.stamp, lambda: _make(open_file(), shard.path))
     if index.num_samples != shard.num_records:
         raise changed(shard, shard.path)
     return index, index.num_entries
@@ -235,7 +268,7 @@ def _check(shard: TarShard, open_file: OpenFile) -> tuple[TarIndex, int]:
 def _build(
     file: Checked[TarShard, TarIndex], rows: np.ndarray, first_record_id: int, samples: list[bytes]
 ) -> list[dict[str, Any]]:
-    return file.index.records(rows, samples, file.shard.path, first_record_id)
+    return file.index.records(rows, samples, file.shard.path, first_record_id, file.shard.index)
 
 
 SUFFIX = ".meshfeed-index"
@@ -244,7 +277,7 @@ SUFFIX = ".meshfeed-index"
 _BLOCK_BYTES = 512
 _BUFFER_BYTES = 1 << 16
 _REMOTE_BYTES = 8 << 20  # of a remote archive, all of it is read for its headers
-_VERSION = 1
+_VERSION = 2
 
 
 @dataclasses.dataclass(frozen=True)
@@ -257,6 +290,7 @@ class TarIndex:
       first_files: int64[samples + 1], the index of each sample's first file, and the number of files.
       starts: int64[files], the offset of each file's content in the archive.
       sizes: int64[files], its size in bytes.
+      headers: uint64[files], the digest of its header, the 512 bytes before its content.
       extensions: int32[files], the index of its extension.
       extension_names: all extensions, separated by line breaks, as uint8.
     """
@@ -266,6 +300,7 @@ class TarIndex:
     first_files: np.ndarray
     starts: np.ndarray
     sizes: np.ndarray
+    headers: np.ndarray
     extensions: np.ndarray
     extension_names: np.ndarray
 
@@ -289,17 +324,24 @@ class TarIndex:
         return self.extension_names.tobytes().decode("utf-8", "surrogateescape").split("\n")
 
     def bounds(self, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Returns the first byte of the first file of each sample, and the byte after the last one, int64[n]."""
+        """Returns the first byte of the first header of each sample, and the byte after its last file, int64[n]."""
         last = self.first_files[rows + 1] - 1
-        return self.starts[self.first_files[rows]], self.starts[last] + self.sizes[last]
+        return self.starts[self.first_files[rows]] - _BLOCK_BYTES, self.starts[last] + self.sizes[last]
 
     def records(
-        self, rows: np.ndarray, samples: Sequence[bytes], path: str, first_record_id: int = 0
+        self,
+        rows: np.ndarray,
+        samples: Sequence[bytes],
+        path: str,
+        first_record_id: int = 0,
+        saved: pathlib.Path | None = None,
     ) -> list[dict[str, Any]]:
         """Returns samples, int64[n], as dicts of key and bytes, given the bytes at their :meth:`bounds`.
 
+        ``path``, ``first_record_id`` and ``saved``, the path of the index, are for errors.
+
         Raises:
-          CorruptDataError: if the archive is cut short; names the file and the record.
+          CorruptDataError: if the archive is cut short, or not the one of this index; names the file and the record.
         """
         starts, stops = self.bounds(rows)
         for row, sample, size in zip(rows.tolist(), samples, (stops - starts).tolist(), strict=True):
@@ -312,14 +354,59 @@ class TarIndex:
         files = np.repeat(first - np.cumsum(counts) + counts, counts) + np.arange(int(counts.sum()))
         begins = self.starts[files] - np.repeat(starts, counts)
         ends = (begins + self.sizes[files]).tolist()
-        places = zip(self.extensions[files].tolist(), begins.tolist(), ends, strict=True)
-        return [
-            {
-                "__key__": self.key(row),
-                **{names[name]: sample[low:high] for name, low, high in itertools.islice(places, count)},
-            }
-            for row, sample, count in zip(rows.tolist(), samples, counts.tolist(), strict=True)
-        ]
+        places = zip(self.extensions[files].tolist(), begins.tolist(), ends, self.headers[files].tolist(), strict=True)
+        found = []
+        for row, sample, count in zip(rows.tolist(), samples, counts.tolist(), strict=True):
+            record: dict[str, Any] = {"__key__": self.key(row)}
+            for name, low, high, header in itertools.islice(places, count):
+                if _digest_header(sample[low - _BLOCK_BYTES : low]) != header:
+                    raise _not_indexed(path, first_record_id + row, saved)
+                record[names[name]] = sample[low:high]
+            found.append(record)
+        return found
+
+    def is_sound(self) -> bool:
+        """Whether the columns fit together and name bytes that an archive can have."""
+        columns = [self.key_ends, self.first_files, self.starts, self.sizes, self.headers, self.extensions]
+        kinds = [(column.ndim, column.dtype) for column in (self.keys, *columns, self.extension_names)]
+        if kinds != [(1, np.dtype(name)) for name in _DTYPES]:
+            return False
+        num_files = len(self.starts)
+        fits = (
+            len(self.first_files) == self.num_samples + 1
+            and [len(column) for column in columns[2:]] == [num_files] * 4
+            and (int(self.first_files[0]), int(self.first_files[-1])) == (0, num_files)
+            and (int(self.key_ends[-1]) if self.num_samples else 0) == len(self.keys)
+        )
+        if not fits:
+            return False
+        spaces = np.diff(self.starts) - _BLOCK_BYTES
+        return bool(
+            (np.diff(self.first_files) > 0).all()
+            and (np.diff(self.key_ends, prepend=0) >= 0).all()
+            and (self.starts >= _BLOCK_BYTES).all()
+            and ((self.sizes >= 0) & (self.sizes < _MAX_BYTES)).all()
+            and (spaces >= self.sizes[:-1]).all()
+            and ((self.extensions >= 0) & (self.extensions < len(self.names()))).all()
+        )
+
+
+_DTYPES = ("u1", "i8", "i8", "i8", "i8", "u8", "i4", "u1")  # of the columns, in order
+_MAX_BYTES = 1 << 62
+
+
+def _digest_header(header: bytes) -> int:
+    return xxhash.xxh3_64_intdigest(header)
+
+
+def _not_indexed(path: str, record_id: int, saved: pathlib.Path | None) -> CorruptDataError:
+    remedy = "" if saved is None else f", or delete its index {saved}, which is then made again"
+    return CorruptDataError(
+        f"{path}: record {record_id} has a header other than the one that was indexed. The archive was replaced or damaged: "
+        f"copy it again{remedy}.",
+        path=path,
+        record_id=record_id,
+    )
 
 
 def split_name(name: str) -> tuple[str, str] | None:
@@ -344,14 +431,16 @@ def scan(archive: Descriptor | RemoteBytes, path: str) -> TarIndex:
 
     Raises:
       CorruptDataError: if the archive is damaged, cut short, or holds a file of one sample twice.
+      SourceError: if it holds a sparse file.
       OSError: if it cannot be read.
     """
     keys: list[bytes] = []
     first_files: list[int] = []
     files: list[tuple[int, int, int]] = []
+    headers: list[int] = []
     extensions: dict[str, int] = {}
     current, seen = None, set[str]()
-    for name, start, size in _files(archive, path):
+    for name, start, size, header in _files(archive, path):
         parts = split_name(name)
         if parts is None:
             continue
@@ -364,6 +453,7 @@ def scan(archive: Descriptor | RemoteBytes, path: str) -> TarIndex:
             raise _damaged(path, f"sample {key!r} has two files with the extension {extension!r}")
         seen.add(extension)
         files.append((start, size, extensions.setdefault(extension, len(extensions))))
+        headers.append(header)
     columns = np.array(files, np.int64).reshape(-1, 3)
     return TarIndex(
         np.frombuffer(b"".join(keys), np.uint8),
@@ -371,28 +461,63 @@ def scan(archive: Descriptor | RemoteBytes, path: str) -> TarIndex:
         np.array([*first_files, len(files)], np.int64),
         np.ascontiguousarray(columns[:, 0]),
         np.ascontiguousarray(columns[:, 1]),
+        np.array(headers, np.uint64),
         columns[:, 2].astype(np.int32),
         np.frombuffer("\n".join(extensions).encode("utf-8", "surrogateescape"), np.uint8),
     )
 
 
-def _files(archive: Descriptor | RemoteBytes, path: str) -> Iterator[tuple[str, int, int]]:
-    """Yields name, offset and size of the regular files of an archive."""
+def _files(archive: Descriptor | RemoteBytes, path: str) -> Iterator[tuple[str, int, int, int]]:
+    """Yields name, offset, size and digest of the header of the regular files of an archive."""
     end = 0
     buffer_bytes = _BUFFER_BYTES if isinstance(archive, Descriptor) else _REMOTE_BYTES
+    reader = io.BufferedReader(_At(archive), buffer_bytes)
     try:
-        with tarfile.open(fileobj=io.BufferedReader(_At(archive), buffer_bytes), mode="r:") as tar:
+        with tarfile.open(fileobj=reader, mode="r:") as tar:
             for member in tar:
                 tar.members = []  # type: ignore[attr-defined]  # or it keeps all of them
                 content = member.size if member.isreg() else 0
                 end = member.offset_data + -(-content // _BLOCK_BYTES) * _BLOCK_BYTES
+                _check_member(member, path, archive.num_bytes)
                 if member.isreg():
-                    yield member.name, member.offset_data, member.size
-    except tarfile.TarError as error:
+                    reader.seek(member.offset_data - _BLOCK_BYTES)  # which tarfile has just read: it is in the buffer
+                    header = _digest_header(reader.read(_BLOCK_BYTES))
+                    yield member.name, member.offset_data, member.size, header
+    except (MeshfeedError, OSError):
+        raise
+    except Exception as error:  # tarfile raises its own errors, and others for some damaged headers
+        compression = _compression(archive.read(0, 6))
+        if compression:
+            what = f"it is compressed with {compression}, which its name does not say. Rename it, or decompress it"
+            raise _damaged(path, what) from error
         raise _damaged(path, str(error)) from error
     # tarfile takes a damaged header, and the end of the file, for the end of the archive.
     if archive.read(end, end + _BLOCK_BYTES) != bytes(_BLOCK_BYTES):
         raise _damaged(path, f"the block of zeros that ends an archive is not at byte {end:,}")
+
+
+def _check_member(member: tarfile.TarInfo, path: str, num_bytes: int) -> None:
+    if member.issparse():
+        raise SourceError(
+            f"WebDataset: {path} stores {member.name!r} as a sparse file, without its zeros. Expected files that are stored "
+            "in full. Write the archive again without tar's --sparse."
+        )
+    # tarfile would go back, without an end, or accept a file that the archive cannot hold.
+    if member.size < 0 or (member.isreg() and member.offset_data + member.size > num_bytes):
+        raise _damaged(path, f"the header of {member.name!r} lists {member.size:,} bytes")
+
+
+_MAGIC_BYTES = {
+    b"\x1f\x8b": "gzip (.gz)",
+    b"BZh": "bzip2 (.bz2)",
+    b"\xfd7zXZ\0": "xz (.xz)",
+    b"\x28\xb5\x2f\xfd": "zstd (.zst)",
+    b"\x04\x22\x4d\x18": "lz4",
+}
+
+
+def _compression(head: bytes) -> str | None:
+    return next((name for magic, name in _MAGIC_BYTES.items() if head.startswith(magic)), None)
 
 
 class _At(io.RawIOBase):
@@ -445,7 +570,8 @@ def save(index: TarIndex, path: pathlib.Path, stamp: str) -> bool:
             np.savez(file, stamp=np.array(f"{_VERSION}\n{stamp}"), **arrays)
         os.replace(part, path)
     except OSError:
-        part.unlink(missing_ok=True)
+        with contextlib.suppress(OSError):  # a name that is too long cannot be removed either
+            part.unlink(missing_ok=True)
         return False
     return True
 
@@ -463,6 +589,7 @@ def load(content: bytes | pathlib.Path, stamp: str, *, exact: bool = True) -> Ta
             found, wanted = str(saved["stamp"]), f"{_VERSION}\n{stamp}"
             if found != wanted if exact else not found.startswith(wanted):
                 return None
-            return TarIndex(**{field.name: saved[field.name] for field in dataclasses.fields(TarIndex)})
-    except (OSError, ValueError, KeyError, EOFError, zipfile.BadZipFile):
+            index = TarIndex(**{field.name: saved[field.name] for field in dataclasses.fields(TarIndex)})
+    except Exception:  # whatever zipfile, zlib and NumPy raise for bytes that they do not accept
         return None
+    return index if index.is_sound() else None

@@ -12,10 +12,11 @@ import contextlib
 import contextvars
 import functools
 import os
+import re
 import threading
 import time
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias, cast
 
 import numpy as np
@@ -98,8 +99,8 @@ class RemoteBytes:
     def _compare(self, num_bytes: int, version: str) -> None:
         if (num_bytes, version) != (self.num_bytes, self.version):
             change = file_paths.describe_change((self.num_bytes, self.version), (num_bytes, version))
-            file_system, inner = file_paths.open_file_system(self.url, self.source)
-            file_system.invalidate_cache(inner)  # or a new source would take the listing from before the change
+            files, inner = file_paths.open_file_system(self.url, self.source)
+            files.invalidate_cache(inner)  # or a new source would take the listing from before the change
             raise file_paths.changed(f"{self.source}: {self.url}", change, self._manifest)
 
 
@@ -227,16 +228,16 @@ def _request(ranges: Sequence[ByteRange]) -> list[bytes | Exception]:
     if not ranges:
         return []
     first = ranges[0].file
-    file_system, _ = _file_system(first.url, first.source)
+    files, _ = _file_system(first.url, first.source)
     paths = [_file_system(one.file.url, one.file.source)[1] for one in ranges]
     with file_paths.remote_errors(first.url, first.source):
-        if file_system.async_impl:
+        if files.async_impl:
             from fsspec.asyn import sync
 
-            answers = cast("list[_Answer]", sync(file_system.loop, _gather, file_system, paths, ranges))
+            answers = cast("list[_Answer]", sync(files.loop, _gather, files, paths, ranges))
         else:
             starts, stops = [one.start for one in ranges], [one.stop for one in ranges]
-            answers = [(found, {}) for found in file_system.cat_ranges(paths, starts, stops, on_error="return")]
+            answers = [(found, {}) for found in files.cat_ranges(paths, starts, stops, on_error="return")]
     return [_checked(one, *answer) for one, answer in zip(ranges, answers, strict=True)]
 
 
@@ -246,6 +247,7 @@ def _checked(one: ByteRange, answer: bytes | Exception, headers: Mapping[str, st
             if isinstance(answer, Exception):
                 raise answer
             one.file.check_answer(headers)
+            check_range(headers, one.start, one.stop, one.file.url)
     except Exception as error:
         return error
     if len(answer) == one.file.num_bytes != one.stop - one.start:  # a server without range requests
@@ -256,6 +258,20 @@ def _checked(one: ByteRange, answer: bytes | Exception, headers: Mapping[str, st
     return answer
 
 
+def check_range(headers: Mapping[str, str], start: int, stop: int, url: str) -> None:
+    """Compares the range of an answer, if its headers have one, with the requested bytes ``[start, stop)``.
+
+    Raises:
+      OSError: if a proxy or a server answered with a different range; a retry may help.
+    """
+    found = _CONTENT_RANGE.match(headers.get("content-range", ""))
+    if found is not None and (int(found[1]), int(found[2]) + 1) != (start, stop):
+        raise OSError(
+            f"{url}: bytes {int(found[1]):,} to {int(found[2]) + 1:,} came for the range [{start:,}, {stop:,})"
+        )
+
+
+_CONTENT_RANGE = re.compile(r"\s*bytes\s+(\d{1,18})-(\d{1,18})/", re.IGNORECASE)
 _Answer: TypeAlias = "tuple[bytes | Exception, Mapping[str, str]]"
 """The bytes of a range or the error, and the headers of the answer."""
 
@@ -316,6 +332,24 @@ def _note_answer_of_s3(parsed: Mapping[str, Any], **_unused: object) -> None:
     _note_headers(parsed.get("ResponseMetadata", {}).get("HTTPHeaders", {}))
 
 
+@contextlib.contextmanager
+def noted_headers() -> Iterator[list[Mapping[str, str]]]:
+    """Yields a list to which the headers of answers of :func:`noting_file_system` are added."""
+    noted: list[Mapping[str, str]] = []
+    token = _headers.set(noted)
+    try:
+        yield noted
+    finally:
+        _headers.reset(token)
+
+
+def noting_file_system(url: str, source: str) -> tuple[Any, str]:
+    """Returns the default file system of a URL, which for HTTP notes the headers of answers; see :func:`noted_headers`."""
+    if url.startswith(("http://", "https://")):
+        return file_paths.open_file_system(url, source, get_client=_noting_client)
+    return file_paths.open_file_system(url, source)
+
+
 def _file_system(url: str, source: str) -> tuple[Any, str]:
     """Returns a file system that opens enough connections for the ranges of a batch, and notes the headers of answers."""
     protocol = url.partition("://")[0]
@@ -335,6 +369,12 @@ def _configured(protocol: str, setting: str) -> Mapping[str, Any]:
     import fsspec.config
 
     return fsspec.config.conf.get(protocol, {}).get(setting, {})
+
+
+async def _noting_client(**kwargs: Any) -> Any:
+    import aiohttp
+
+    return aiohttp.ClientSession(**{"trace_configs": _session_options()["trace_configs"], **kwargs})
 
 
 async def _http_client(**kwargs: Any) -> Any:

@@ -22,7 +22,8 @@ from meshfeed._src.base.read_ahead import WakeUp
 from meshfeed._src.base.retry import call_with_retry
 from meshfeed._src.base.settings import Retry
 from meshfeed._src.base.threads import Background
-from meshfeed._src.sources.files.paths import open_file_system, remote_errors
+from meshfeed._src.sources.files.direct import check_range, noted_headers, noting_file_system
+from meshfeed._src.sources.files.paths import remote_errors
 
 _FIRST_BLOCK_BYTES = 4 << 20
 _MIN_BLOCK_BYTES, _MAX_BLOCK_BYTES = 1 << 18, 16 << 20
@@ -176,14 +177,16 @@ class Downloads:
 
     def _copy(self, download: Download, start: int, stop: int) -> bool:
         """Writes a block, or the whole file if the server does not serve ranges; returns whether it was the whole file."""
-        found, inner = open_file_system(download.url, "ShardCache")
+        found, inner = noting_file_system(download.url, "ShardCache")
         files = cast("_FileSystem", found)
         settings = {"timeout": self._timeout} if files.async_impl else {}
         end = None if stop - start == download.num_bytes else stop
         began = time.monotonic()
         try:
-            with remote_errors(download.url, "ShardCache"):
+            with remote_errors(download.url, "ShardCache"), noted_headers() as headers:
                 content = files.cat_file(inner, start=start, end=end, **settings)
+                if headers and len(content) == stop - start:
+                    check_range(headers[-1], start, stop, download.url)
         except TimeoutError as error:
             self._block_bytes = max(_MIN_BLOCK_BYTES, (stop - start) // 2)
             if download.url.startswith("http") and not self._serves_ranges(download):

@@ -39,6 +39,7 @@ _TFRECORD = _Format(
     "meshfeed.sources.TFData(open), where open(lane_index, num_lanes) makes a tf.data.Dataset, or convert it with meshfeed "
     "convert, which needs no TensorFlow",
 )
+_TAR = _Format("a tar archive", "meshfeed.sources.WebDataset({path!r}, decode=…)", "WebDataset")
 _ZARR = _Format("a zarr array", "meshfeed.sources.TensorStore({path!r})", "TensorStore")
 
 _FORMATS = {  # by file name extension
@@ -60,7 +61,7 @@ _FORMATS = {  # by file name extension
         "Tokens",
     ),
     "parquet": _Format("a Parquet file", "meshfeed.sources.Parquet({path!r})", "Parquet"),
-    "tar": _Format("a tar archive", "meshfeed.sources.WebDataset({path!r}, decode=…)", "WebDataset"),
+    **dict.fromkeys(("tar", "tbz", "tbz2", "tgz", "txz", "tzst"), _TAR),
     "tfrecord": _TFRECORD,
     "tfrecords": _TFRECORD,
     "txt": _Format("a text file", _LOAD.replace("{format!r}", "'text'")),
@@ -83,8 +84,7 @@ def source_of(path: str) -> str | None:
 
 def names_other_format(path: str, source: str) -> bool:
     """Whether the last extension of a name, except of a compression, is that of a format that ``source`` does not read."""
-    stem = path.rpartition(".")[0] if compression_of(path) else path
-    found = _FORMATS.get(stem.rpartition(".")[2].lower())
+    found = _FORMATS.get(uncompressed_name(path).rpartition(".")[2].lower())
     return found is not None and found.source != source
 
 
@@ -107,11 +107,19 @@ def reader_hint(path: object, *, unless: str = "") -> str:
 
 _CHUNK_BYTES = 1 << 20
 _COMPRESSIONS = {"gz": "gz", "bz2": "bz2", "xz": "xz", "zst": "zstd", "zstd": "zstd", "br": "br", "snappy": "snappy"}
+_TARS = {"tgz": "gz", "tbz": "bz2", "tbz2": "bz2", "txz": "xz", "tzst": "zstd"}  # extensions of compressed archives
 
 
 def compression_of(name: str) -> str | None:
     """Returns the compression that the last extension of a file name denotes, or None."""
-    return _COMPRESSIONS.get(name.rsplit(".", 1)[-1].lower())
+    extension = name.rsplit(".", 1)[-1].lower()
+    return _COMPRESSIONS.get(extension) or _TARS.get(extension)
+
+
+def uncompressed_name(name: str) -> str:
+    """Returns the name of the content of a compressed file; the name itself if the file is not compressed."""
+    stem, _, extension = name.rpartition(".")
+    return f"{stem}.tar" if extension.lower() in _TARS else stem if compression_of(name) else name
 
 
 def decompress(compression: str, source: str, target: str, num_bytes: int | None, *, what: str) -> None:

@@ -27,6 +27,7 @@ import os
 import secrets
 import urllib.parse
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import numpy as np
 import xxhash
@@ -128,7 +129,12 @@ class DataManifest:
         content = _read(listed.path)
         if digest_of(content) != listed.digest:
             raise damaged(listed.path, f"{self.path} lists it with {listed.digest}, and it has {digest_of(content)}")
-        values = np.load(io.BytesIO(content), allow_pickle=False)
+        try:
+            values = np.load(io.BytesIO(content), allow_pickle=False)
+            if values.ndim != 1 or values.dtype.kind not in "iu" or (values.size and int(values.min()) < 0):
+                raise ValueError(f"an array of {values.dtype} of shape {values.shape}")
+        except Exception as error:  # whatever NumPy raises for bytes that it does not accept
+            raise damaged(listed.path, f"it holds no lengths ({type(error).__name__}: {error})") from error
         ends = np.cumsum([entry.num_records for entry in self.files] if listed.counts is None else listed.counts)
         if len(ends) != len(self.files) or not len(ends) or ends[-1] != len(values):
             raise damaged(self.path, f"it lists {len(values):,} lengths of {key!r} for other numbers of records")
@@ -232,17 +238,23 @@ def parse_manifest(content: bytes, path: str) -> DataManifest:
             )
         details = found["details"]
         files = [
-            FileEntry(_joined(name, folder), int(num_bytes), int(num_records), digest, details[number])
+            FileEntry(
+                _joined(name, folder),
+                _count(num_bytes),
+                _count(num_records),
+                _text(digest, True),
+                dict(details[number]),
+            )
             for name, num_bytes, num_records, digest, number in found["files"]
         ]
         stored = {
-            key: LengthsFile(_joined(item["file"], folder), item["digest"], item.get("counts"), item.get("eod"))
+            key: LengthsFile(_joined(item["file"], folder), _text(item["digest"]), item.get("counts"), item.get("eod"))
             for key, item in found["lengths"].items()
         }
-        return DataManifest(path, found["source"], files, stored, found.get("made"))
-    except (ValueError, KeyError, TypeError, IndexError, AttributeError) as error:
-        if isinstance(error, SourceError):
-            raise
+        for item in stored.values():
+            _ = [_count(count) for count in item.counts or ()]
+        return DataManifest(path, _text(found["source"]), files, stored, found.get("made"))
+    except (ValueError, KeyError, TypeError, IndexError, AttributeError, OverflowError, RecursionError) as error:
         raise damaged(path, f"it is no manifest of meshfeed ({type(error).__name__}: {error})") from error
 
 
@@ -272,8 +284,30 @@ def _npy(lengths: np.ndarray) -> bytes:
     return out.getvalue()
 
 
+def _count(value: object) -> int:
+    if not isinstance(value, int) or isinstance(value, bool) or not 0 <= value < 1 << 62:
+        raise ValueError(f"{value!r} in place of a count")
+    return value
+
+
+def _text(value: Any, or_none: bool = False) -> Any:
+    if not isinstance(value, str) and not (or_none and value is None):
+        raise TypeError(f"{value!r} in place of text")
+    return value
+
+
 def _joined(name: str, folder: str) -> str:
-    return name if file_paths.is_url(name) or os.path.isabs(name) else folder + name
+    """Returns the path or URL of a file that a manifest in ``folder`` lists.
+
+    Names are relative, or paths and URLs of other folders. A remote manifest lists no local file: who wrote it is not who
+    owns this disk.
+    """
+    if file_paths.is_inside(name):
+        return folder + name
+    is_local = not file_paths.is_url(name) or name.startswith("local:")
+    if is_local and (file_paths.is_url(folder) or not os.path.isabs(name)):
+        raise ValueError(f"it lists {name!r}, which is not in its folder")
+    return name
 
 
 def _read(path: str) -> bytes:

@@ -65,6 +65,7 @@ class Descriptor:
     def read(self, start: int, stop: int) -> bytes:
         """Reads bytes ``[start, stop)``; fewer if the file ends before."""
         parts = []
+        stop = min(stop, self.num_bytes)  # or a damaged length allocates memory that the bytes do not fill
         while start < stop and (part := os.pread(self.number, stop - start, start)):  # at most 2 GiB, or until a signal
             parts.append(part)
             start += len(part)

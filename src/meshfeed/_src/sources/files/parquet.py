@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any, BinaryIO
 
@@ -51,14 +53,16 @@ class ParquetFile:
         self.path = path
         self._stream = stream
         self._file = self._open(options)
-        self.metadata: pq.FileMetaData = self._file.metadata
-        self.schema: pa.Schema = self._file.schema_arrow
-        self.row_groups = range(self.metadata.num_row_groups) if row_groups is None else row_groups
-        self.group_rows = [self.metadata.row_group(group).num_rows for group in self.row_groups]
+        with self._named_errors():
+            self.metadata: pq.FileMetaData = self._file.metadata
+            self.schema: pa.Schema = self._file.schema_arrow
+            self.row_groups = range(self.metadata.num_row_groups) if row_groups is None else row_groups
+            self.group_rows = [self.metadata.row_group(group).num_rows for group in self.row_groups]
+        if min(self.group_rows, default=0) < 0:
+            raise damaged(path, f"a row group of {min(self.group_rows):,} rows")
 
     def _open(self, options: dict[str, Any]) -> pq.ParquetFile:
         try:
-            import pyarrow as pa
             import pyarrow.parquet as pq
         except ImportError as error:
             raise missing_package(f"reading {self.path}", error, "hf") from error
@@ -66,11 +70,28 @@ class ParquetFile:
             # pre_buffer coalesces remote reads; otherwise each column of a row group is a separate round trip.
             more = {"pre_buffer": True} if self._stream else {"pre_buffer": False, "buffer_size": _READ_BYTES}
             options = {**options, **more}
+        options = {"page_checksum_verification": True, **options}  # of pages that were written with one
         try:
-            return pq.ParquetFile(self._stream or self.path, **options)
-        except pa.ArrowInvalid as error:
+            with self._named_errors():
+                return pq.ParquetFile(self._stream or self.path, **options)
+        except CorruptDataError:
             if self._stream is not None:
                 self._stream.close()
+            raise
+
+    @contextlib.contextmanager
+    def _named_errors(self) -> Iterator[None]:
+        """Maps what Arrow raises for damaged bytes to an error that names the file."""
+        import pyarrow as pa
+
+        try:
+            yield
+        except OSError as error:
+            # Arrow raises a bare OSError for damaged pages; an error of the file system has a number.
+            if error.errno is None and (self._stream is None or isinstance(self._stream, io.BytesIO)):
+                raise damaged(self.path, error) from error
+            raise
+        except (pa.ArrowException, ValueError, OverflowError) as error:
             raise damaged(self.path, error) from error
 
     def batches(
@@ -125,22 +146,13 @@ class ParquetFile:
         self, group: int, low: int, high: int, columns: Sequence[str] | None, batch_rows: int
     ) -> Iterator[tuple[int, pa.RecordBatch]]:
         """Rows ``[low, high)`` of one row group."""
-        import pyarrow as pa
-
         row = 0
         batches = self._file.iter_batches(batch_rows, row_groups=[group], columns=columns, use_threads=False)
         while row < high:
-            try:
-                batch = next(batches)
-            except StopIteration:
-                raise damaged(self.path, f"row group {group} ended after {row:,} rows") from None
-            except pa.ArrowInvalid as error:
-                raise damaged(self.path, error) from error
-            except OSError as error:
-                # Arrow raises a bare OSError for damaged pages; an error of the file system has a number.
-                if self._stream is None and error.errno is None:
-                    raise damaged(self.path, error) from error
-                raise
+            with self._named_errors():
+                batch = next(batches, None)
+            if batch is None:
+                raise damaged(self.path, f"row group {group} ended after {row:,} rows")
             first, row = row, row + batch.num_rows
             kept = range(max(first, low), min(row, high))
             if kept:

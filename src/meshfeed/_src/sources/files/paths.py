@@ -63,6 +63,18 @@ def is_url(path: str) -> bool:
     return _URL.match(path) is not None and not path.startswith("file://")
 
 
+def is_inside(name: object) -> bool:
+    """Whether a name from a file or a server is that of a file in a folder, or in a folder of it: not ``../x``, ``/x``."""
+    return (
+        isinstance(name, str)
+        and bool(name)
+        and "\0" not in name
+        and not _URL.match(name)
+        and not os.path.isabs(name)
+        and ".." not in name.split("/")
+    )
+
+
 def absolute(path: str) -> str:
     """Returns the absolute form of a local path; a URL as it is."""
     return path if is_url(path) else os.path.abspath(os.path.expanduser(path.removeprefix("file://")))
@@ -126,11 +138,58 @@ def _expand_local(name: str, source: str) -> list[str]:
             f"{source} got the folder {name!r}. Expected files. Name them with a glob such as {example!r}."
         )
     if not _MAGIC.search(path):
-        raise SourceError(f"{source}: there is no file {_sought(name, path)}. Check the path.")
-    files = sorted(match for match in glob.glob(path, recursive=True) if os.path.isfile(match))
+        what = f"{_sought(name, path)} is a link that leads to no file" if os.path.islink(path) else None
+        raise SourceError(f"{source}: {what or f'there is no file {_sought(name, path)}'}. Check the path.")
+    found = sorted(set(_glob(_with_literal_brackets(path))))
+    files = [match for match in found if os.path.isfile(match)]
+    dangling = next((match for match in found if os.path.islink(match) and not os.path.exists(match)), None)
+    if dangling is not None:  # or its records would be missing without a word
+        raise SourceError(
+            f"{source}: {dangling!r}, which matches {name!r}, is a link that leads to no file. Mend or remove the link."
+        )
     if not files:
         raise SourceError(f"{source}: no file matches {_sought(name, path)}. Check the pattern and the folder.")
     return files
+
+
+def _with_literal_brackets(pattern: str) -> str:
+    """Returns a pattern in which the brackets of folders that exist under that name stand for themselves."""
+    parts = pattern.split(os.sep)
+    escaped = list(parts)
+    for number, part in enumerate(parts[:-1]):
+        if "[" in part and os.path.isdir(os.sep.join(parts[: number + 1])):
+            escaped[number] = glob.escape(part)
+        elif _MAGIC.search(part):
+            break
+    return os.sep.join(escaped)
+
+
+def _glob(pattern: str) -> Iterator[str]:
+    """Yields what matches a pattern; ``**`` follows links to folders, except to one that contains the link."""
+    if pattern.endswith(f"{os.sep}**"):
+        pattern = os.path.join(pattern, "*")
+    head, recursive, tail = pattern.partition(f"{os.sep}**{os.sep}")
+    if not recursive:
+        yield from glob.iglob(pattern, recursive=True)
+        return
+    for folder in glob.iglob(head or os.sep):
+        for below in _folders(folder, frozenset()):
+            yield from _glob(os.path.join(glob.escape(below), tail))
+
+
+def _folders(folder: str, above: frozenset[tuple[int, int]]) -> Iterator[str]:
+    """Yields a folder and those below it that are not hidden; ``above`` identifies the folders that contain it."""
+    try:
+        status = os.stat(folder)
+        here = (status.st_dev, status.st_ino)
+        if here in above:
+            return
+        names = sorted(entry.name for entry in os.scandir(folder) if entry.is_dir() and entry.name[0] != ".")
+    except OSError:  # no folder, or not readable: as in glob, it matches nothing
+        return
+    yield folder
+    for name in names:
+        yield from _folders(os.path.join(folder, name), above | {here})
 
 
 def _sought(name: str, path: str) -> str:
@@ -142,11 +201,17 @@ def _expand_url(name: str, source: str) -> list[str]:
     if not _MAGIC.search(path):
         return [name]  # without a request: a missing file is found when it is looked at
 
-    def list_files() -> list[str]:
+    def list_files() -> list[str] | None:
         with remote_errors(name, source):
-            return sorted(str(match) for match in file_system.glob(path))
+            if "*" not in path and file_system.exists(path):
+                return None
+            # Then as in local paths: the brackets of a folder may stand for themselves.
+            found = file_system.glob(path) or ("[" in path and file_system.glob(path.replace("[", "[[]"))) or []
+            return sorted(str(match) for match in found)
 
     files = call_with_retry(list_files, _RETRY, doing=f"listing {name}")
+    if files is None:  # an object whose name has such characters; the query of a signed URL has "?"
+        return [name]
     if not files:
         raise SourceError(f"{source}: no file matches {name!r}. Check the pattern and the bucket.")
     return [file_system.unstrip_protocol(match) for match in files]

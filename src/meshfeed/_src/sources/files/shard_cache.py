@@ -24,6 +24,7 @@ import contextlib
 import dataclasses
 import errno
 import fcntl
+import functools
 import hashlib
 import json
 import logging
@@ -44,7 +45,7 @@ import xxhash
 
 from meshfeed._src.base.errors import CorruptDataError, SettingsError, SourceError, StalledError
 from meshfeed._src.base.fork import finalize
-from meshfeed._src.base.settings import Retry
+from meshfeed._src.base.settings import Retry, local_path
 from meshfeed._src.base.stats import CACHES
 from meshfeed._src.base.types import public
 from meshfeed._src.sources.checks import is_count
@@ -345,7 +346,7 @@ class ShardCache:
       ahead_bytes: a feed fetches the files that its next batches need before it reads them, up to this many bytes; 0 to
         fetch a file only when a batch needs it. Default: half of ``max_bytes``, or 4 GiB.
       retry: retry policy of each request. Files are fetched in blocks, so a retry does not begin again.
-      checksums: ``{URL or base name: "<algorithm>:<hex digest>"}``, with an algorithm of hashlib or ``xxh3_64``. Files
+      checksums: ``{URL or base name: "<algorithm>:<hex digest>"}``, with an algorithm of hashlib or xxhash. Files
         without a checksum are checked by size, and by MD5 if the store provides one (Google, Azure).
       stall_seconds: if another process fetches a file and receives no byte for this long, this process fetches the file
         too. Also the timeout for locks.
@@ -355,7 +356,7 @@ class ShardCache:
         one, its checksum is compared if it is known.
 
     Raises:
-      SettingsError: if the folder cannot be created or written, or a setting is out of range.
+      SettingsError: if the folder is a URL, or cannot be created or written, or a setting is out of range.
       StalledError: if another process holds the folder's lock for longer than ``stall_seconds``; names it.
     """
 
@@ -386,8 +387,15 @@ class ShardCache:
                 f"read_timeout_seconds={read_timeout_seconds!r}. Expected a positive number of seconds.",
                 setting="read_timeout_seconds",
             )
+        for name, checksum in (checksums or {}).items():
+            if not is_checksum(checksum):
+                raise SettingsError(
+                    f"checksums={{{name!r}: {checksum!r}}}. Expected '<algorithm>:<hex digest>', with an algorithm of "
+                    "hashlib or xxhash, such as sha256 or xxh3_64.",
+                    setting="checksums",
+                )
         self.ahead_bytes = ahead_bytes if ahead_bytes is not None else max_bytes // 2 if max_bytes else _AHEAD_BYTES
-        self.directory = pathlib.Path(directory).expanduser().absolute()
+        self.directory = local_path("directory", directory).absolute()
         self.max_bytes = max_bytes
         self._retry = retry
         self._checksums = dict(checksums or {})
@@ -494,6 +502,8 @@ class ShardCache:
     def expect(self, checksums: Mapping[str, str]) -> None:
         """Adds checksums of files, URL → checksum, from a manifest; those that the user passed come first."""
         new = {url: checksum for url, checksum in checksums.items() if url.rpartition("/")[2] not in self._checksums}
+        for url in [url for url, checksum in new.items() if not is_checksum(checksum)]:
+            _log.warning("%s is not verified: its checksum is %r, whose algorithm is not known here", url, new.pop(url))
         self._checksums = {**new, **self._checksums}
 
     def identify(self, url: str) -> tuple[int, str]:
@@ -558,14 +568,14 @@ class ShardCache:
             name = url.rstrip("/").rsplit("/", 1)[-1]
             key = xxhash.xxh3_128_hexdigest(f"{url}\n{size}\n{version}{compression or ''}".encode())
             checksum = self._checksums.get(url) or self._checksums.get(name) or stored_md5(info)
-            path = self.directory / f"{_PREFIX}{key}-{name[-100:]}"
+            path = self.directory / f"{_PREFIX}{key}-{_end_of_name(name)}"
             lock = self.directory / f"{_PREFIX}{key}.lock"
             copy_bytes = size if compression is None else copy_bytes or None
             entry = _Entry(url, size, path, lock, checksum, key, version, compression, copy_bytes)
             if not path.exists():
                 # Adopt a copy of an earlier version, which used no prefix; usually there is none.
                 with contextlib.suppress(OSError):
-                    (self.directory / f"{key}-{name[-100:]}").rename(path)
+                    (self.directory / f"{key}-{_end_of_name(name)}").rename(path)
             self._entries[url, compression] = entry
             self._files[path.name] = RemoteFile(self, url, compression, copy_bytes or 0)
         return entry
@@ -695,9 +705,12 @@ class ShardCache:
         """Returns an error message that names what holds the space of the disk."""
         disk = shutil.disk_usage(self.directory)
         held = self.num_bytes()
+        others = max(
+            disk.used - held, 0
+        )  # files under way count with their final size, of which a part is not written yet
         return (
             f"ShardCache: the disk of {self.directory} was full before {entry.url} ({entry.num_bytes:,} bytes) was fetched. "
-            f"It has {disk.total:,} bytes: {held:,} are this cache's, {disk.used - held:,} belong to other files, and "
+            f"It has {disk.total:,} bytes: {held:,} are this cache's, {others:,} belong to other files, and "
             f"{disk.free:,} are free. Free space there, or {'lower' if self.max_bytes else 'set'} max_bytes= so that the "
             "cache removes files itself"
         )
@@ -776,6 +789,11 @@ class ShardCache:
         return held
 
 
+def _end_of_name(name: str) -> str:
+    """Returns the end of a name, short enough for a file name of 255 bytes."""
+    return name[-100:].replace("\0", "").encode("utf-8", "replace")[-200:].decode("utf-8", "ignore")
+
+
 @contextlib.contextmanager
 def _owned(part: tuple[pathlib.Path, int]) -> Iterator[pathlib.Path]:
     """Yields the path of a locked part; removes the part, unless it has been renamed, and the lock."""
@@ -807,14 +825,33 @@ def _check(entry: _Entry, part: pathlib.Path) -> None:
     if found != wanted.lower():
         raise CorruptDataError(
             f"{entry.url}: fetched {size:,} bytes with {algorithm} {found}, expected {wanted}. The file is not the one whose "
-            "checksum the manifest, checksums= or the store lists: copy it again, or write the manifest again.",
+            "checksum the manifest, the index, checksums= or the store lists: copy it again, or write the manifest again.",
             path=entry.url,
         )
 
 
 def _digest(path: pathlib.Path, algorithm: str) -> str:
     with path.open("rb") as file:
-        return hashlib.file_digest(file, xxhash.xxh3_64 if algorithm == "xxh3_64" else algorithm).hexdigest()
+        return hashlib.file_digest(file, hash_of(algorithm)).hexdigest()
+
+
+def is_algorithm(name: object) -> bool:
+    """Whether :func:`hash_of` knows an algorithm."""
+    return isinstance(name, str) and (
+        name in xxhash.algorithms_available or (name in hashlib.algorithms_available and not name.startswith("shake"))
+    )
+
+
+def is_checksum(checksum: object) -> bool:
+    """Whether ``checksum`` is ``"<algorithm>:<hex digest>"`` with a known algorithm."""
+    return isinstance(checksum, str) and is_algorithm(checksum.partition(":")[0]) and ":" in checksum
+
+
+def hash_of(algorithm: str) -> Callable[[], Any]:
+    """Returns the class of an algorithm of hashlib or xxhash, such as ``sha1`` or ``xxh64``."""
+    if algorithm in xxhash.algorithms_available:
+        return getattr(xxhash, algorithm)
+    return functools.partial(hashlib.new, algorithm, usedforsecurity=False)
 
 
 def _write_digest(part: pathlib.Path) -> None:

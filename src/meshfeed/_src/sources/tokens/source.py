@@ -142,12 +142,31 @@ class TokenFile(_TokenShard):
 
     @classmethod
     def from_details(cls, entry: FileEntry, manifest: str) -> dict[str, Any]:
-        found: dict[str, Any] = {**entry.details, "dtype": np.dtype(entry.details["dtype"])}
+        found: dict[str, Any] = {**entry.details, "dtype": _stored_dtype(entry.details["dtype"])}
+        _check_counts(found.get("offset", 0))
+        end = found.get("offset", 0) + entry.num_records * found["dtype"].itemsize
+        if end > entry.num_bytes and compression_of(entry.path) is None:
+            raise ValueError(f"{entry.num_records:,} tokens in {entry.num_bytes:,} bytes")
         if "index" in found:
-            num_bytes, num_sequences, num_bounds = found["index"]
+            num_bytes, num_sequences, num_bounds = _check_counts(*found["index"])
             index_path = f"{entry.path[:-4]}.idx"
             found["index"] = DocumentIndex(index_path, num_bytes, "", num_sequences, num_bounds, manifest=manifest)
         return found
+
+
+def _stored_dtype(name: object) -> np.dtype[Any]:
+    if name not in _STORED_DTYPES:
+        raise ValueError(f"the dtype {name!r}")
+    return np.dtype(name)  # type: ignore[call-overload]
+
+
+_STORED_DTYPES = frozenset(f"{order}{kind}{size}" for order in "<>|" for kind in "iu" for size in (1, 2, 4, 8))
+
+
+def _check_counts(*counts: object) -> tuple[Any, ...]:
+    if not all(is_count(count, 0) for count in counts):
+        raise ValueError(f"{list(counts)} in place of counts")
+    return counts
 
 
 def _find(paths: file_paths.Paths, dtype: DTypeLike | None, cache: ShardCache | None) -> TokenFiles:
@@ -526,8 +545,11 @@ def _inspect_npy(bare: TokenFile, head: bytes) -> TokenFile:
         version = np.lib.format.read_magic(stream)
         read = np.lib.format.read_array_header_1_0 if version == (1, 0) else np.lib.format.read_array_header_2_0
         shape, _, dtype = read(stream)
-    except (ValueError, EOFError) as error:
-        raise CorruptDataError(f"{bare.path}: not a numpy file: {error}. Write it again.", path=bare.path) from error
+        if any(size < 0 for size in shape):
+            raise ValueError(f"its shape is {shape}")
+    except Exception as error:  # NumPy's own, and those of Python's parser, which reads the header
+        what = f"not a numpy file ({type(error).__name__}: {error})"
+        raise CorruptDataError(f"{bare.path}: {what}. Write or copy it again.", path=bare.path) from error
     if len(shape) != 1:
         raise SourceError(
             f"Tokens: {bare.path} holds an array of shape {shape}. Expected one dimension. For rows of equal length "
@@ -554,6 +576,11 @@ def _inspect_llm_c(bare: TokenFile, head: bytes) -> TokenFile | None:
 
 
 def _checked_size(file: TokenFile) -> TokenFile:
+    if file.num_records < 0:
+        raise CorruptDataError(
+            f"the token file {file.path} has {file.num_records:,} tokens according to its header. Copy or write it again.",
+            path=file.path,
+        )
     wanted = file.offset + file.num_records * file.dtype.itemsize
     if file.num_bytes < wanted:
         raise cut_short(file.path, f"it has {file.num_bytes:,} bytes, and {wanted:,} according to its header")

@@ -1,0 +1,182 @@
+"""Names of files: globs, brackets in names, links, and what the library reads of damaged files."""
+
+from __future__ import annotations
+
+import functools
+import pathlib
+import tempfile
+from collections.abc import Callable
+from typing import Any
+
+import array_record_files
+import fsspec
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from token_files import write_llm_c, write_megatron
+
+import meshfeed
+from meshfeed import CorruptDataError, MeshfeedError, SettingsError, SourceError
+from meshfeed._src.sources.files.paths import expand_paths
+from meshfeed.sources import ArrayRecord, Padded, Parquet, Tokens
+
+
+def make_files(folder: pathlib.Path, *names: str) -> None:
+    for name in names:
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_bytes(b"x")
+
+
+def found(folder: pathlib.Path, pattern: str) -> list[str]:
+    return [name.removeprefix(f"{folder}/") for name in expand_paths(f"{folder}/{pattern}", source="test")]
+
+
+def test_names_with_brackets(tmp_path: pathlib.Path) -> None:
+    make_files(tmp_path, "a[1].x", "a1.x", "run[1]/p[2]/b.x", "run1/p[2]/c.x", "[x]*?.y", "z/run[1]/b.x")
+    assert found(tmp_path, "a[1].x") == ["a[1].x"]
+    assert found(tmp_path, "a[!2].x") == ["a1.x"]
+    assert found(tmp_path, "run[1]/p[2]/*.x") == ["run[1]/p[2]/b.x"]
+    assert found(tmp_path, "run[1]/**/*.x") == ["run[1]/p[2]/b.x"]
+    assert found(tmp_path, "run?/p[[]2]/*") == ["run1/p[2]/c.x"]
+    assert found(tmp_path, "[x]*?.y") == ["[x]*?.y"]
+    assert found(tmp_path, "**/b.x") == ["run[1]/p[2]/b.x", "z/run[1]/b.x"]
+    store = fsspec.filesystem("memory")
+    for name in ("a[1].x", "a1.x", "run[1]/b.x"):
+        store.pipe(f"/brackets/{name}", b"x")
+    for pattern, names in {"a[1].x": ["a[1].x"], "a[0-9].x": ["a1.x"], "run[1]/*.x": ["run[1]/b.x"]}.items():
+        assert expand_paths(f"memory://brackets/{pattern}", source="test") in (
+            [f"memory://brackets/{name}" for name in names],
+            [f"memory:///brackets/{name}" for name in names],
+        )
+    store.rm("/brackets", recursive=True)
+
+
+def test_links(tmp_path: pathlib.Path) -> None:
+    make_files(tmp_path, "data/a.x", "data/deep/b.x", "data/.hidden/c.x", "elsewhere/d.x")
+    for link in ("one", "two", "deep/up", "deep/top"):  # glob follows each of them 40 times, in every order
+        (tmp_path / "data" / link).symlink_to(tmp_path / "data")
+    (tmp_path / "data" / "more").symlink_to(tmp_path / "elsewhere")
+    assert found(tmp_path, "data/**/*.x") == ["data/a.x", "data/deep/b.x", "data/more/d.x"]
+    assert found(tmp_path, "data/**") == ["data/a.x", "data/deep/b.x", "data/more/d.x"]
+    (tmp_path / "data" / "self.x").symlink_to(tmp_path / "data" / "self.x")
+    for name in ("data/self.x", "data/*.x"):
+        with pytest.raises(SourceError, match=r"self.x.* is a link that leads to no file"):
+            found(tmp_path, name)
+
+
+def test_a_url_is_no_folder_of_a_cache(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(SettingsError, match=r"directory='s3://bucket/cache' is a URL. Expected a path"):
+        meshfeed.ShardCache("s3://bucket/cache")
+    assert not list(tmp_path.iterdir())
+    assert meshfeed.ShardCache(f"file://{tmp_path}/cache").directory == tmp_path / "cache"
+    with pytest.raises(SettingsError, match="checksums="):
+        meshfeed.ShardCache("cache", checksums={"a": "crc7:11"})
+
+
+def test_long_names_are_cached(tmp_path: pathlib.Path) -> None:
+    store, name = fsspec.filesystem("memory"), "長" * 90
+    store.pipe(f"/{name}", b"content")
+    with meshfeed.ShardCache(tmp_path).open(f"memory://{name}") as copy:
+        assert copy.read_bytes() == b"content"
+    store.rm(f"/{name}")
+
+
+def test_duplicate_columns_are_named(tmp_path: pathlib.Path) -> None:
+    table = pa.Table.from_arrays([pa.array([1]), pa.array([2]), pa.array([3])], names=["x", "y", "x"])
+    pq.write_table(table, tmp_path / "0.parquet")
+    with pytest.raises(SourceError, match=r"0.parquet has several columns named 'x'.*columns=\['y'\]"):
+        Parquet(tmp_path / "0.parquet")
+    assert Parquet(tmp_path / "0.parquet", ["y"])[0] == {"y": 2}
+
+
+@pytest.mark.parametrize("value", [np.nan, np.inf, 0.5, 1 << 40, 10**30])
+def test_a_padding_that_an_integer_leaf_cannot_hold_is_refused(value: float) -> None:
+    source = Padded([{"x": np.arange(3, dtype=np.int32)}], 4, key="x", pad_value=value)
+    with pytest.raises(SettingsError, match=r"pad_value=.* is not a value of the leaf 'x', which is int32"):
+        source[0]
+
+
+def test_a_padding_of_nan() -> None:
+    row = Padded([{"x": np.zeros(3, np.float32)}], 4, key="x", pad_value=np.nan)[0]["x"]
+    assert np.isnan(row).tolist() == [False, False, False, True]
+
+
+# ---------------------------------------------------------------------- damage
+
+
+def npy(path: pathlib.Path, version: int, dtype: str) -> None:
+    with path.open("wb") as file:
+        np.lib.format.write_array(file, np.arange(50).astype(dtype), version=(version, 0))
+
+
+@functools.cache
+def formats() -> dict[str, tuple[dict[str, bytes], Callable[[str], Any], list[Any] | None]]:
+    """Name of a file → all files, the source that reads it, and its records if the format has checksums."""
+    with tempfile.TemporaryDirectory() as name:
+        folder = pathlib.Path(name)
+        for version, dtype in ((1, "u2"), (2, ">i4"), (3, "<i8")):
+            npy(folder / f"{version}.npy", version, dtype)
+        write_llm_c(folder / "l.bin", np.arange(100, dtype=np.uint16))
+        write_megatron(folder / "m", [[np.arange(1, 30, dtype=np.uint16)], [np.arange(9, dtype=np.uint16)]])
+        table = pa.table({"x": np.arange(200), "y": [[1, 2]] * 200})
+        pq.write_table(table, folder / "p.parquet", row_group_size=64)
+        pq.write_table(table, folder / "crc.parquet", row_group_size=64, write_page_checksum=True)
+        for size in (1, 4):
+            records = [b"%d" % i * i for i in range(20)]
+            array_record_files.write(folder / f"{size}.array_record", records, f"group_size:{size}")
+        files = {path.name: path.read_bytes() for path in folder.iterdir()}
+    made: dict[str, tuple[dict[str, bytes], Callable[[str], Any], list[Any] | None]] = {}
+    for name, content in files.items():
+        if name.endswith(".parquet"):
+            made[name] = ({name: content}, Parquet, None)
+        elif name.endswith(".array_record"):
+            made[name] = ({name: content}, ArrayRecord, records)
+        else:
+            pair = {other: files[other] for other in ("m.bin", "m.idx")} if name[0] == "m" else {name: content}
+            made[name] = (pair, lambda path: Tokens(path, 4, eod=0 if "m." in path else None), None)
+    return made
+
+
+@settings(max_examples=100, deadline=None, database=None)
+@given(st.data())
+def test_any_damage_is_an_error_of_the_file(data: st.DataObject) -> None:
+    name = data.draw(st.sampled_from(sorted(formats())))
+    files, open_source, expected = formats()[name]
+    content = bytearray(files[name])
+    for _ in range(data.draw(st.integers(1, 3))):
+        size = min(len(content), data.draw(st.sampled_from([16, 140, 1 << 30])))
+        at = data.draw(st.integers(0, size - 1))
+        at = len(content) - 1 - at if data.draw(st.booleans()) else at
+        new = data.draw(
+            st.sampled_from([b"", b"\xff" * 8, b"\0" * 8, b"\0\0\0\0\0\1\0\0", b"\x7f" * 4]) | st.binary(max_size=2)
+        )
+        content[at : at + max(1, len(new))] = new
+        content = (content if data.draw(st.integers(0, 5)) else content[: at + 1]) or bytearray(b"x")
+    with tempfile.TemporaryDirectory() as folder:
+        for other, whole in files.items():
+            pathlib.Path(folder, other).write_bytes(content if other == name else whole)
+        path = f"{folder}/{name}"
+        try:
+            source = open_source(path)
+            for record_id in range(0, min(len(source), 200), 3):
+                record = source[record_id]
+                assert expected is None or record in expected
+            source.fingerprint()
+        except MeshfeedError as error:
+            assert folder in str(error) or "no window" in str(error)  # noqa: PT017
+
+
+def test_a_flipped_byte_of_a_page_with_a_checksum(tmp_path: pathlib.Path) -> None:
+    values = np.random.default_rng(0).integers(0, 1 << 60, 1000)
+    path = tmp_path / "0.parquet"
+    table = pa.table({"x": values})
+    pq.write_table(table, path, write_page_checksum=True, compression="none", use_dictionary=False)
+    content = bytearray(path.read_bytes())
+    content[4000] ^= 1
+    path.write_bytes(content)
+    with pytest.raises(CorruptDataError, match=r"0.parquet is no intact Parquet file .*CRC"):
+        Parquet(path)[0]
