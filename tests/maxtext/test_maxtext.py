@@ -425,6 +425,38 @@ def test_other_errors_are_not_retried_and_come_after_the_good_batches(mesh: Mesh
     assert not tensorflow
 
 
+@pytest.mark.parametrize("with_state", [False, True])
+def test_an_error_between_joined_batches_loses_none(mesh: Mesh, with_state: bool) -> None:
+    class FailingOnce(WithState):
+        failed = False
+
+        def __next__(self) -> Any:
+            if self.at == 3 and not self.failed:
+                self.failed = True
+                raise OSError("gone")
+            return super().__next__()
+
+    class Stateless:
+        def __init__(self) -> None:
+            self.iterator = FailingOnce(8)
+
+        def __iter__(self) -> Stateless:
+            return self
+
+        def __next__(self) -> Any:
+            return next(self.iterator)
+
+    loader = MultiHostDataLoadIterator(FailingOnce(8) if with_state else Stateless(), mesh, False, 2)
+    assert numbers([next(loader)]) == [0]
+    with pytest.raises(OSError, match="gone"):
+        next(loader)
+    loader.reset()  # which goes on after the last delivered batch
+    assert [np.asarray(batch["x"])[:, 0].tolist() for batch in (next(loader), next(loader))] == [
+        [2] * 16 + [3] * 16,
+        [4] * 16 + [5] * 16,
+    ]
+
+
 def test_a_generator_that_raised_raises_again_after_a_reset(mesh: Mesh) -> None:
     def read() -> Iterator[Any]:
         yield batch_of(0)

@@ -481,9 +481,9 @@ def _check_shape(stored: StoredArrays, saved: SavedLeaf, wanted: Shape | None, s
         return
     if strict or len(tuple(wanted)) != len(found):
         raise StoredShapeError(
-            f"{stored.directory}: parameter {saved.name!r} has the stored shape {found}, which is not compatible with the "
-            f"requested {tuple(wanted)}. Request the stored shape, or set strict=False (in ArraysRestore, or in Orbax's "
-            "ArrayRestoreArgs) to truncate the array or pad it with zeros."
+            f"{stored.directory}: parameter {saved.name!r} has the stored shape {found}, but {tuple(wanted)} was requested. "
+            "Request the stored shape (another is not compatible with it), or set strict=False (in ArraysRestore, or in "
+            "Orbax's ArrayRestoreArgs) to truncate the array or pad it with zeros."
         )
 
 

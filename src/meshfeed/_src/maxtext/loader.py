@@ -574,6 +574,7 @@ class LoaderIterator:
         self._iterators = iterators
         self._stateful = all(find(iterator, Resumable) is not None for iterator in iterators)
         self._taken = self._at = 0  # batches read from the loaders; batches returned, fewer after going back
+        self._partial: list[PyTree] = []  # loader batches to be joined, kept if reading the rest of them fails
         self._failure: Exception | None = None
         self._busy = threading.Lock()
         self._closing = self._closed = False
@@ -595,11 +596,14 @@ class LoaderIterator:
         if self._failure is not None:
             raise self._failure  # a generator cannot resume after an exception: next() would look like the end
         iterator = self._iterators[self._taken % len(self._iterators)]
+        batches = self._partial
         try:
-            batches = [jax.tree.map(_keep, _next_of(iterator)) for _ in range(self._loaders.joined)]
+            while len(batches) < self._loaders.joined:
+                batches.append(jax.tree.map(_keep, _next_of(iterator)))
         except Exception as error:
             self._failure = error if _is_spent(iterator) else None
             raise
+        self._partial = []
         return batches.pop() if self._loaders.joined == 1 else jax.tree.map(_join, *batches)
 
     def get_state(self) -> dict[str, Any]:
@@ -630,7 +634,7 @@ class LoaderIterator:
                 return
             for iterator, one in zip(self._iterators, saved, strict=True):
                 iterator.set_state(one)
-            self._taken = self._at = batches
+            self._taken, self._at, self._partial = batches, batches, []
 
     def _go_to(self, batches: int) -> None:
         """Goes to a batch that is kept, or to a later one by reading and discarding."""
