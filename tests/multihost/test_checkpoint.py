@@ -183,6 +183,7 @@ def restore_on_parts(directory: str):
         "count": jnp.int32(7),
         "key": jax.random.key(3),
         "keys": jax.random.split(jax.random.key(4), 4),
+        "empty": checkpoint_trees.place(np.zeros((0, 3), np.float32), whole),
     }
     with Checkpointer(f"{directory}/parts", save_interval_steps=1) as ckpt:
         ckpt.save(1, state)
@@ -195,6 +196,7 @@ def restore_on_parts(directory: str):
             "a": jax.ShapeDtypeStruct(values.shape, np.int32, sharding=NamedSharding(half, PartitionSpec("y"))),
             "b": jax.ShapeDtypeStruct(values.shape, np.int32, sharding=NamedSharding(turned, PartitionSpec(None, "y"))),
             "keys": jax.ShapeDtypeStruct((4,), state["key"].dtype, sharding=NamedSharding(half, PartitionSpec("x"))),
+            "empty": jax.ShapeDtypeStruct((0, 3), np.float32, sharding=NamedSharding(half, PartitionSpec())),
         }
         for mode in ("once", "single_replica", "every_host"):
             with Checkpointer(f"{directory}/parts", restore=mode) as other:
@@ -208,6 +210,7 @@ def restore_on_parts(directory: str):
             for shard in restored["keys"].addressable_shards:
                 data, expected = (jax.random.key_data(keys) for keys in (shard.data, state["keys"][shard.index[:1]]))
                 np.testing.assert_array_equal(data, expected)
+            assert (restored["empty"].shape, restored["empty"].dtype) == ((0, 3), np.float32)  # on all hosts
             for name in ("local", "count", "key"):
                 checkpoint_trees.assert_same(state[name], restored[name])
         part = checkpoint_trees.place(values, half, "x") if jax.process_index() < 2 else restored["a"]

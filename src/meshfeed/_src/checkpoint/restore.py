@@ -539,7 +539,10 @@ def _readable(sharding: Sharding) -> Sharding:
 
 def _from_host(values: NDArray[np.generic], sharding: Sharding) -> jax.Array:
     # A copy for each device: if two aliased one buffer, donating one shard would overwrite the other.
-    return jax.make_array_from_callback(values.shape, sharding, lambda index: np.array(values[index]))
+    # The dtype is for hosts without a device in the sharding.
+    return jax.make_array_from_callback(
+        values.shape, sharding, lambda index: np.array(values[index]), dtype=values.dtype
+    )
 
 
 @functools.lru_cache(maxsize=64)
