@@ -608,3 +608,18 @@ def test_images_are_decoded_by_the_library(tmp_path):
         for record in source.open(lane, 2):
             np.testing.assert_array_equal(record["image"], pixels[record["id"]])
     check_lanes(source, 2, range(6))
+
+
+@pytest.mark.parametrize("make_writer", [pa.ipc.new_stream, pa.ipc.new_file])
+def test_an_arrow_file_that_is_truncated_while_it_is_read(tmp_path: Path, make_writer) -> None:
+    """Through a memory map, the kernel would end the process."""
+    table, path = pa.table({"x": np.arange(1 << 16)}), tmp_path / "0.arrow"
+    with make_writer(str(path), table.schema) as writer:
+        for _ in range(8):
+            writer.write_table(table)
+    files = cut._ArrowFiles([str(path)], None)
+    tables = files.read(0, 10)
+    assert next(tables)["x"][0].as_py() == 10
+    path.open("r+b").truncate(600_000)
+    with pytest.raises(CorruptDataError, match=r"0.arrow is no intact Arrow file"):
+        list(tables)

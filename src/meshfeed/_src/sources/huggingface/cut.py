@@ -505,7 +505,7 @@ class _ParquetFiles(Files):
 
 
 class _ArrowFiles(Files):
-    """Local Arrow IPC files, in the file or stream format, through a memory map."""
+    """Local Arrow IPC files, in the file or stream format."""
 
     def __init__(self, paths: list[str], cast: Callable[[pa.Table], pa.Table] | None) -> None:
         self.paths = self._files = paths
@@ -513,11 +513,14 @@ class _ArrowFiles(Files):
         self._cast = cast
 
     def group_rows(self, file_index: int) -> Sequence[int]:
-        return [len(batch) for batch in self._batches(file_index)]
+        return [
+            len(batch) for batch in self._batches(file_index, pa.memory_map)
+        ]  # only the headers of batches are read
 
     def read(self, file_index: int, first_row: int) -> Iterator[pa.Table]:
         skip = first_row
-        for batch in self._batches(file_index):
+        # Not mapped: the process would end with SIGBUS if the file were truncated meanwhile.
+        for batch in self._batches(file_index, pa.OSFile):
             if len(batch) <= skip:
                 skip -= len(batch)
                 continue
@@ -525,9 +528,9 @@ class _ArrowFiles(Files):
             skip = 0
             yield table if self._cast is None else self._cast(table)
 
-    def _batches(self, file_index: int) -> Iterator[pa.RecordBatch]:
+    def _batches(self, file_index: int, open_file: Callable[[str], pa.NativeFile]) -> Iterator[pa.RecordBatch]:
         path = self._files[file_index]
-        with pa.memory_map(str(local_path(path))) as source:
+        with open_file(str(local_path(path))) as source:
             try:
                 try:
                     yield from pa.ipc.open_stream(source)
@@ -536,7 +539,9 @@ class _ArrowFiles(Files):
                     reader = pa.ipc.open_file(source)
                     for index in range(reader.num_record_batches):
                         yield reader.get_batch(index)
-            except pa.ArrowInvalid as error:
+            except (pa.ArrowException, OSError) as error:
+                if isinstance(error, OSError) and error.errno is not None:  # that of damage has none
+                    raise
                 raise CorruptDataError(
                     f"{path} is no intact Arrow file ({error}). Expected what the writer wrote. Write it again.",
                     path=path,
