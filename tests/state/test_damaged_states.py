@@ -264,3 +264,16 @@ def test_a_damaged_state_is_refused_or_continues_the_stream(kind: str, folder: p
     assert not failures, f"{len(failures)} of {total}:\n" + "\n".join(failures)
     assert total > 200
     assert len(accepted) < total / 10, accepted
+
+
+@pytest.mark.parametrize("wrong", [*WRONG, 1, lambda: 1, {"kind": "lanes"}])
+def test_what_is_no_state_and_no_step_is_named(wrong: Any) -> None:
+    with pytest.raises(meshfeed.StateMismatchError, match="state"):
+        meshfeed.merge_states(wrong)
+    with meshfeed.Feed(numbers(), mesh(), global_batch_size=SIZE) as feed:
+        with pytest.raises(meshfeed.StateMismatchError):
+            feed.set_state(wrong)
+        if type(wrong) is not int:
+            for read_again in (feed.replay, feed.record_ids):
+                with pytest.raises(meshfeed.SettingsError, match="takes an int of at least 0"):
+                    read_again(wrong)
