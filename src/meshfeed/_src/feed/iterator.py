@@ -13,7 +13,7 @@ import pathlib
 import time
 from collections.abc import Mapping, Sequence
 from types import TracebackType
-from typing import Literal, NamedTuple, NoReturn, cast
+from typing import Literal, NamedTuple, NoReturn
 
 import numpy as np
 
