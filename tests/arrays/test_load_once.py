@@ -21,7 +21,7 @@ from meshfeed._src.arrays.load_once import (
     make_mover,
     to_carrier,
 )
-from meshfeed._src.arrays.reshard import without_ambient_mesh
+from meshfeed._src.arrays.reshard import without_callers_settings
 from meshfeed._src.base.errors import PlanError, SettingsError, SourceError
 from meshfeed._src.plan.topology import fake_devices, fake_mesh
 
@@ -141,7 +141,7 @@ def test_devices_that_do_not_read_give_nothing(ranks: list[int], num_rows: int) 
             laid[place * chunk : place * chunk + len(rows)] = rows
         poisoned_arrays.append(jax.device_put(laid, flat))
         specs.append(jax.ShapeDtypeStruct(host.shape, host.dtype, sharding=NamedSharding(mesh, spec)))
-    with jax.set_mesh(mesh), without_ambient_mesh():  # shard_map over another mesh than the caller's is an error
+    with jax.set_mesh(mesh), without_callers_settings():  # shard_map over another mesh than the caller's is an error
         out = make_mover(flat, ranks, chunk, specs)(tuple(poisoned_arrays))
     for array, host, wanted in zip(out, hosts, specs, strict=True):
         assert array.sharding == wanted.sharding

@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
+import pathlib
+from collections.abc import Iterator
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+import meshfeed
 from meshfeed._src.arrays.reshard import bits_dtype, from_bits, reshard, to_bits
 
 NARROW_FLOATS = [
@@ -117,3 +123,77 @@ def test_explicit_axes_and_a_mesh_that_the_caller_has_set(axis_type: jax.shardin
         np.testing.assert_array_equal(np.asarray(moved), values)
         (back,) = reshard([moved], [source])
         np.testing.assert_array_equal(np.asarray(back), values)
+
+
+SETTINGS: dict[str, Any] = {
+    "jax_debug_nans": True,
+    "jax_debug_infs": True,
+    "jax_disable_jit": True,
+    "jax_enable_x64": True,
+    "jax_numpy_dtype_promotion": "strict",
+    "jax_numpy_rank_promotion": "raise",
+    "jax_transfer_guard": "disallow",
+    "jax_default_device": 3,
+    "jax_check_tracer_leaks": True,
+    "jax_explain_cache_misses": True,
+    "jax_debug_key_reuse": True,
+}
+
+
+@contextlib.contextmanager
+def setting(name: str) -> Iterator[None]:
+    """The program of the caller sets a global setting of JAX, or a mesh."""
+    if name == "mesh":
+        with jax.set_mesh(jax.make_mesh((8,), ("other",), axis_types=(jax.sharding.AxisType.Explicit,))):
+            yield
+        return
+    old, value = getattr(jax.config, name), SETTINGS[name]
+    jax.config.update(name, jax.devices()[value] if name == "jax_default_device" else value)
+    try:
+        yield
+    finally:
+        jax.config.update(name, old)
+
+
+def check(batch: Any, spec: Any, values: dict[str, np.ndarray]) -> None:
+    for name, leaf in batch.items():
+        assert leaf.dtype == values[name].dtype, name
+        assert leaf.sharding.is_equivalent_to(spec[name].sharding, leaf.ndim), (name, leaf.sharding)
+        for shard in leaf.addressable_shards:
+            assert np.asarray(shard.data).tobytes() == np.ascontiguousarray(values[name][shard.index]).tobytes(), name
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", [*SETTINGS, "mesh"])
+def test_settings_of_the_caller_change_neither_batches_nor_restored_arrays(name: str, tmp_path: pathlib.Path) -> None:
+    mesh = jax.make_mesh((4, 2), ("data", "model"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
+    sharding = NamedSharding(mesh, PartitionSpec("data", "model"))
+    floats = np.arange(64, dtype=np.float32).reshape(16, 4)
+    floats[::3], floats[1::3] = np.nan, np.inf
+    floats.view(np.uint32)[0, 0] = 0x7F800001  # a signaling NaN
+    data = {
+        "float": floats,
+        "half": floats.astype(jnp.bfloat16),
+        "complex": floats.astype(np.complex64),
+        "flag": np.arange(16) % 2 == 0,
+        "small": np.arange(16, dtype=np.int8),
+    }
+    with setting(name):
+        for load in ("sharded", "once"):
+            with meshfeed.Feed(data, sharding, global_batch_size=8, load=load) as feed:
+                spec = feed.element_spec
+                for step, batch in enumerate(feed):
+                    check(batch, spec, {key: leaf[8 * step : 8 * step + 8] for key, leaf in data.items()})
+    rows, copies = NamedSharding(mesh, PartitionSpec("data")), NamedSharding(mesh, PartitionSpec())
+    wholes = {"float": jax.device_put(floats, copies), "half": jax.device_put(data["half"], rows)}
+    swapped = {
+        key: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=rows if leaf.sharding is copies else copies)
+        for key, leaf in wholes.items()
+    }
+    with setting(name):
+        check(dict(zip(wholes, reshard(list(wholes.values()), [leaf.sharding for leaf in swapped.values()]), strict=True)),
+              swapped, data)  # fmt: skip
+        with meshfeed.checkpoint.Checkpointer(tmp_path / "run") as checkpointer:
+            checkpointer.save(1, wholes)
+        restored = meshfeed.checkpoint.restore_once(tmp_path / "run" / "1", swapped)
+        check(restored[0] if isinstance(restored, tuple) else restored, swapped, data)

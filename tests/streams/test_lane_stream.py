@@ -214,7 +214,16 @@ ENTRY_FIELDS = ["ended", "epoch", "records", "skip", "state", "taken"]
         ({**AFTER_2, "position": 14}, {}, ("position", 14, "15 records in all lanes", CHANGED)),
         ({**AFTER_2, "lanes": {"4": {}}}, {}, ("lanes.4", "4", "a lane below 4", CHANGED)),
         ({**AFTER_2, "lanes": {"2": 7}}, {}, ("lanes.2", 7, "an object with a digest", CHANGED)),
-        ({**AFTER_2, "lanes": {"2": seal({"records": 4})}}, {}, ("lanes.2.records", 4, 4, "")),
+        (
+            {**AFTER_2, "lanes": {"2": seal({"records": 4})}},
+            {},
+            (
+                "lanes.2",
+                ["records"],
+                ["ended", "epoch", "records", "skip", "state", "taken"],
+                "Use an earlier checkpoint.",
+            ),
+        ),
         (
             {**AFTER_2, "lanes": {"2": seal({"record": 4, "at": 0})}},
             {},

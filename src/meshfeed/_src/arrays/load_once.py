@@ -29,7 +29,7 @@ from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionS
 
 from meshfeed._src.arrays.device_put import BlockDevicePut, DevicePut, check_leaf, contiguous
 from meshfeed._src.arrays.dtypes import batch_spec, leaf_spec, narrow, x64_types
-from meshfeed._src.arrays.reshard import bit_width, constraint_sharding, from_bits, without_ambient_mesh
+from meshfeed._src.arrays.reshard import bit_width, constraint_sharding, from_bits, without_callers_settings
 from meshfeed._src.base import memory
 from meshfeed._src.base.errors import PlanError, SettingsError
 from meshfeed._src.base.trees import TreeDef, flatten
@@ -358,7 +358,7 @@ class RowAssignment:
         mover = self._movers.get(key)
         if mover is None:
             mover = self._movers[key] = make_mover(assignment.sharding, assignment.ranks, assignment.chunk_rows, specs)
-        with x64_types(self._device_put.x64), self._device_put.allowed(), without_ambient_mesh():
+        with x64_types(self._device_put.x64), self._device_put.allowed(), without_callers_settings():
             return mover(arrays)
 
 

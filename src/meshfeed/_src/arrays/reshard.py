@@ -9,8 +9,9 @@ which would cost 10–25 % more.
 
 from __future__ import annotations
 
+import contextlib
 import functools
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import jax
@@ -101,13 +102,24 @@ def constraint_sharding(sharding: object) -> Any:
     return NamedSharding(mesh, sharding.spec, memory_kind=sharding.memory_kind)
 
 
-def without_ambient_mesh() -> Any:
-    """Context that suspends the caller's ``jax.set_mesh``. Cheap; do not use under ``jit``.
+@contextlib.contextmanager
+def without_callers_settings() -> Iterator[None]:
+    """Context that suspends settings of the caller for meshfeed's own compiled calls. Do not use under ``jit``.
 
-    While a mesh is set, JAX rejects compiled calls over other devices, and constraints and ``shard_map`` over a
-    different mesh.
+    While a mesh is set (``jax.set_mesh``), JAX rejects compiled calls over other devices, and constraints and
+    ``shard_map`` over a different mesh. ``jax_debug_nans`` and ``jax_debug_infs`` reject data that holds such values.
+    ``jax_disable_jit`` drops ``out_shardings``.
     """
-    return jax.set_mesh(Mesh(np.empty((), object), ()))
+    config: Any = jax.config  # JAX 0.10 does not declare these settings
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(jax.set_mesh(Mesh(np.empty((), object), ())))
+        if config.jax_debug_nans:
+            stack.enter_context(jax.debug_nans(False))
+        if config.jax_debug_infs:
+            stack.enter_context(jax.debug_infs(False))
+        if config.jax_disable_jit:
+            stack.enter_context(jax.disable_jit(False))
+        yield
 
 
 @functools.lru_cache(maxsize=256)
@@ -141,5 +153,5 @@ def reshard(arrays: Sequence[jax.Array], shardings: Sequence[jax.sharding.Shardi
       Arrays of the same shapes and dtypes in the new shardings.
     """
     move = _mover(tuple(array.dtype for array in arrays), tuple(array.sharding for array in arrays), tuple(shardings))
-    with without_ambient_mesh():
+    with without_callers_settings():
         return list(move(tuple(arrays)))

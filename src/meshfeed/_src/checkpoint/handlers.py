@@ -26,7 +26,7 @@ from jax.typing import DTypeLike
 from numpy.typing import NDArray
 from orbax.checkpoint import future as orbax_future
 
-from meshfeed._src.arrays.reshard import from_bits, to_bits, without_ambient_mesh
+from meshfeed._src.arrays.reshard import from_bits, to_bits, without_callers_settings
 from meshfeed._src.base.coordination import process_count, process_index
 from meshfeed._src.base.errors import CheckpointError, SettingsError
 from meshfeed._src.base.hooks import Resumable
@@ -199,7 +199,9 @@ class ArrayHandler(ocp.type_handlers.ArrayHandler):
         args = args or [ocp.type_handlers.SaveArgs()] * len(values)
         if infos[0].is_ocdbt_checkpoint or infos[0].use_zarr3:
             _check_metadata_key(self.restore_options.metadata_key)
-        with without_ambient_mesh():  # not across an await: another coroutine on this thread may need the caller's mesh
+        with (
+            without_callers_settings()
+        ):  # not across an await: another coroutine on this thread may need the caller's mesh
             laid = {
                 info.name: self._lay_out(value, info, arg) for value, info, arg in zip(values, infos, args, strict=True)
             }

@@ -29,7 +29,7 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from jax.typing import DTypeLike
 from numpy.typing import NDArray
 
-from meshfeed._src.arrays.reshard import bit_width, without_ambient_mesh
+from meshfeed._src.arrays.reshard import bit_width, without_callers_settings
 from meshfeed._src.base.coordination import process_count
 from meshfeed._src.base.errors import CheckpointError
 from meshfeed._src.base.trees import decode_value, encode_value
@@ -398,7 +398,7 @@ def _encode_local(leaf: jax.Array, where: str) -> tuple[Entry, NDArray[np.generi
     entry.pop("sharding", None)
     if leaf.size == 0:
         return entry, _nothing(leaf.ndim)
-    with without_ambient_mesh():  # an ambient mesh over all hosts has devices that this array lacks
+    with without_callers_settings():  # an ambient mesh over all hosts has devices that this array lacks
         values = np.array(jax.random.key_data(leaf) if is_key(leaf) else leaf)
     return entry, to_carrier(values)
 

@@ -29,7 +29,7 @@ from jax.sharding import Mesh, NamedSharding, Sharding
 from jax.typing import DTypeLike
 from numpy.typing import NDArray
 
-from meshfeed._src.arrays.reshard import key_impl, without_ambient_mesh
+from meshfeed._src.arrays.reshard import key_impl, without_callers_settings
 from meshfeed._src.base import memory
 from meshfeed._src.base.coordination import process_count, process_index
 from meshfeed._src.base.errors import CheckpointError, SettingsError
@@ -254,7 +254,7 @@ def restore_planned(
         plan_all(here, options)
         return stored, planned, build, remote, here
 
-    with without_ambient_mesh():  # leaves may be on devices outside the caller's jax.set_mesh
+    with without_callers_settings():  # leaves may be on devices outside the caller's jax.set_mesh
         stored, planned, build, remote, here = agreement.attempt(prepare)
         if options.dispatch is not None and remote:
             dispatch = options.dispatch

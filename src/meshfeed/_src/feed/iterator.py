@@ -12,7 +12,7 @@ import os
 import time
 from collections.abc import Mapping, Sequence
 from types import TracebackType
-from typing import Literal, NamedTuple, NoReturn, cast
+from typing import Literal, NamedTuple, NoReturn
 
 import numpy as np
 
@@ -568,9 +568,7 @@ class Feed(Checkpointable):
           SettingsError: ``step`` is not an integer.
           SourceError: the source is not random-access.
         """
-        if isinstance(step, bool) or not isinstance(cast("object", step), int | np.integer):
-            raise SettingsError(f"record_ids({step!r}); it takes an int of at least 0.", setting="step")
-        return self._stream.record_ids(self._cursor, int(step))
+        return self._stream.record_ids(self._cursor, _checked_step(step, "record_ids"))
 
     @hides_own_frames
     def read(self, record_ids: Sequence[int] | np.ndarray) -> PyTree:
@@ -597,9 +595,10 @@ class Feed(Checkpointable):
         Raises:
           IndexError: the stream has no such step.
           StateMismatchError: the state is from a different stream, or lacks lanes.
-          SettingsError: the state was taken after the step.
+          SettingsError: the state was taken after the step, or ``step`` is not an integer.
           SourceError: host batches cannot be replayed.
         """
+        step = _checked_step(step, "replay")
         parsed = None if state is None else feed_state.parse_state(state)
         return replay_step(self._stream, self._stream.replay_from(self._cursor, step, parsed), step)
 
@@ -705,6 +704,12 @@ class Feed(Checkpointable):
 
 MultiHostDataLoadIterator = Feed
 """The feed under the name of MaxText's loader."""
+
+
+def _checked_step(step: object, method: str) -> int:
+    if isinstance(step, bool) or not isinstance(step, int | np.integer):
+        raise SettingsError(f"{method}({step!r}); it takes an int of at least 0.", setting="step")
+    return int(step)
 
 
 def _participants(sharding: PyTree) -> Sequence[int]:

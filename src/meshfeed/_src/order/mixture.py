@@ -223,7 +223,12 @@ def _parse_mixture(saved: JsonValue) -> tuple[dict[str, tuple[int, JsonValue]], 
     try:
         components = {entry[0]: (number, entry[1]) for number, entry in enumerate(saved["components"])}
         names = list(components)  # reject weights of other components, whose identity would go unchecked
-        return components, [Stage(int(s[1]), _check_weights(s[2], names), int(s[0])) for s in saved["stages"]]
+        stages = [Stage(first, _check_weights(weights, names), step) for step, first, weights in saved["stages"]]
+        firsts = [number for stage in stages for number in (stage.first_step, stage.first_position)]
+        # Values of other types: JSON has true and 1.5, which Python takes for numbers too.
+        if firsts[:2] != [0, 0] or any(type(number) is not int for number in firsts):
+            raise ValueError("stages begin at 0, at whole steps and positions")
+        return components, stages
     except (TypeError, KeyError, IndexError, ValueError, AttributeError):
         raise StateMismatchError(
             "mixture", saved, "version, block, on_end, components and stages", DAMAGED_STATE

@@ -79,6 +79,13 @@ def unseal(entry: JsonValue, field: str) -> dict[str, JsonValue]:
     return bare
 
 
+def check_counts(entry: Mapping[str, JsonValue], names: Iterable[str], field: str) -> None:
+    """Raises StateMismatchError unless an entry has a number of at least 0 under each of the names."""
+    for name in names:
+        if type(value := entry.get(name)) is not int or value < 0:
+            raise StateMismatchError(f"{field}.{name}", _shorten(value), "a number of at least 0", DAMAGED_STATE)
+
+
 def _shorten(value: object) -> object:
     text = repr(value)
     return value if len(text) <= _SHOWN_CHARACTERS else shorten(text, _SHOWN_CHARACTERS)
@@ -295,7 +302,8 @@ def _join_entries(part: str, left: JsonValue, right: JsonValue) -> JsonValue:
             return None
         entries = [cast("dict[str, JsonValue]", left), cast("dict[str, JsonValue]", right)]
         alike = all(entries[0].get(name) == entries[1].get(name) for name in ("records", "epoch", "taken", "ended"))
-        return min(entries, key=lambda entry: entry.get("skip", 0)) if alike else None
+        whole = all(type(entry.get("skip", 0)) is int for entry in entries)  # set_state checks the digest
+        return min(entries, key=lambda entry: entry.get("skip", 0)) if alike and whole else None
     if part == "num_unlisted":
         return max(left, right)  # counts only grow, so the larger one is the later
     if part == "skipped":
@@ -335,6 +343,8 @@ def merge_states(states: Iterable[Mapping[str, JsonValue]]) -> dict[str, JsonVal
     Raises:
       StateMismatchError: the states belong to different streams or steps, or there are none.
     """
+    if not isinstance(cast("object", states), Iterable) or isinstance(states, Mapping | str | bytes):
+        raise StateMismatchError("states", _shorten(states), "a list of states", "Pass the states of the hosts.")
     parsed = [parse_state(state) for state in states]
     if not parsed:
         raise StateMismatchError("states", [], "at least one state", "Pass the states of the hosts.")

@@ -25,7 +25,7 @@ from meshfeed._src.plan.plan import HostRows
 from meshfeed._src.reading.host_batch import add_mask, pad_rows, spec_of_batch
 from meshfeed._src.reading.stacking import RecordSpec, num_bytes
 from meshfeed._src.reading.structure import check_spec
-from meshfeed._src.state.state import FeedState, seal, unseal
+from meshfeed._src.state.state import FeedState, check_counts, seal, unseal
 from meshfeed._src.streams.protocol import EMPTY_BATCHES, Cursor, HostBatch, check_fingerprint
 
 _log = logging.getLogger("meshfeed.host_batches")
@@ -510,6 +510,9 @@ class LocalBatchStream:
                 "hosts", sorted(hosts), f"host {host}", "Merge the states of all hosts with meshfeed.merge_states."
             )
         entry = unseal(hosts[host], f"hosts.{host}")
+        check_counts({"step": step, **entry}, ("epoch", "step"), f"hosts.{host}")
+        if "iterator" not in entry:
+            raise StateMismatchError(f"hosts.{host}.iterator", "missing", "its state", "Use an earlier checkpoint.")
         at = entry.get("step", step)  # this host's last batch; with end="pad" others may be ahead
         if at > step or (at < step and self._settings.end == "drop"):
             raise StateMismatchError("step", step, f"{at} in hosts.{host}", _EARLIER)
