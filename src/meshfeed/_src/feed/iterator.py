@@ -253,7 +253,7 @@ class Feed(Checkpointable):
     def _make(self, source: object, sharding: PyTree, settings: FeedSettings) -> None:
         self._settings = settings
         self._placer = make_placer(sharding, settings)
-        self._stream = make_stream(source, settings, self._placer)
+        self._stream = make_stream(source, settings, self._placer, self._participants)
         self._cursor: Cursor = self._stream.start()
         self._host_rows = self._placer.host_rows(self._stream.record_spec if self._stream.in_columns else None)
 
