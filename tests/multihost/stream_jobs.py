@@ -456,3 +456,23 @@ def outside_of_the_mesh(kind: str) -> str:
             return str(sum(1 for _ in feed))
     except meshfeed.SettingsError as error:
         return str(error)
+
+
+def spec_where_only_others_have_batches(global_batch_size: int | None) -> tuple[str, str]:
+    """The spec of the next batch, before and after the first, on hosts of which only host 0 has batches."""
+    here, each = jax.process_index(), jax.local_device_count()
+    batches = [] if here else [{"x": np.ones((2 * each, 3), np.float32)}] * 3
+    with meshfeed.Feed(
+        meshfeed.sources.HostBatches(batches),
+        sharding_of("rows"),
+        global_batch_size=global_batch_size,
+        end="pad",
+        mask_key="mask",
+        timeout_seconds=60,
+    ) as feed:
+        try:
+            before = str(feed.element_spec)
+        except meshfeed.MeshfeedError as error:
+            before = str(error)
+        next(feed)
+        return before, str(feed.element_spec)

@@ -204,3 +204,14 @@ def test_a_stream_is_refused_on_a_host_outside_the_mesh(pools: Any, kind: str) -
 
 def test_random_access_gives_a_host_outside_the_mesh_all_batches(pools: Any) -> None:
     assert [result.value for result in pools[4, 2].run(stream_jobs.outside_of_the_mesh, "random access")] == ["5"] * 4
+
+
+@pytest.mark.parametrize("global_batch_size", [16, None])
+def test_a_host_that_only_pads_knows_the_spec_of_the_others(pools: Any, global_batch_size: int | None) -> None:
+    (first, known), *others = [
+        result.value for result in pools[4, 2].run(stream_jobs.spec_where_only_others_have_batches, global_batch_size)
+    ]
+    assert first == known
+    for before, after in others:
+        assert "with the first next(feed)" in before
+        assert after == known

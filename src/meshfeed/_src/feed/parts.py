@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 
 import numpy as np
@@ -58,6 +59,12 @@ def make_stream(
     return RandomAccessStream(recognized, settings)
 
 
+def _learn(stream: AnyStream, mask_key: str | None, batch: PyTree) -> None:
+    """Gives a stream of host batches the structure that the other hosts announced, without the mask."""
+    if isinstance(stream, LocalBatchStream):
+        stream.learn({key: leaf for key, leaf in batch.items() if key != mask_key} if mask_key is not None else batch)
+
+
 def _check_takes_part(participants: Sequence[int]) -> None:
     """Raises SettingsError on a host outside the sharding, where a stream would give another number of batches.
 
@@ -112,6 +119,7 @@ def make_pipeline(
         compare_records=not stream.in_columns,
         compare_sizes=stream.hosts_make_batches,
         largest_batch=0 if settings.schedule is None else max(settings.schedule.sizes),
+        learn_batch=functools.partial(_learn, stream, settings.mask_key),
     )
     agreement = None
     if scope is not None:
