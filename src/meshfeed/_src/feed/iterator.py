@@ -135,8 +135,9 @@ class Feed(Checkpointable):
     Args:
       source: a source of :mod:`meshfeed.sources`; a Grain, Hugging Face, TFDS or tf.data object; a sequence, a pytree
         of numpy arrays of equal length, or an iterable of host-local batches.
-      sharding: the sharding of the batches, for a stream with a device on this host: a NamedSharding, a Mesh (rows over all its axes), or a pytree prefix of
-        NamedShardings. A single NamedSharding applies to all leaves, with its spec truncated to each leaf's rank.
+      sharding: the sharding of the batches: a NamedSharding, a Mesh (rows over all its axes), or a pytree prefix of
+        NamedShardings. A single NamedSharding applies to all leaves, with its spec truncated to each leaf's rank. A
+        stream needs a device on this host.
       global_batch_size: rows per step over all hosts, or a :class:`BatchSchedule`. Optional for HostBatches.
       shuffle: False; True (uniform over the epoch); an int, the records per block of a two-level shuffle of blocks and
         of the records in each block; or ``"shards"``, for sources over files: shards in random order, divided into
