@@ -14,6 +14,7 @@ from pathlib import Path
 import jax
 import numpy as np
 import pytest
+from jax.sharding import Mesh
 
 datasets = pytest.importorskip("datasets")
 
@@ -147,9 +148,22 @@ def test_interleave(parquet, other, strategy, probabilities, mapped, num_lanes):
     parts = [part.map(double) if mapped else part for part in (parquet, other)]
     dataset = interleave_datasets(parts, probabilities=probabilities, seed=3, stopping_strategy=strategy)
     every = [*range(N), *range(1000, 1025)] if strategy == "all_exhausted_without_replacement" else None
-    lanes = check_lanes(HuggingFace(dataset), num_lanes, every, step=4)
-    if strategy == "all_exhausted" and num_lanes < 12:
-        assert set(itertools.chain(*lanes)) == {*range(N), *range(1000, 1025)}
+    if strategy == "all_exhausted" and num_lanes > 1:
+        with pytest.raises(meshfeed.SettingsError, match=r'Mixture\(\{"part0": part0, "part1": part1\}') as caught:
+            meshfeed.Feed(
+                HuggingFace(dataset),
+                Mesh(np.array(jax.devices()[:1]), ("data",)),
+                global_batch_size=num_lanes,
+                num_lanes=num_lanes,
+            )
+        assert caught.value.setting == "num_lanes"
+        mixed = meshfeed.sources.Mixture({"a": HuggingFace(dataset), "b": HuggingFace(other)}, {"a": 1, "b": 1})
+        with pytest.raises(meshfeed.SettingsError, match="all_exhausted"):
+            meshfeed.Feed(
+                mixed, Mesh(np.array(jax.devices()[:1]), ("data",)), global_batch_size=num_lanes, num_lanes=num_lanes
+            )
+    else:
+        check_lanes(HuggingFace(dataset), num_lanes, every, step=4)
 
 
 @pytest.mark.parametrize("strategy", ["first_exhausted", "all_exhausted", "all_exhausted_without_replacement"])
@@ -623,3 +637,27 @@ def test_an_arrow_file_that_is_truncated_while_it_is_read(tmp_path: Path, make_w
     path.open("r+b").truncate(600_000)
     with pytest.raises(CorruptDataError, match=r"0.arrow is no intact Arrow file"):
         list(tables)
+
+
+@pytest.mark.parametrize(("skipped", "end", "share"), [(0, "drop", 37), (33, "drop", None), (0, "pad", 0)])
+def test_a_lane_that_ends_an_epoch_early_is_named(tmp_path, caplog, skipped, end, share):
+    sizes = [60, 60, 60, 36, 60, 60, 60, 60]
+    for number, size in enumerate(sizes):
+        first = sum(sizes[:number])
+        pq.write_table(pa.table({"id": range(first, first + size)}), tmp_path / f"{number}.parquet", row_group_size=20)
+    files = sorted(map(str, tmp_path.glob("*.parquet")))
+    dataset = load_dataset("parquet", data_files=files, split="train", streaming=True, cache_dir=str(tmp_path / "c"))
+    source = HuggingFace(dataset.skip(skipped) if skipped else dataset)
+    mesh = Mesh(np.array(jax.devices()[:1]), ("data",))
+    with meshfeed.Feed(source, mesh, global_batch_size=8, num_lanes=8, end=end) as feed:
+        delivered = sum(1 for _ in feed)
+    lost = round(100 * (1 - delivered * 8 / (sum(sizes) - skipped)))
+    warnings = [text for text in caplog.messages if "will not be delivered" in text]
+    if end == "pad":
+        assert not warnings
+        return
+    assert warnings[0].startswith(f"{lost} % of the records")
+    assert len(warnings) == 1
+    if share is not None:
+        assert (lost, delivered) == (round(100 * (1 - 36 * 8 / sum(sizes))), 36)
+        assert "lane 3 of 8 has 36 records" in warnings[0]

@@ -468,6 +468,11 @@ def test_an_iterable_that_does_not_start_again_has_one_epoch() -> None:
 EMPTY = "the host batches are empty: no host has a batch. Check the data, and the code that makes the batches."
 
 
+FROM_OTHERS = (
+    "A host that only pads learns the structure of the batches from the other hosts, with the first next(feed)."
+)
+
+
 @pytest.mark.parametrize("end", ["drop", "pad"])
 def test_a_host_without_a_batch(end: str) -> None:
     assert message(open_reader(stream_of([], end=end)).next) == EMPTY
@@ -487,9 +492,8 @@ def test_a_host_without_a_batch(end: str) -> None:
         "the iterable of host batches gave no batch on this host, which therefore cannot derive the global batch size. Pass "
         "global_batch_size if a host may have no batch."
     )
-    assert (
-        message(stream_of([]).read_schedule) == "the iterable of host batches is empty: it gave no batch on this host."
-    )
+    empty = "the iterable of host batches is empty: it gave no batch on this host."
+    assert message(stream_of([]).read_schedule) == f"{empty} {FROM_OTHERS}"
 
 
 def test_padding_has_the_shape_and_size_of_the_batches_before_it() -> None:
@@ -656,7 +660,7 @@ def test_looking_at_the_first_batch_leaves_it_for_the_reader() -> None:
     assert reader.peek()["x"].tolist() == [3, 4]
     assert reader.peek()["x"].tolist() == [3, 4]
     assert [reader.next().tree["x"].tolist() for _ in range(3)] == [[3, 4], [5, 6], [7, 8]]
-    assert message(reader.peek) == "the iterable of host batches has no further batch on this host."
+    assert message(reader.peek) == f"the iterable of host batches has no further batch on this host. {FROM_OTHERS}"
 
 
 def test_a_look_at_a_batch_that_is_late_ends_with_an_error(monkeypatch: pytest.MonkeyPatch) -> None:

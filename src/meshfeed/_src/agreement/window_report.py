@@ -50,6 +50,7 @@ class WindowReports:
       compare_records: whether to compare the structure of records; requires that hosts read whole records.
       compare_sizes: whether to compare global batch sizes, which can differ if each host derives its own from its rows.
       largest_batch: largest global batch size of the schedule; bounds the window's length to what memory allows.
+      learn_batch: receives a batch of zeros of the announced structure, on a host without a record of its own.
     """
 
     def __init__(
@@ -64,7 +65,9 @@ class WindowReports:
         compare_records: bool = True,
         compare_sizes: bool = False,
         largest_batch: int = 0,
+        learn_batch: Callable[[PyTree], None] = lambda tree: None,
     ) -> None:
+        self._learn_batch = learn_batch
         self._largest_batch = largest_batch
         self._compare_sizes = compare_sizes
         self._first_step = first_step
@@ -244,7 +247,9 @@ class WindowReports:
         if self._element is None:
             raise SourceError("no host has a record, so the structure of the padding is unknown. Check the source.")
         rows = self._num_rows(batch.global_batch_size)
-        return jax.tree.map(functools.partial(_zero_rows, rows), tree_from_json(self._element))
+        tree = jax.tree.map(functools.partial(_zero_rows, rows), tree_from_json(self._element))
+        self._learn_batch(tree)
+        return tree
 
 
 def _no_rows(leaf: npt.NDArray[np.generic]) -> npt.NDArray[np.generic]:

@@ -312,6 +312,14 @@ class LimitsLanes(Protocol):
         """Raises SettingsError for a number of lanes that the source cannot serve."""
 
 
+class CountsLanes(Protocol):
+    """Can count the records of its lanes without reading them."""
+
+    def lane_lengths(self, num_lanes: int) -> Sequence[int] | None:
+        """Returns the records of each lane in one epoch, before any filter; None if they are not known."""
+        ...
+
+
 class StagedStream(StreamSource, ChecksSaved, Protocol):
     """A stream that may change after the saved position: a mixture with stages. Its lanes cover all epochs."""
 

@@ -146,7 +146,9 @@ class Feed(Checkpointable):
         about one host needs each shard in an epoch. :class:`ShardShuffle` is the same with settings.
       seed: 0 to 2**64 - 1.
       num_epochs: passes over the source, with no gap between them; None to repeat forever.
-      end: ``"drop"`` the last partial batch or ``"pad"`` it with zeros. All hosts stop at the same step.
+      end: ``"drop"`` the last partial batch or ``"pad"`` it with zeros. All hosts stop at the same step. With ``"drop"`` a
+        stream ends before the first step that some lane cannot fill, and what longer lanes still hold is not delivered;
+        ``"pad"`` delivers every record. A warning names the shortest lane where the lengths are known.
       mask_key: with ``end="pad"``, the key of an added bool ``[global_batch_size]`` leaf, False on padded rows.
       balance: orders the rows of each global batch so that the shards of the batch cost about the same. The cost of a row
         is ``"attention"``, the sum of the squares of its segment lengths; ``"tokens"``, their sum; or a function of its
@@ -156,7 +158,8 @@ class Feed(Checkpointable):
         Default: the largest common divisor of the batch sizes that is at most 64, and for ``shuffle="shards"`` at most
         an eighth of the number of shards.
       load: ``"sharded"``: each host reads the rows that its devices hold. ``"once"``: each row is read by one host, and
-        rows are resharded on device. A list of process indices: like ``"once"``, but only these hosts read.
+        rows are resharded on device. A list of process indices: like ``"once"``, but only these hosts read. A lane with
+        rows on several hosts is read by each of them.
       prefetch: global batches kept ready on device; 0 disables prefetching.
       num_workers: processes that read and decode, or a :class:`Workers`. Does not change the stream.
       num_threads: threads that read and decode; None for one, or 4 for remote files that are read without a cache.

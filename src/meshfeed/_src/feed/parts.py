@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 
 import numpy as np
@@ -47,6 +48,12 @@ def make_stream(source: object, settings: FeedSettings, shards: RowShards) -> An
     if is_stream(recognized):
         return LaneStream(recognized, settings)
     return RandomAccessStream(recognized, settings)
+
+
+def _learn(stream: AnyStream, mask_key: str | None, batch: PyTree) -> None:
+    """Gives a stream of host batches the structure that the other hosts announced, without the mask."""
+    if isinstance(stream, LocalBatchStream):
+        stream.learn({key: leaf for key, leaf in batch.items() if key != mask_key} if mask_key is not None else batch)
 
 
 def check_can_follow(stream: AnyStream, participants: Sequence[int]) -> None:
@@ -115,6 +122,7 @@ def make_pipeline(
         compare_records=not stream.in_columns,
         compare_sizes=stream.hosts_make_batches,
         largest_batch=0 if settings.schedule is None else max(settings.schedule.sizes),
+        learn_batch=functools.partial(_learn, stream, settings.mask_key),
     )
     agreement: WindowAgreement | Follower | None = None
     num_followers = coordination.process_count() - len(placer.participants)

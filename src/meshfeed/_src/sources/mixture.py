@@ -454,6 +454,13 @@ class StreamMixture(_Mixture):
         clone._first_positions = [position_of_step(step) for step, _ in self.components.stages]
         return clone
 
+    def check_lanes(self, num_lanes: int) -> None:
+        """Raises SettingsError for a number of lanes that a component cannot serve."""
+        for source in self.components.sources.values():
+            limited = hooks.find(source, hooks.LimitsLanes)
+            if limited is not None:
+                limited.check_lanes(num_lanes)
+
     def open(self, lane_index: int, num_lanes: int) -> MixtureLane:
         """Lane ``lane_index`` of ``num_lanes``, mixed from that lane of every component.
 

@@ -7,6 +7,7 @@ holds.
 from __future__ import annotations
 
 import dataclasses
+import logging
 from collections.abc import Mapping
 from typing import cast
 
@@ -30,6 +31,9 @@ from meshfeed._src.streams.protocol import (
     check_fingerprint,
     required_schedule,
 )
+
+_log = logging.getLogger("meshfeed.lanes")
+_WORTH_A_WARNING = 0.01  # share of the records; lanes always differ by a few
 
 
 class LaneStream:
@@ -69,6 +73,23 @@ class LaneStream:
         if self._staged is not None:
             self._staged.mixture_config()  # may read too
         self._spec: RecordSpec | None = None
+        if settings.end == "drop" and settings.num_epochs is not None:
+            self._warn_of_lost_records()
+
+    def _warn_of_lost_records(self) -> None:
+        counted = find(self.source, hooks.CountsLanes)
+        lengths = None if counted is None else counted.lane_lengths(self.num_lanes)
+        if not lengths or not sum(lengths):
+            return
+        shortest = min(lengths)
+        lost = 1 - shortest * self.num_lanes / sum(lengths)
+        if lost > _WORTH_A_WARNING:
+            _log.warning(
+                "%.0f %% of the records will not be delivered: with end='drop' a stream ends with its shortest lane, and "
+                "lane %d of %d has %d records an epoch where the longest has %d. Use end='pad' with mask_key=, another "
+                "num_lanes, or files of equal length.",
+                *(100 * lost, lengths.index(shortest), self.num_lanes, shortest, max(lengths)),
+            )
 
     def _check_lanes(self, num_lanes: int) -> None:
         for size in self.schedule.sizes:
@@ -193,11 +214,12 @@ class LaneStream:
         Raises:
           StateMismatchError: the state lacks lanes that this host needs.
         """
-        # With load="once", the rows of a host are not the same share of every batch size. A lane cannot change hosts in the
-        # middle of a stream, so each host reads the lanes that it needs at any size.
+        # Lanes cannot be opened later: at the step where the size changes, only the host that read a lane so far has its
+        # state. With load="once" a host's share of the rows, and so its lanes, may depend on the size.
         sizes = cursor.step_schedule.sizes_from(cursor.step)
-        by_size = (needed_lanes(host_rows.rows(size), size // cursor.num_lanes) for size in sizes)
-        needed = sorted({lane for lanes in by_size for lane in lanes})
+        needed = sorted(
+            {lane for size in sizes for lane in needed_lanes(host_rows.rows(size), size // cursor.num_lanes)}
+        )
         missing = [lane for lane in needed if str(lane) not in cursor.entries]
         if missing:
             raise StateMismatchError(

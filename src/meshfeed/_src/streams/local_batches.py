@@ -125,7 +125,10 @@ class LocalBatchReader:
         try:
             self._ready = call_with_retry(self._take, self._settings.retry, doing=f"taking batch {self._step}")
             if self._ready is None:
-                raise SourceError("the iterable of host batches has no further batch on this host.")
+                raise SourceError(
+                    "the iterable of host batches has no further batch on this host. A host that only pads learns the "
+                    "structure of the batches from the other hosts, with the first next(feed)."
+                )
             return self._ready
         finally:
             self._taking.release()
@@ -438,7 +441,10 @@ class LocalBatchStream:
             try:
                 batch = next(iterator)
             except StopIteration:
-                raise SourceError("the iterable of host batches is empty: it gave no batch on this host.") from None
+                raise SourceError(
+                    "the iterable of host batches is empty: it gave no batch on this host. A host that only pads learns the "
+                    "structure of the batches from the other hosts, with the first next(feed)."
+                ) from None
             self._first = (iterator, batch)
         return self._first[1]
 

@@ -23,7 +23,7 @@ import numpy as np
 import pyarrow as pa
 from datasets import Dataset, DownloadConfig, Features
 
-from meshfeed._src.base.errors import CorruptDataError, SourceError
+from meshfeed._src.base.errors import CorruptDataError, SettingsError, SourceError
 from meshfeed._src.sources.files import paths as file_paths
 from meshfeed._src.sources.files.parquet import ParquetFile
 from meshfeed._src.sources.files.stream import Piece, cut_files, keep_rows
@@ -105,6 +105,47 @@ def check_tree(node: Node) -> None:
                 "lose and repeat records. Remove the shuffle() and pass the buffer size to the source: "
                 f"meshfeed.sources.HuggingFace(dataset, shuffle_buffer={size}), which resumes exactly."
             )
+
+
+def check_repeats(node: Node, num_lanes: int) -> None:
+    """Checks that no node repeats its shorter parts until the longest has ended, which each lane would do by itself.
+
+    Raises:
+      SettingsError: a node does; shows the mixture to pass instead.
+    """
+    found: Any
+    for found in walk(node):
+        if kind_of(found) in (internals.IN_TURN, internals.AT_RANDOM) and found.stopping_strategy == "all_exhausted":
+            names = [f"part{number}" for number in range(len(children_of(found)))]
+            weights = getattr(found, "probabilities", None)
+            shares = [1] * len(names) if weights is None else [float(weight) for weight in weights]
+            sources = ", ".join(f'"{name}": {name}' for name in names)
+            mixed = ", ".join(f'"{name}": {share:g}' for name, share in zip(names, shares, strict=True))
+            raise SettingsError(
+                f'num_lanes={num_lanes}, but interleave_datasets(stopping_strategy="all_exhausted") repeats its shorter '
+                "datasets until the longest has ended, and each lane would do so by itself: records would be missing from "
+                f"an epoch, and others repeated too often. Pass meshfeed.sources.Mixture({{{sources}}}, {{{mixed}}}) of the "
+                'datasets, use stopping_strategy="all_exhausted_without_replacement", or num_lanes=1.',
+                setting="num_lanes",
+            )
+
+
+def rows_of_lane(tree: Node, counts: Mapping[int, Counts]) -> int | None:
+    """Returns the rows of the files that a lane reads, from the tree of :func:`cut_tree`; None if they are not counted.
+
+    Counts only what is known already or can be read from a moderate number of footers, of a tree with one leaf.
+    """
+    leaf = find_leaves(tree)[0]
+    if not isinstance(leaf, _Pieces) or len(counts) != 1 or leaf.files.count > _MAX_LOOKED_INTO:
+        return None
+    known = next(iter(counts.values()))
+    total = 0
+    for piece in leaf.pieces:
+        groups = known.group_rows(leaf.files, piece.file_index)
+        if groups is None or piece.round_size > 1:
+            return None
+        total += (sum(groups) if piece.stop is None else piece.stop) - piece.start
+    return total
 
 
 def cut_tree(node: Any, cut: LaneCut, columns: Sequence[str] | None) -> Node:

@@ -32,11 +32,13 @@ from meshfeed._src.sources.huggingface.cut import (
     Counts,
     FeatureCast,
     LaneCut,
+    check_repeats,
     check_tree,
     cut_tree,
     file_sizes,
     find_leaves,
     open_files,
+    rows_of_lane,
     walk,
 )
 from meshfeed._src.sources.huggingface.internals import Node, function_name, kind_of, require_decoding, tree_of
@@ -111,6 +113,24 @@ class HuggingFaceStream:
                 *(self._shuffle_buffer, num_lanes, window, 2 * num_lanes),
             )
         return shuffle_windows(lane, window, (seed, epoch, lane_index))
+
+    def check_lanes(self, num_lanes: int) -> None:
+        """Checks that all lanes together give each record as often as the dataset does.
+
+        Raises:
+          SettingsError: the dataset repeats the shorter of its parts, which several lanes cannot do exactly.
+        """
+        if num_lanes > 1:
+            check_repeats(self._tree, num_lanes)
+
+    def lane_lengths(self, num_lanes: int) -> list[int] | None:
+        """See :class:`meshfeed._src.base.hooks.CountsLanes`: rows of the lane's files, before any filter."""
+        if len(find_leaves(self._tree)) != 1:
+            return None
+        cuts = [LaneCut(lane, num_lanes, counts=self._counts) for lane in range(num_lanes)]
+        lengths = [rows_of_lane(cut_tree(self._tree, cut, self._columns), self._counts) for cut in cuts]
+        known = [length for length in lengths if length is not None]
+        return known if len(known) == num_lanes else None
 
     def __repr__(self) -> str:
         return f"HuggingFace({type(self._dataset).__name__})"
