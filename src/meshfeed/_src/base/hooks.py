@@ -15,6 +15,7 @@ from typing import Any, Protocol, TypedDict, TypeVar, Unpack, cast
 import numpy as np
 
 from meshfeed._src.base.errors import MeshfeedError
+from meshfeed._src.base.threads import note_thread
 from meshfeed._src.base.types import (
     Decode,
     DecodeBatch,
@@ -432,4 +433,5 @@ def open_lane(source: StreamSource, lane_index: int, num_lanes: int, *, epoch: i
         note = f"while opening lane {lane_index} of {num_lanes}, epoch {epoch}"
         if note not in getattr(error, "__notes__", ()):  # a source that wraps another opens its lane with this too
             error.add_note(note)
+        note_thread(error)
         raise
