@@ -140,8 +140,8 @@ def _as_json(value: JsonValue, kind: JsonValue) -> JsonValue:
         text = json.dumps(value)
     except (TypeError, ValueError, RecursionError) as error:
         raise SourceError(
-            f"fingerprint() of a {kind} returned a {type(value).__name__} that is not JSON ({error}). Expected None, numbers, "
-            "strings, and lists and string-keyed dicts of them. Return text, such as a hexdigest of the bytes."
+            f"fingerprint() of a {kind} returned a {type(value).__name__} that is not JSON ({error}). Expected None, "
+            "numbers, strings, and lists and string-keyed dicts of them. Return text, such as a hexdigest of the bytes."
         ) from error
     if len(text) > _LARGE_CHARACTERS:
         _log.warning(
