@@ -38,7 +38,10 @@ class Fingerprinted(Protocol):
     """Has an identity of its own, which replaces the default probe of four records."""
 
     def fingerprint(self) -> JsonValue:
-        """Returns a value that must be equal for a saved state to be usable."""
+        """Returns a value that must be equal for a saved state to be usable, as JSON, the same on every host.
+
+        Called once per feed, when it is made, on a thread of its own; again only if the call raises what a retry may cure.
+        """
 
 
 class Kinded(Protocol):
