@@ -187,3 +187,40 @@ def test_a_probe_that_fails_in_passing_is_tried_again(caplog: pytest.LogCaptureF
 
     assert probe_digest(20, digest, NOW) == "read"
     assert caplog.messages[0].startswith("reading four records to identify the source failed (OSError: a blip)")
+
+
+class Own(Numbers):
+    def __init__(self, value: Any) -> None:
+        super().__init__(20)
+        self.value = value
+
+    def fingerprint(self) -> Any:
+        if isinstance(self.value, Exception):
+            raise self.value
+        return self.value
+
+
+@pytest.mark.parametrize("value", [object(), np.int64(3), b"abc", {1, 2}, {"a": np.arange(3)}, {"a": {(1, 2): 3}}])
+def test_a_fingerprint_that_is_not_json_is_refused(value: Any) -> None:
+    with pytest.raises(
+        SourceError, match=rf"fingerprint\(\) of a Own returned a {type(value).__name__} that is not JSON"
+    ):
+        source_identity(Own(value), NOW)
+
+
+def test_a_fingerprint_is_what_a_state_holds() -> None:
+    assert source_identity(Own({"a": (1, 2), 3: 4}), NOW)["3"] == 4
+    assert source_identity(Own(("a", 1)), NOW)["fingerprint"] == ["a", 1]
+
+
+def test_a_large_fingerprint_is_reported(caplog: pytest.LogCaptureFixture) -> None:
+    assert source_identity(Own("x" * 100_000), NOW)["fingerprint"] == "x" * 100_000, "saved states hold it"
+    assert caplog.messages == [
+        "fingerprint() of a Own returned 100,002 characters of JSON, which every state holds; return a digest of them instead"
+    ]
+
+
+def test_an_error_of_a_fingerprint_names_it() -> None:
+    with pytest.raises(ValueError, match="no") as raised:
+        source_identity(Own(ValueError("no")), NOW)
+    assert raised.value.__notes__ == ["in fingerprint() of a Own"]

@@ -118,6 +118,17 @@ def test_fingerprint_tells_content_and_shape_apart() -> None:
     assert Memory(jax.tree.map(lambda array: array[:49], tree)).fingerprint() != same
 
 
+def test_one_changed_record_of_a_few_mebibytes_changes_the_fingerprint() -> None:
+    for arrays in (np.zeros((1000, 8), np.float32), np.zeros((8, 1000), ">i4").T, np.zeros((1000, 0), bool)):
+        changed = {"x": arrays, "y": np.arange(1000)}
+        changed["y"][500] = 7  # not one of the four that are compared of larger arrays
+        assert Memory(changed).fingerprint() != Memory({"x": arrays, "y": np.arange(1000)}).fingerprint()
+    large = np.broadcast_to(np.int32(1), ((16 << 20) // 4 + 1,))
+    assert "all_records" not in Memory(large).fingerprint()
+    assert "all_records" in Memory(large[:-1]).fingerprint()
+    assert Memory(large[:100]).fingerprint() == Memory(np.ones(100, np.int32)).fingerprint()
+
+
 def test_pickle_and_memmap(tmp_path) -> None:
     np.save(tmp_path / "x.npy", np.arange(40).reshape(10, 4))
     source = Memory(np.load(tmp_path / "x.npy", mmap_mode="r"))

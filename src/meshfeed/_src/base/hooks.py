@@ -16,6 +16,7 @@ import numpy as np
 
 from meshfeed._src.base.errors import MeshfeedError
 from meshfeed._src.base.settings import ShardShuffle
+from meshfeed._src.base.threads import note_thread
 from meshfeed._src.base.types import (
     Decode,
     DecodeBatch,
@@ -38,7 +39,10 @@ class Fingerprinted(Protocol):
     """Has an identity of its own, which replaces the default probe of four records."""
 
     def fingerprint(self) -> JsonValue:
-        """Returns a value that must be equal for a saved state to be usable."""
+        """Returns a value that must be equal for a saved state to be usable, as JSON, the same on every host.
+
+        Called once per feed, when it is made, on a thread of its own; again only if the call raises what a retry may cure.
+        """
 
 
 class Kinded(Protocol):
@@ -447,4 +451,5 @@ def open_lane(source: StreamSource, lane_index: int, num_lanes: int, *, epoch: i
         note = f"while opening lane {lane_index} of {num_lanes}, epoch {epoch}"
         if note not in getattr(error, "__notes__", ()):  # a source that wraps another opens its lane with this too
             error.add_note(note)
+        note_thread(error)
         raise

@@ -17,6 +17,7 @@ import contextlib
 import functools
 import logging
 import queue
+import re
 import threading
 import time
 import weakref
@@ -31,6 +32,32 @@ TICK_SECONDS = 0.5
 """Waits wake up this often, to call tick functions."""
 T = TypeVar("T")
 R = TypeVar("R")
+_AFFINITY = re.compile(
+    r"\b(same|another|different|other|wrong|main|owning|original|in a|in|of the) thread\b|\bthread[- ](id|local|affinity)\b",
+    re.I,
+)
+
+
+def note_thread(error: Exception) -> None:
+    """Adds a note to an error of the user's code that complains about the thread on which meshfeed called it.
+
+    SQLite connections, event loops and many GUI and database clients may be used only on the thread that created them.
+    Their messages do not say that meshfeed reads on threads of its own.
+    """
+    thread = threading.current_thread()
+    if thread is threading.main_thread() or not _AFFINITY.search(str(error)):
+        return
+    notes: list[str] = getattr(error, "__notes__", [])
+    if any(_READS_ON in note for note in notes):
+        return
+    error.add_note(
+        f"{_READS_ON} ({thread.name!r} here), and not on the thread that constructed the source. Create what belongs to one "
+        "thread in the method that reads, once per thread: keep it in a threading.local() that __init__ makes, and leave "
+        "it out of __getstate__."
+    )
+
+
+_READS_ON = "meshfeed reads on threads of its own"
 
 
 def _claim(unclaimed: list[None]) -> bool:

@@ -49,6 +49,11 @@ class RandomAccessSource(Protocol):
     * ``read_batch`` (BatchReader): records already stacked.
     * ``__getitems__`` (ItemsReader): several records with one call.
 
+    A feed calls it on threads other than the one that constructed it: one takes the fingerprint, one reads ahead (the
+    caller's if ``prefetch=0``), and with ``num_threads`` above 1 several read at the same time. Worker processes get a
+    pickled copy each. Ids come in any order and more than once. ``close``, if it has one, is called by ``feed.close()``;
+    another feed may read the source again afterwards.
+
     Returned arrays belong to the source: the feed copies them before the next call, unless their memory is ``bytes``.
     Classes of meshfeed whose methods return new memory on each call set ``fresh_arrays = True`` to avoid the copy.
     """

@@ -25,6 +25,7 @@ from typing import TypeVar, cast
 import numpy as np
 
 from meshfeed._src.base.errors import DAMAGED_STATE, SettingsError, StateMismatchError
+from meshfeed._src.base.identities import as_saved
 from meshfeed._src.base.settings import ShardShuffle
 from meshfeed._src.base.types import MAX_POSITION, JsonValue, RecordIds
 from meshfeed._src.order.caching import cached
@@ -297,7 +298,7 @@ def _check_components(
                 "Delivered records came from it and must remain replayable: keep it among the components (in the order "
                 f"{order}, additions last) and leave it out of later stages.",
             )
-        new_number, new_identity = here[name]
+        new_number, new_identity = here[name][0], as_saved(here[name][1], identity)
         if new_number != number:
             raise StateMismatchError(
                 f"{field}.number", number, new_number, f"Pass the components in the order {order}, additions last."

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 from collections.abc import Callable, Iterable, Sized
 from typing import cast
@@ -12,16 +13,17 @@ import xxhash
 
 from meshfeed._src.base import hooks
 from meshfeed._src.base.coordination import process_index
-from meshfeed._src.base.errors import StalledError, never_the_end
+from meshfeed._src.base.errors import MeshfeedError, SourceError, StalledError, never_the_end
 from meshfeed._src.base.hooks import find
 from meshfeed._src.base.retry import call_with_retry
 from meshfeed._src.base.settings import Retry
-from meshfeed._src.base.threads import SingleCall
+from meshfeed._src.base.threads import SingleCall, note_thread
 from meshfeed._src.base.types import JsonValue, PyTree, RandomAccessSource, StreamSource
 from meshfeed._src.reading.records import SourceReader, wants_rng
 
 _log = logging.getLogger("meshfeed.feed")
 _PROBES = 4  # part of every fingerprint: a different number would refuse all saved states
+_LARGE_CHARACTERS = 1 << 16  # of a fingerprint; states are exchanged between hosts, and written at every save
 
 
 def probe_ids(num_records: int) -> np.ndarray:
@@ -109,7 +111,15 @@ def source_identity(source: RandomAccessSource | StreamSource, retry: Retry = Re
         identity["records"] = len(source)
     if own is not None:
         with never_the_end(f"fingerprint() of a {kind_of(source)}"):
-            value = call_with_retry(own.fingerprint, retry, doing="taking the fingerprint of the source")
+            try:
+                value = call_with_retry(own.fingerprint, retry, doing="taking the fingerprint of the source")
+            except MeshfeedError:
+                raise
+            except Exception as error:
+                error.add_note(f"in fingerprint() of a {identity['kind']}")
+                note_thread(error)
+                raise
+            value = _as_json(value, identity["kind"])
         if not isinstance(value, dict):
             return {**identity, "fingerprint": value}
         # The first field that differs is named: settings that determine the number of records come before it.
@@ -118,6 +128,28 @@ def source_identity(source: RandomAccessSource | StreamSource, retry: Retry = Re
     if isinstance(source, Sized):  # streams are not probed: opening may be slow, and the first records identify little
         identity["content"] = content_digest(cast("RandomAccessSource", source), retry)
     return identity
+
+
+def _as_json(value: JsonValue, kind: JsonValue) -> JsonValue:
+    """Returns a fingerprint as a state holds it: tuples as lists, and all keys as text.
+
+    Raises:
+      SourceError: it is no JSON.
+    """
+    try:
+        text = json.dumps(value)
+    except (TypeError, ValueError, RecursionError) as error:
+        raise SourceError(
+            f"fingerprint() of a {kind} returned a {type(value).__name__} that is not JSON ({error}). Expected None, "
+            "numbers, strings, and lists and string-keyed dicts of them. Return text, such as a hexdigest of the bytes."
+        ) from error
+    if len(text) > _LARGE_CHARACTERS:
+        _log.warning(
+            "fingerprint() of a %s returned %s characters of JSON, which every state holds; return a digest of them instead",
+            kind,
+            f"{len(text):,}",
+        )
+    return json.loads(text)
 
 
 def kind_of(source: object) -> str:

@@ -16,6 +16,7 @@ from meshfeed._src.base.hooks import accepts_keyword, find
 from meshfeed._src.base.ownership import declared_with, own_leaves, returns_fresh
 from meshfeed._src.base.rng import philox
 from meshfeed._src.base.settings import Retry, SkipBad
+from meshfeed._src.base.threads import note_thread
 from meshfeed._src.base.types import (
     ColumnSlices,
     Decode,
@@ -205,6 +206,9 @@ class SourceReader:
             return batch
         except StopIteration as error:
             raise _ended(f"reading {len(record_ids)} records (first id {record_ids[0]})", None) from error
+        except Exception as error:
+            note_thread(error)
+            raise
 
     def _read_batch(
         self, reader: hooks.BatchReader, record_ids: RecordIds, rngs: Rngs | None, columns: ColumnSlices | None

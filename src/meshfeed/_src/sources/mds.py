@@ -205,8 +205,11 @@ class MDS(ShardReader[MDSShard, np.ndarray]):
             "files": file_paths.identify_files([file.name for file in files], [file.num_bytes for file in files]),
             "columns": [[column.name, column.encoding] for _, column in self._chosen],
             "records": len(self),
-            "content": probe_digest(len(self), lambda ids: digest_raw(self._read_by_spans(ids, _spans_of, _build))),
+            "content": probe_digest(len(self), self._digest),
         }
+
+    def _digest(self, record_ids: np.ndarray) -> str:
+        return digest_raw(self._by_range(record_ids)._read_by_spans(record_ids, _spans_of, _build))
 
 
 def _damaged(path: str, record_id: int | None, reason: str) -> CorruptDataError:

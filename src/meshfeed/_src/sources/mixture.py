@@ -20,6 +20,7 @@ import numpy as np
 
 from meshfeed._src.base import hooks
 from meshfeed._src.base.errors import SettingsError, SourceError, StateMismatchError, hides_own_frames, never_the_end
+from meshfeed._src.base.identities import ALL_RECORDS, without_all_records
 from meshfeed._src.base.ownership import own_batch
 from meshfeed._src.base.rng import philox
 from meshfeed._src.base.settings import ShardShuffle
@@ -233,8 +234,7 @@ class Components:
         """Name → identity of each component, with long values replaced by digests: a state holds all of them."""
         used = {"take": self.take, "repeat": self.repeat}
         return {
-            name: {key: _short(value) for key, value in source_identity(source).items()}
-            | {key: part[name] for key, part in used.items() if name in part}
+            name: _shortened(source_identity(source)) | {key: part[name] for key, part in used.items() if name in part}
             for name, source in self.sources.items()
         }
 
@@ -242,6 +242,12 @@ class Components:
 def _used(take: int | float | None, whole: int) -> int:
     """How many of ``whole`` records ``take`` uses."""
     return int(take * whole) if isinstance(take, float) else whole if take is None else take
+
+
+def _shortened(identity: dict[str, JsonValue]) -> dict[str, JsonValue]:
+    # States of before the digests of all records hold digests of the values without them.
+    bare, found = without_all_records(identity)
+    return {key: _short(value) for key, value in bare.items()} | ({ALL_RECORDS: _short(found)} if found else {})
 
 
 def _short(value: JsonValue) -> JsonValue:

@@ -224,7 +224,8 @@ class Parquet(ShardReader[ParquetShard, _CheckedFile]):
         }
 
     def _digest(self, record_ids: np.ndarray) -> str:
-        found = self._read(record_ids, self._read_rows)
+        source = self._by_range(record_ids)
+        found = source._read(record_ids, source._read_rows)
         return digest_raw(repr(item.group.slice(item.row, 1).to_pylist()).encode() for item in found)
 
 

@@ -144,7 +144,12 @@ class WebDataset(ShardReader[TarShard, "TarIndex"]):
         }
 
     def _digest(self, record_ids: np.ndarray) -> str:
-        parts = [part for record in self.read_raw(record_ids) for pair in record.items() for part in pair]
+        parts = [
+            part
+            for record in self._by_range(record_ids).read_raw(record_ids)
+            for pair in record.items()
+            for part in pair
+        ]
         return digest_raw(part.encode("utf-8", "surrogateescape") if isinstance(part, str) else part for part in parts)
 
 

@@ -28,6 +28,7 @@ from typing import Self, cast
 
 from meshfeed._src.base import coordination
 from meshfeed._src.base.errors import DAMAGED_STATE, StateMismatchError, shorten
+from meshfeed._src.base.identities import as_saved
 from meshfeed._src.base.trees import OTHER
 from meshfeed._src.base.types import MAX_POSITION, JsonValue, public
 
@@ -237,7 +238,7 @@ def compare_fingerprints(
     """
     current = json.loads(json.dumps(current))  # saved has passed through JSON, which turns tuples into lists
     for top in dict.fromkeys((*current, *saved)):
-        old, new = saved.get(top), current.get(top)
+        old, new = saved.get(top), as_saved(current.get(top), saved.get(top))
         if _text(old) == _text(new) or (top == "num_epochs" and old is None):  # an endless stream may be given an end
             continue
         flat_old, flat_new = flatten(old, top), flatten(new, top)

@@ -16,6 +16,7 @@ from meshfeed._src.base.retry import call_with_retry
 from meshfeed._src.base.rng import philox
 from meshfeed._src.base.settings import Retry, SkipBad
 from meshfeed._src.base.stats import Dropping
+from meshfeed._src.base.threads import note_thread
 from meshfeed._src.base.types import JsonValue, LaneIterator, PyTree, Record, StreamSource
 from meshfeed._src.reading.host_batch import join_batches, num_rows
 from meshfeed._src.reading.stacking import RecordSpec, RecordStack
@@ -277,6 +278,8 @@ class Lane:
             named = any(f"lane {self.lane_index}" in note for note in getattr(error, "__notes__", ()))
             if not named and not isinstance(error, SourceError):
                 error.add_note(f"while reading lane {self.lane_index}, after record {self._taken}")
+            if isinstance(error, Exception):
+                note_thread(error)
             self._close_broken()
             raise
 

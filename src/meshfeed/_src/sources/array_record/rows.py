@@ -50,6 +50,11 @@ class RecordFiles(ShardSource[ShardFile]):
             check_readable(shards.files)
         self._rows_differ = False  # known once read_rows finds records of different sizes
 
+    def _has_ranges(self, file: ShardFile) -> bool:
+        return (
+            super()._has_ranges(file) and file.group_size == 1 and not file.transposed and readers.riegeli is not None
+        )
+
     def read_raw(self, record_ids: np.ndarray | Sequence[int]) -> list[bytes]:
         """Reads records without decoding them.
 

@@ -122,5 +122,5 @@ class ArrayRecord(RecordFiles):
             "kind": "array_record",
             "files": self._identity_of_files(),
             "records": len(self),
-            "content": probe_digest(len(self), lambda ids: digest_raw(self.read_raw(ids))),
+            "content": probe_digest(len(self), lambda ids: digest_raw(self._by_range(ids).read_raw(ids))),
         }

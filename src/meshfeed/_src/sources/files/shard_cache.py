@@ -511,6 +511,14 @@ class ShardCache:
         entry = self._entry(url)
         return entry.num_bytes, entry.key
 
+    def version_of(self, url: str) -> str:
+        """Returns the version of a file as the store reports it; empty if it reports none."""
+        return self._entry(url).version
+
+    def is_cached(self, url: str) -> bool:
+        """Whether there is a copy of a file; it may be evicted at any time."""
+        return _is_whole(self._entry(url))
+
     def discard(self, url: str, *, compression: str | None = None) -> None:
         """Removes the copy of a file, if there is one; the next open fetches the file again.
 

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import itertools
+import types
 from collections.abc import Callable, Iterable, Sequence
-from typing import Generic, NamedTuple, TypeVar
+from typing import Generic, NamedTuple, Self, TypeVar, cast
 
 import numpy as np
 
@@ -114,6 +116,33 @@ class ShardSource(Generic[S]):
         """Returns the identity of the files: count, total bytes, digest of base names and sizes in order."""
         return file_paths.identify_files(self.file_names(), [file.num_bytes for file in self._shards.files])
 
+    def _by_range(self, record_ids: np.ndarray) -> Self:
+        """Returns a source that reads these records by range instead of through the cache; this one if it does not pay.
+
+        For a few records that identify the source: their files would be fetched whole, and be evicted before they are
+        used. The source that is returned reads no other records.
+        """
+        numbers = np.unique(np.searchsorted(self._shards.ends, record_ids, side="right")).tolist()
+        files, cache = [self._shards.files[number] for number in numbers], self._cache
+        if cache is None or not all(is_url(file.path) and self._has_ranges(file) for file in files):
+            return self
+        if all(cache.is_cached(file.path) for file in files):
+            return self
+        chosen = dict(zip(numbers, files, strict=True))
+        found = copy.copy(self)
+        # With the version of the store in place of the cache's key, with which answers are compared.
+        shards = [
+            dataclasses.replace(file, version=cache.version_of(file.path)) if number in chosen else file
+            for number, file in enumerate(self._shards.files)
+        ]
+        found._shards = Shards(shards, "", self._shards.manifests, self._shards.lengths)
+        found._cache, found._is_direct = None, True
+        return found
+
+    def _has_ranges(self, file: S) -> bool:
+        """Whether records of a remote file can be read by range."""
+        return file.compression is None
+
     def close(self) -> None:
         """Closes the files; a later read opens them again."""
         self._pool.drop(self._shards.files)
@@ -134,6 +163,12 @@ class ShardReader(ShardSource[S], Generic[S, T]):
     ) -> None:
         super().__init__(shards, cache)
         self._check = check
+
+    def _by_range(self, record_ids: np.ndarray) -> Self:
+        found = super()._by_range(record_ids)
+        if found is not self and getattr(self._check, "__self__", None) is self:
+            found._check = types.MethodType(cast("types.MethodType", self._check).__func__, found)
+        return found
 
     def _read(self, record_ids: np.ndarray | Sequence[int], read_rows: ReadRows[S, T, R]) -> list[R]:
         """Reads records, in the order of ``record_ids``.

@@ -23,7 +23,7 @@ import operator
 import os
 import sys
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple, SupportsIndex
+from typing import TYPE_CHECKING, Any, NamedTuple, Self, SupportsIndex
 
 import jax
 import numpy as np
@@ -355,8 +355,17 @@ class Tokens(ShardSource[TokenFile]):
             "kind": "tokens",
             "files": self._identity_of_files(),
             "window": [self._width, self._stride],
-            "content": probe_digest(len(self), lambda ids: digest_tree(self.read_batch(ids))),
+            "content": probe_digest(len(self), self._digest),
         }
+
+    def _digest(self, record_ids: np.ndarray) -> str:
+        return digest_tree(self._by_range(record_ids).read_batch(record_ids))
+
+    def _by_range(self, record_ids: np.ndarray) -> Self:
+        found = super()._by_range(record_ids)
+        if found is not self:
+            found._files = TokenFiles(found._shards.files, found._shards.manifests, None)
+        return found
 
 
 class TokenDocuments(ShardSource[TokenFile]):
