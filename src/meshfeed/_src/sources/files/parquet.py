@@ -52,7 +52,6 @@ class ParquetFile:
         self._stream = stream
         self._file = self._open(options)
         self.metadata: pq.FileMetaData = self._file.metadata
-        self.schema: pa.Schema = self._file.schema_arrow
         self.row_groups = range(self.metadata.num_row_groups) if row_groups is None else row_groups
         self.group_rows = [self.metadata.row_group(group).num_rows for group in self.row_groups]
 
@@ -67,11 +66,16 @@ class ParquetFile:
             more = {"pre_buffer": True} if self._stream else {"pre_buffer": False, "buffer_size": _READ_BYTES}
             options = {**options, **more}
         try:
-            return pq.ParquetFile(self._stream or self.path, **options)
-        except pa.ArrowInvalid as error:
+            file = pq.ParquetFile(self._stream or self.path, **options)
+            self.schema: pa.Schema = file.schema_arrow
+        except (pa.ArrowException, OSError, UnicodeDecodeError) as error:
             if self._stream is not None:
                 self._stream.close()
+            # Arrow raises a bare OSError for a damaged footer too; an error of the file system has a number.
+            if isinstance(error, OSError) and (error.errno is not None or self._stream is not None):
+                raise
             raise damaged(self.path, error) from error
+        return file
 
     def batches(
         self,
