@@ -9,12 +9,15 @@ import math
 import os
 import pathlib
 import sys
+import tempfile
 import time
 import traceback
 
 sys.path.append(str(pathlib.Path(__file__).parents[1] / "sources"))  # the store of the cache's tests
+sys.path.append(str(pathlib.Path(__file__).parents[1] / "convert"))
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 
+import convert_cases
 import real
 import shared_cache
 import simulated
@@ -28,19 +31,24 @@ def main() -> int:
     parser.add_argument("--real", type=int, default=40, help="scenarios on real processes")
     parser.add_argument("--simulated", type=int, default=160, help="scenarios on simulated hosts")
     parser.add_argument("--caches", type=int, default=50, help="kills of a process that shares a shard cache")
+    parser.add_argument("--conversions", type=int, default=100, help="conversions with kills and changes of the input")
     parser.add_argument("--seconds", type=float, default=1e9, help="begin no further scenario after this time")
     options = parser.parse_args()
     logging.disable(logging.WARNING)
     begun = time.monotonic()
     failed: list[str] = []
-    for kind, count in (("simulated", options.simulated), ("real", options.real), ("caches", options.caches)):
+    counts = {kind: getattr(options, kind) for kind in ("simulated", "real", "caches", "conversions")}
+    for kind, count in counts.items():
         totals: collections.Counter[str] = collections.Counter()
         for seed in range(options.seed, options.seed + count):
             if time.monotonic() - begun > options.seconds:
                 break
-            scenario = draw(seed)
+            scenario = convert_cases.draw(seed) if kind == "conversions" else draw(seed)
             try:
-                if kind == "simulated":
+                if kind == "conversions":
+                    with tempfile.TemporaryDirectory() as folder:
+                        totals.update(convert_cases.play(scenario, pathlib.Path(folder)))
+                elif kind == "simulated":
                     totals.update(simulated.play(scenario))
                 elif kind == "caches":
                     trial = shared_cache.play(seed)
@@ -55,6 +63,8 @@ def main() -> int:
                 failed.append(f"{kind} {seed}")
                 print(f"--- {kind} scenario {seed}: {scenario}")
                 traceback.print_exc()
+                if kind == "conversions":
+                    print(f"--- a script that plays it again:\n{convert_cases.script(scenario)}")
         print(f"{kind}: " + ", ".join(f"{value:,} {name}" for name, value in sorted(totals.items())), flush=True)
     print(f"{len(failed)} failed{': ' + ', '.join(failed) if failed else ''} in {time.monotonic() - begun:.0f} s")
     return bool(failed)
