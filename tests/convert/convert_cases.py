@@ -51,6 +51,17 @@ _COLUMN = {"tfrecord": None, "webdataset": "txt", "images": "image"}  # the one 
 _VOCABULARY = {word: number for number, word in enumerate(["<eod>", "<unk>", "a", "b", "c", "d"])}
 _OTHER_VOCABULARY = {word: number for number, word in enumerate(["<eod>", "<unk>", "b", "a", "d", "c"])}
 _CONTEXT = multiprocessing.get_context("forkserver")
+_CONTEXT.set_forkserver_preload(  # or each process takes a second to import them
+    [
+        "array_record.python.array_record_module",
+        "google_crc32c",
+        "meshfeed._src.convert.run",
+        "pyarrow.csv",
+        "pyarrow.json",
+        "pyarrow.parquet",
+        "tokenizers",
+    ]
+)
 
 
 def valid(case: Case) -> bool:
