@@ -302,6 +302,8 @@ def _prepare(directory: str, description: dict[str, Any], tokenizer: bytes | Non
     job = Conversion(directory)
     path = job.folder / "job.json"
     remove_unfinished(job.folder)
+    for left in job.directory.glob(f"{NAME}.*.part"):  # of a run that was killed while it wrote the manifest
+        unlink(left)
     is_new = not path.exists()
     if is_new:  # anything else in it belongs to another job, whose removal was interrupted
         for left in job.folder.iterdir():
