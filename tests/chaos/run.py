@@ -14,12 +14,13 @@ import tempfile
 import time
 import traceback
 
-# The store of the cache's tests, the cases of checkpoints, and the draw of a configuration.
-sys.path += [str(pathlib.Path(__file__).parents[1] / name) for name in ("sources", "checkpoint", "model")]
+# The store of the cache's tests, the cases of checkpoints and conversions, and the draw of a configuration.
+sys.path += [str(pathlib.Path(__file__).parents[1] / name) for name in ("sources", "checkpoint", "convert", "model")]
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 os.environ.setdefault("XLA_FLAGS", "--xla_force_host_platform_device_count=8")
 
 import checkpoint_cases
+import convert_cases
 import real
 import shared_cache
 import simulated
@@ -46,19 +47,23 @@ def main() -> int:
     parser.add_argument("--simulated", type=int, default=160, help="scenarios on simulated hosts")
     parser.add_argument("--caches", type=int, default=50, help="kills of a process that shares a shard cache")
     parser.add_argument("--checkpoints", type=int, default=100, help="checkpoints that are damaged and restored")
+    parser.add_argument("--conversions", type=int, default=100, help="conversions with kills and changes of the input")
     parser.add_argument("--seconds", type=float, default=1e9, help="begin no further scenario after this time")
     options = parser.parse_args()
     logging.disable(logging.WARNING)
     begun = time.monotonic()
     failed: list[str] = []
-    for kind in ("simulated", "real", "caches", "checkpoints"):
+    for kind in ("simulated", "real", "caches", "checkpoints", "conversions"):
         totals: collections.Counter[str] = collections.Counter()
         for seed in range(options.seed, options.seed + vars(options)[kind]):
             if time.monotonic() - begun > options.seconds:
                 break
-            scenario = draw(seed)
+            scenario = convert_cases.draw(seed) if kind == "conversions" else draw(seed)
             try:
-                if kind == "simulated":
+                if kind == "conversions":
+                    with tempfile.TemporaryDirectory() as folder:
+                        totals.update(convert_cases.play(scenario, pathlib.Path(folder)))
+                elif kind == "simulated":
                     totals.update(simulated.play(scenario))
                 elif kind == "checkpoints":
                     totals[play_checkpoint(seed)] += 1
@@ -75,6 +80,8 @@ def main() -> int:
                 failed.append(f"{kind} {seed}")
                 print(f"--- {kind} scenario {seed}: {scenario}")
                 traceback.print_exc()
+                if kind == "conversions":
+                    print(f"--- a script that plays it again:\n{convert_cases.script(scenario)}")
         print(f"{kind}: " + ", ".join(f"{value:,} {name}" for name, value in sorted(totals.items())), flush=True)
     print(f"{len(failed)} failed{': ' + ', '.join(failed) if failed else ''} in {time.monotonic() - begun:.0f} s")
     return bool(failed)

@@ -264,3 +264,12 @@ def test_a_complete_conversion_without_one_of_its_files_is_not_called_complete(t
         convert(data, str(out), Settings(shards=3), StopAfter(0))
     shard.write_bytes(content)
     assert convert(data, str(out), Settings(shards=3), StopAfter(0)).was_complete
+
+
+def test_a_manifest_that_was_being_written_at_the_kill_is_removed(tmp_path: pathlib.Path) -> None:
+    data, out = formats.parquet(tmp_path), tmp_path / "out"
+    with pytest.raises(Stopped):
+        convert(data, str(out), Settings(shards=3), StopAfter(4))
+    (out / "manifest.json.0123456789abcdef.part").touch()
+    convert(data, str(out), Settings(shards=3), run_here)
+    assert sorted(path.name for path in out.iterdir())[-1] == "manifest.json"

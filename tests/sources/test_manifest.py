@@ -352,7 +352,7 @@ def test_files_of_a_server_and_lengths_of_a_feature(tmp_path: pathlib.Path) -> N
         "raw": pa.array([array.tobytes() for array in arrays]),
         "x": pa.array([[1, 2]] * 3, pa.list_(pa.float32())),
     }
-    records = encode_examples(list(columns.items()), 0)
+    records = encode_examples(list(columns.items()), len(next(iter(columns.values()))), 0)
     array_record_files.write(tmp_path / "a.array_record", records)
     url = store.put("a.array_record", (tmp_path / "a.array_record").read_bytes())
     output = f"{tmp_path}/manifest.json"

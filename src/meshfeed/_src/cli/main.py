@@ -20,7 +20,7 @@ from meshfeed._src.cli import checkpoint as cli_checkpoint
 from meshfeed._src.cli import data as cli_data
 from meshfeed._src.cli import doctor as cli_doctor
 from meshfeed._src.cli import plan as cli_plan
-from meshfeed._src.cli.text import INTERRUPTED, at_least, counted, example, json_option, printable, show
+from meshfeed._src.cli.text import INTERRUPTED, LocalPath, at_least, counted, example, json_option, printable, show
 
 
 class _Commands(click.Group):
@@ -53,7 +53,7 @@ def main() -> None:
 @at_least(20, "--steps", help="Training steps; default: 160, or 24 with --quick.")
 @click.option(
     "--directory",
-    type=click.Path(),
+    type=LocalPath(),
     help="Folder for corpus, checkpoints and logs; without it, they are removed at the end.",
 )
 @click.option("--break", "how", type=click.Choice(["seed", "position"]), hidden=True)
@@ -145,7 +145,7 @@ def bench(
 @click.argument("logs", type=click.Path(), nargs=-1, required=True)
 @click.option(
     "--output",
-    type=click.Path(dir_okay=False, path_type=pathlib.Path),
+    type=LocalPath(dir_okay=False, path_type=pathlib.Path),
     default="report.html",
     show_default=True,
     help="The HTML page to write.",

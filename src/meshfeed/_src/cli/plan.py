@@ -11,7 +11,7 @@ import click
 
 from meshfeed._src.base.errors import SettingsError
 from meshfeed._src.cli.downloads import ShardSet, cache_json, cache_lines, downloads_of_hosts
-from meshfeed._src.cli.text import F, at_least, example, json_option, printable, show
+from meshfeed._src.cli.text import F, LocalPath, at_least, example, json_option, printable, show
 
 
 def _mesh(text: str) -> dict[str, int]:
@@ -54,7 +54,7 @@ def _shuffle(text: str) -> bool | int | str:
 
 def _picture(suffix: str, what: str) -> Callable[[F], F]:
     return click.option(
-        f"--{suffix}", type=click.Path(dir_okay=False, path_type=pathlib.Path), help=f"Draw the mesh as {what}."
+        f"--{suffix}", type=LocalPath(dir_okay=False, path_type=pathlib.Path), help=f"Draw the mesh as {what}."
     )
 
 

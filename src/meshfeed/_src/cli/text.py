@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import signal
 from collections.abc import Callable, Iterable
@@ -10,9 +11,23 @@ from typing import Any, TypeVar
 
 import click
 
+_URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+://")
 _WIDTH = 77  # 80 columns minus click's margins
 _CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
 INTERRUPTED = 128 + signal.SIGINT  # the exit status, as shells report it
+
+
+class LocalPath(click.Path):
+    """A path to write, on a local or shared disk; a URL is refused, as it would become a folder named after its scheme."""
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        """See :class:`click.ParamType`."""
+        if _URL.match(os.fspath(value)):
+            self.fail(
+                f"{value} is a URL. Name a path on a local or shared disk, and copy the result to the URL.", param, ctx
+            )
+        return super().convert(value, param, ctx)
+
 
 F = TypeVar("F", bound=Callable[..., object])
 

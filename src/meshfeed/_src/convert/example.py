@@ -9,7 +9,7 @@ floats                                        floats of 32 bits, which is all th
 a list                                        several values
 a list of lists, an array                     its values in row-major order, and ``<name>/shape``
 a struct                                      ``<name>/<field>``
-Hugging Face's Image or Audio, not decoded    the bytes of the file
+an empty list whose type is unknown           no values
 ============================================  =================================================================
 
 Features are in order of name, so equal rows have equal bytes. ``sources/decode.py`` describes the message and decodes it.
@@ -18,7 +18,6 @@ Features are in order of name, so equal rows have equal bytes. ``sources/decode.
 from __future__ import annotations
 
 import functools
-import mmap
 import os
 import struct
 from collections.abc import Callable, Iterator, Sequence
@@ -120,6 +119,8 @@ def _flatten(name: str, array: pa.Array, first_record: int) -> Iterator[_Column]
     elif pa.types.is_null(array.type):
         yield name, array.cast(pa.large_binary())  # no row has a value
     else:
+        if _is_list(array.type) and pa.types.is_null(array.type.value_type):
+            array = array.cast(pa.large_list(pa.large_binary()))  # no list has a value
         _kind(name, array.type.value_type if _is_list(array.type) else array.type)
         yield name, array
 
@@ -131,31 +132,8 @@ def _storage(kind: pa.DataType) -> pa.DataType:
 
 
 def _flatten_struct(name: str, array: pa.StructArray, first_record: int) -> Iterator[_Column]:
-    fields = [field.name for field in array.type]
-    children = array.flatten()
-    if sorted(fields) == ["bytes", "path"]:
-        yield name, _file_bytes(name, children[fields.index("bytes")], children[fields.index("path")], first_record)
-        return
-    for field, child in zip(fields, children, strict=True):
-        yield from _flatten(f"{name}/{field}", child, first_record)
-
-
-def _file_bytes(name: str, contents: pa.Array, paths: pa.Array, first_record: int) -> pa.Array:
-    """Returns the bytes of images or sounds that Hugging Face stores in place, or as the path of a file."""
-    outside = np.flatnonzero(flags(contents.is_null()) & flags(paths.is_valid())).tolist()
-    if not outside:
-        return contents
-    values = contents.to_pylist()
-    for row in outside:
-        path = paths[row].as_py()
-        if not os.path.isfile(path):
-            raise SourceError(
-                f"record {first_record + row}: the file {path!r} of column {name!r} does not exist. Save the dataset with "
-                "the files in it: dataset.save_to_disk after dataset.map, or embed_table_storage."
-            )
-        with open(path, "rb") as file:
-            values[row] = file.read()
-    return binary(values)
+    for field, child in zip(array.type, array.flatten(), strict=True):
+        yield from _flatten(f"{name}/{field.name}", child, first_record)
 
 
 def _flatten_nested(name: str, array: pa.Array, first_record: int) -> Iterator[_Column]:
@@ -178,6 +156,8 @@ def _flatten_nested(name: str, array: pa.Array, first_record: int) -> Iterator[_
         sizes.append(firsts)
         counts = counts * firsts
         values = values.flatten()
+    if pa.types.is_null(values.type):
+        values = values.cast(pa.large_binary())
     _kind(name, values.type)
     offsets = np.concatenate([[0], np.cumsum(counts)])
     yield name, pa.LargeListArray.from_arrays(integers(offsets), values, mask=nulls)
@@ -282,11 +262,12 @@ _VALUES_TAG = b"\x0a"  # field 1, with a length
 _CACHED_SIZES = 1 << 16
 
 
-def encode_examples(columns: Sequence[tuple[str, pa.Array]], first_record: int) -> list[bytes]:
+def encode_examples(columns: Sequence[tuple[str, pa.Array]], count: int, first_record: int) -> list[bytes]:
     """Encodes rows as Examples.
 
     Args:
       columns: name and values of each feature, as :func:`meshfeed._src.convert.example.flatten` returns them.
+      count: number of rows, which may have no column.
       first_record: number of the first row, for messages.
 
     Returns:
@@ -296,7 +277,7 @@ def encode_examples(columns: Sequence[tuple[str, pa.Array]], first_record: int) 
       SourceError: a value cannot be stored; names the column and the record.
     """
     entries = [_entries(name, column, first_record) for name, column in sorted(columns)]
-    rows = zip(*entries, strict=True)
+    rows = zip(*entries, strict=True) if entries else [()] * count
     return [_VALUES_TAG + varint(len(body)) + body for body in map(b"".join, rows)]
 
 
@@ -395,7 +376,7 @@ class TFRecords(Input):
         import pyarrow as pa
 
         marks, count, next_mark = [], 0, 0
-        for offset, _, _ in _tf_records(path, 0):
+        for offset, _, _ in _tf_records(path, 0, with_content=False):
             if offset >= next_mark:
                 marks.append((count, offset))
                 next_mark = offset + _MARK_BYTES
@@ -410,11 +391,10 @@ class TFRecords(Input):
         number, offset = max(mark for mark in scan.marks if mark[0] <= start)
         records: list[bytes] = []
         num_bytes = 0
-        for _, record, check in _tf_records(path, offset):
+        for _, content, check in _tf_records(path, offset):
             if number >= stop:
                 break
             if number >= start:
-                content = bytes(record)
                 if _mask(checksum(content)) != check:
                     raise _damaged_tf_record(path, f"record {number} has a wrong checksum")
                 records.append(content)
@@ -426,29 +406,39 @@ class TFRecords(Input):
         yield pa.record_batch([binary(records)], schema=schema)
 
 
-def _tf_records(path: str, offset: int) -> Iterator[tuple[int, memoryview, int]]:
-    """Yields offset, bytes and stored checksum of each record."""
-    size = os.path.getsize(path)
-    if not size:
-        return
+def _tf_records(path: str, offset: int, *, with_content: bool = True) -> Iterator[tuple[int, bytes, int]]:
+    """Yields offset, bytes and stored checksum of each record; without content, neither of the last two.
+
+    The file is read and not mapped into memory: a read of a file that is cut meanwhile is short, where a map kills the
+    process.
+    """
     checksum = _crc32c(path)
-    with open(path, "rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as mapped:
-        content = memoryview(mapped)
-        try:
-            while offset < size:
-                if offset + _HEAD.size > size:
-                    raise _damaged_tf_record(path, f"it ends within the record at byte {offset:,}")
-                length, check = _HEAD.unpack_from(content, offset)
-                if _mask(checksum(bytes(content[offset : offset + 8]))) != check:
-                    raise _damaged_tf_record(path, f"no record begins at byte {offset:,}")
-                end = offset + _HEAD.size + length
-                if end + _CHECK.size > size:
-                    raise _damaged_tf_record(path, f"it ends within the record at byte {offset:,}")
-                with content[offset + _HEAD.size : end] as record:
-                    yield offset, record, _CHECK.unpack_from(content, end)[0]
-                offset = end + _CHECK.size
-        finally:
-            content.release()
+    with open(path, "rb", buffering=_BATCH_BYTES) as file:
+        size = os.fstat(file.fileno()).st_size
+        file.seek(offset)
+        while offset < size:
+            head = file.read(_HEAD.size)
+            if len(head) < _HEAD.size:
+                raise _cut_tf_record(path, offset)
+            length, check = _HEAD.unpack(head)
+            if _mask(checksum(head[:8])) != check:
+                raise _damaged_tf_record(path, f"no record begins at byte {offset:,}")
+            end = offset + _HEAD.size + length + _CHECK.size
+            if end > size:
+                raise _cut_tf_record(path, offset)
+            if with_content:
+                content, stored = file.read(length), file.read(_CHECK.size)
+                if len(stored) < _CHECK.size:
+                    raise _cut_tf_record(path, offset)
+                yield offset, content, _CHECK.unpack(stored)[0]
+            else:
+                file.seek(end)
+                yield offset, b"", 0
+            offset = end
+
+
+def _cut_tf_record(path: str, offset: int) -> CorruptDataError:
+    return _damaged_tf_record(path, f"it ends within the record at byte {offset:,}")
 
 
 def _crc32c(path: str) -> Callable[[bytes | memoryview], int]:

@@ -244,9 +244,27 @@ def remote_files(url: str) -> dict[str, RemoteInput]:
     with remote_errors(url, "convert"):
         found = file_system.find(folder, detail=True)
     start = len(folder.rstrip("/")) + 1
-    return {
+    files = {
         path[start:]: _remote_input(file_system.unstrip_protocol(path), found[path]) for path in sorted(map(str, found))
     }
+    # Some stores list a folder as an object without content.
+    files = {name: file for name, file in files.items() if file.num_bytes or name[-1:] not in ("", "/")}
+    _check_names(url, list(files))
+    return files
+
+
+def _check_names(url: str, names: Sequence[str]) -> None:
+    """Raises SourceError unless names of objects are paths of different files below a folder."""
+    known = set(names)
+    for name in names:
+        both = known.intersection(map(str, pathlib.PurePosixPath(name).parents))
+        if not {"", ".", ".."}.isdisjoint(name.split("/")) or "\0" in name:
+            what = "which is no path below that folder"
+        elif both:
+            what = f"and {min(both)!r} too, which cannot be both a file and a folder"
+        else:
+            continue
+        raise SourceError(f"{url} contains the object {name!r}, {what}. Rename it, or copy the data to a local disk.")
 
 
 def _remote_input(url: str, info: dict[str, object]) -> RemoteInput:

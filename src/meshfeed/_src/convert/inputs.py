@@ -12,7 +12,7 @@ import dataclasses
 import itertools
 import os
 import pathlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -94,6 +94,10 @@ class Input(abc.ABC):
         """Returns the size of an input, which decides the default number of output files."""
         return os.path.getsize(path)
 
+    def files(self, path: str) -> Iterable[str]:
+        """Yields the paths of the files that hold an input; if one of them changes, the input does."""
+        yield path
+
     @abc.abstractmethod
     def scan(self, path: str, *, all_types: bool) -> Scan:
         """Counts the records of a file and finds their types.
@@ -147,6 +151,37 @@ class Input(abc.ABC):
                 f"{path}: its columns do not fit those of the files before: {error}. Expected values of one type per "
                 "column. Convert the files separately, or leave the column out with --columns."
             ) from error
+
+
+def stamp(path: str) -> str:
+    """Returns the size of a file, and the time when it was last written."""
+    status = os.stat(path)
+    return f"{status.st_size}:{status.st_mtime_ns}"
+
+
+def walk(path: str) -> Iterator[str]:
+    """Yields the files in a folder and its subfolders, relative to it, in any order; follows links.
+
+    Raises:
+      SourceError: a link leads back to a folder that contains it.
+    """
+    pending: list[tuple[str, frozenset[tuple[int, int]]]] = [("", frozenset())]
+    while pending:
+        folder, above = pending.pop()
+        status = os.stat(os.path.join(path, folder))
+        place = (status.st_dev, status.st_ino)
+        if place in above:
+            raise SourceError(
+                f"{os.path.join(path, folder)} is a link to a folder that contains it. Remove the link, or name the files "
+                "with a glob."
+            )
+        with os.scandir(os.path.join(path, folder)) as entries:
+            for entry in entries:
+                name = f"{folder}/{entry.name}" if folder else entry.name
+                if entry.is_dir():
+                    pending.append((name, above | {place}))
+                else:
+                    yield name
 
 
 def choose(schema: pa.Schema, columns: Sequence[str] | None) -> pa.Schema:

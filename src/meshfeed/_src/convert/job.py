@@ -3,6 +3,7 @@
     job.json          inputs and settings
     scans/00007.json  records, types and marks of input 7
     inputs/00007-…    its content, if it is compressed or a URL
+    tokenizer.json    a copy of the tokenizer, for the encoding "tokens"
     plan.json         types, and the range of records of every output file
     entries/00003.json  the row of output file 3 in the manifest
     all-types         exists if the types of the first blocks did not fit a later one
@@ -16,8 +17,10 @@ continues with the tasks without a result.
 from __future__ import annotations
 
 import bisect
+import collections
 import contextlib
 import dataclasses
+import errno
 import functools
 import itertools
 import json
@@ -33,11 +36,11 @@ import numpy as np
 
 from meshfeed._src.base.errors import SettingsError, SourceError
 from meshfeed._src.convert.example import feature_kinds
-from meshfeed._src.convert.formats import FORMATS, download, path_of
-from meshfeed._src.convert.inputs import Input, Scan, TypesChanged, align, choose, read_schema, schema_text
+from meshfeed._src.convert.formats import FORMATS, download, path_of, remote_files
+from meshfeed._src.convert.inputs import Input, Scan, TypesChanged, align, choose, read_schema, schema_text, stamp
 from meshfeed._src.convert.writers import ArrayRecordFile, OutputFile, Settings, TokenWriter, check_column
 from meshfeed._src.sources.files.formats import compression_of, decompress, uncompressed_name
-from meshfeed._src.sources.files.manifest import FileEntry, describe_file
+from meshfeed._src.sources.files.manifest import FileEntry, describe_file, digest_of
 from meshfeed._src.sources.files.paths import is_url
 
 if TYPE_CHECKING:
@@ -45,8 +48,10 @@ if TYPE_CHECKING:
 
 
 FOLDER = ".convert"
+TOKENIZER = "tokenizer.json"
 _SHARD_BYTES = 256 << 20  # of input per output file, by default
 _BATCH_BYTES = 1 << 20
+_NAME_CHARACTERS = 40  # of an input's name in that of its copy, which file systems limit
 _RECORD = re.compile(r"record (\d+)(: | )")
 
 Phase: TypeAlias = Literal["scan", "write"]
@@ -95,7 +100,8 @@ class Conversion:
     @functools.cached_property
     def settings(self) -> Settings:
         """The settings."""
-        return Settings(**self.description["settings"])
+        found = Settings(**self.description["settings"])
+        return found if found.tokenizer is None else dataclasses.replace(found, tokenizer=str(self.folder / TOKENIZER))
 
     @functools.cached_property
     def paths(self) -> list[str]:
@@ -127,6 +133,8 @@ class Conversion:
             return
         with self._naming(number):
             found = self.input.scan(self._local(number), all_types=self.all_types)
+            _check_columns(self.paths[number], found)
+            self._check_read(number)
         write_json(target, found.to_json())
 
     def _scan_path(self, number: int) -> pathlib.Path:
@@ -148,10 +156,12 @@ class Conversion:
         if is_url(path) and not download_path.exists():
             with _replacing(download_path) as part:
                 download(path, part)
+                self._check_unchanged(number)
         if kind is not None:
             with _replacing(copy) as part:
                 part.touch()
                 decompress(kind, str(download_path) if is_url(path) else path, str(part), None, what=path)
+                self._check_unchanged(number)
                 sync(part)
             download_path.unlink(missing_ok=True)
         return str(copy)
@@ -159,17 +169,48 @@ class Conversion:
     def _copy(self, number: int) -> pathlib.Path:
         path = path_of(self.paths[number]).rstrip("/")
         name = os.path.basename(path)
-        return self.folder / "inputs" / f"{number:05}-{uncompressed_name(name)}"
+        return self.folder / "inputs" / f"{number:05}-{uncompressed_name(name)[-_NAME_CHARACTERS:]}"
+
+    def _check_read(self, number: int) -> None:
+        """Calls :meth:`_check_unchanged` for an input that is read in place, and not from a copy."""
+        path = self.paths[number]
+        if not is_url(path) and _compression(path) is None:
+            self._check_unchanged(number)
+
+    def _check_unchanged(self, number: int) -> None:
+        """Raises SourceError if an input is not the one with which the conversion began."""
+        path, _, before = self.description["inputs"][number]
+        try:
+            found = version_of_input(self.input, path)
+        except FileNotFoundError:
+            found = ""
+        if found != before:
+            raise SourceError(
+                f"{path} has changed during the conversion, which is of one input. Leave it as it is, remove "
+                f"{self.directory}, and start again."
+            )
 
     @contextlib.contextmanager
     def _naming(self, number: int) -> Iterator[None]:
         """Names the input in errors: its path in place of its copy, and in a note if the format does not expect the error."""
         path, copy = self.paths[number], str(self._copy(number))
+        import pyarrow as pa
+
         try:
-            yield
+            try:
+                yield
+            except (SourceError, TypesChanged, OSError, ValueError, pa.ArrowException) as error:
+                if not _is_disk_full(error):
+                    self._check_read(number)  # a change explains any error
+                raise
         except (SourceError, TypesChanged) as error:
             error.args = (str(error).replace(copy, path),)
             raise
+        except (pa.ArrowException, OverflowError) as error:
+            raise SourceError(
+                f"{path} cannot be converted: {' '.join(str(error).split()).rstrip('.')}. Correct the value, or leave its "
+                "column out with --columns."
+            ) from error
         except (OSError, ValueError) as error:
             if isinstance(error, ValueError) or error.filename is None:
                 error.add_note(f"while reading {path}")
@@ -328,6 +369,7 @@ class Conversion:
                     for piece in _pieces(align(batch, schema)):
                         yield record, piece
                         record += piece.num_rows
+                self._check_read(number)
             if record != begin + stop:
                 raise SourceError(
                     f"{self.paths[number]} has {record - begin:,} records now and had {stop:,} when it was counted. Do not "
@@ -365,12 +407,36 @@ def make_task(directory: str, phase: Phase) -> Callable[[int], None]:
     return functools.partial(run_task, directory, phase)
 
 
+def version_of_input(reader: Input, path: str) -> str:
+    """Returns what changes if an input does: sizes and times of the files in it; of a URL, versions of the objects."""
+    if is_url(path):
+        return digest_of("".join(f"{name}\0{file.version};" for name, file in remote_files(path).items()).encode())
+    return digest_of("".join(f"{name.removeprefix(path)}\0{stamp(name)};" for name in reader.files(path)).encode())
+
+
+def _check_columns(path: str, scan: Scan) -> None:
+    names = [] if scan.schema is None else scan.schema.names
+    twice = [name for name, count in collections.Counter(names).items() if count > 1]
+    if twice:
+        raise SourceError(
+            f"{path} has several columns named {twice[0]!r}. Expected a different name for each column. Rename them where "
+            "the file is written."
+        )
+
+
+def _is_disk_full(error: BaseException) -> bool:
+    return isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT)
+
+
 def _compression(path: str) -> str | None:
     return compression_of(path_of(path)) if is_url(path) or os.path.isfile(path) else None
 
 
 def _pieces(batch: pa.RecordBatch) -> Iterator[pa.RecordBatch]:
-    rows = max(1, batch.num_rows * _BATCH_BYTES // max(batch.nbytes, 1))
+    if batch.nbytes <= _BATCH_BYTES:  # also one without columns, which Arrow cannot cut
+        yield batch
+        return
+    rows = max(1, batch.num_rows * _BATCH_BYTES // batch.nbytes)
     for low in range(0, batch.num_rows, rows):
         yield batch.slice(low, rows)
 

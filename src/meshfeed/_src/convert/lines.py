@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, BinaryIO, TypeVar
 import numpy as np
 
 from meshfeed._src.base.errors import CorruptDataError, SourceError
-from meshfeed._src.convert.inputs import Input, Scan, TypesChanged, spans
+from meshfeed._src.convert.inputs import Input, Scan, TypesChanged, spans, to_bytes
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -316,6 +316,7 @@ def _text_for_dates(kind: pa.DataType) -> pa.DataType:
     return pa.struct(list(_with_text_for_dates(pa.schema(list(kind))))) if pa.types.is_struct(kind) else kind
 
 
+_MAX_INTEGER = 1 << 53  # that a float holds, as all below
 _MAX_RECORD_BYTES = 64 << 20  # a quote that is never closed would otherwise take in the rest of the file
 
 
@@ -377,17 +378,21 @@ class Csv(LineInput):
 
     def parse(self, content: bytes, header: Sequence[str], schema: pa.Schema | None) -> pa.Table:
         """See :class:`LineInput`."""
+        import pyarrow as pa
         import pyarrow.csv as pc
 
-        names, types = (
-            (header, {}) if schema is None else (schema.names, dict(zip(schema.names, schema.types, strict=True)))
-        )
-        return pc.read_csv(
+        names = header if schema is None else schema.names
+        table = pc.read_csv(
             io.BytesIO(content),
             pc.ReadOptions(use_threads=False, block_size=len(content) + 1, column_names=list(header)),
             pc.ParseOptions(delimiter=self._delimiter, newlines_in_values=b'"' in content),
-            pc.ConvertOptions(column_types=types, include_columns=list(names)),
+            pc.ConvertOptions(column_types=dict.fromkeys(names, pa.string()), include_columns=list(names)),
         )
+        columns = [column.combine_chunks() for column in table.columns]
+        if schema is None:
+            return pa.Table.from_arrays([as_numbers(column) for column in columns], names=list(names))
+        typed = [as_type(name, column, schema.field(name).type) for name, column in zip(names, columns, strict=True)]
+        return pa.Table.from_arrays(typed, schema=schema)
 
     def join(self, schema: pa.Schema, other: pa.Schema) -> pa.Schema:
         """See :class:`Input`: a column that is not a number everywhere is text."""
@@ -396,6 +401,68 @@ class Csv(LineInput):
         if schema.names != other.names:
             raise pa.ArrowInvalid(f"the header is {other.names} instead of {schema.names}")
         return pa.schema([(name, _join(schema.field(name).type, other.field(name).type)) for name in schema.names])
+
+
+def as_numbers(column: pa.StringArray) -> pa.Array:
+    """Returns a column of CSV as numbers if each value, written back by Python, is the same text; else as it is.
+
+    An empty value is null. Integers beyond int64, or beyond 53 bits beside floats, are text: a number would lose digits.
+    """
+    import pyarrow as pa
+
+    values = _null_if_empty(column)
+    if values.null_count == len(values):
+        return pa.nulls(len(values))
+    try:
+        integers = values.cast(pa.int64())  # also takes 007, -0 and 0x1F
+    except pa.ArrowInvalid:
+        pass
+    else:
+        return integers if integers.cast(pa.string()).equals(values) else column
+    return values.cast(pa.float64()) if all(map(_is_number, filter(None, to_bytes(column)))) else column
+
+
+def as_type(name: str, column: pa.StringArray, kind: pa.DataType) -> pa.Array:
+    """Returns a column of CSV as ``kind``.
+
+    Raises:
+      pyarrow.ArrowInvalid: a value is of another type.
+    """
+    import pyarrow as pa
+
+    if pa.types.is_string(kind):
+        return column
+    found = as_numbers(column)
+    if found.type == kind or pa.types.is_null(found.type):
+        return found.cast(kind)
+    is_wider = pa.types.is_float64(kind) and pa.types.is_int64(found.type)
+    if is_wider and all(map(_is_number, filter(None, to_bytes(column)))):
+        return found.cast(kind)
+    raise pa.ArrowInvalid(f"column {name!r} holds {found.type} here, and {kind} before")
+
+
+def _is_number(text: bytes) -> bool:
+    """Whether a value of a column of floats is the same text if Python writes it back."""
+    try:
+        if text.isdigit() or text[1:].isdigit():
+            return str(int(text)).encode() == text and abs(int(text)) <= _MAX_INTEGER
+        return repr(float(text)).encode() == text
+    except ValueError:
+        return False
+
+
+def _null_if_empty(column: pa.StringArray) -> pa.StringArray:
+    import pyarrow as pa
+
+    _, offsets, data = column.buffers()
+    if not len(column) or offsets is None:
+        return column
+    filled = np.diff(np.frombuffer(offsets, np.int32, len(column) + 1, column.offset * 4)) > 0
+    if filled.all():
+        return column
+    edges = np.frombuffer(offsets, np.int32, len(column) + 1, column.offset * 4)
+    validity = pa.py_buffer(np.packbits(filled, bitorder="little"))
+    return pa.Array.from_buffers(pa.string(), len(column), [validity, pa.py_buffer(edges.copy()), data])
 
 
 def _to_next_quote(file: BinaryIO) -> bytes:

@@ -6,13 +6,13 @@ import contextlib
 import json
 import os
 import tempfile
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from meshfeed._src.base.errors import CorruptDataError, SourceError, missing_package
-from meshfeed._src.convert.inputs import Input, Scan, binary, integers
+from meshfeed._src.convert.inputs import Input, Scan, binary, flags, integers, to_bytes, walk
 from meshfeed._src.sources.files.open_files import Descriptor
 from meshfeed._src.sources.files.parquet import ParquetFile
 from meshfeed._src.sources.files.shard_cache import ShardCache
@@ -40,14 +40,14 @@ class ParquetFiles(Input):
     def scan(self, path: str, *, all_types: bool) -> Scan:
         """See :class:`Input`."""
         with ParquetFile(path) as file:
-            return Scan(file.metadata.num_rows, file.schema)
+            return Scan(file.metadata.num_rows, with_content(file.schema))
 
     def read(self, path: str, scan: Scan, start: int, stop: int, schema: pa.Schema) -> Iterator[pa.RecordBatch]:
         """See :class:`Input`."""
         with ParquetFile(path) as file:
             names = [name for name in schema.names if name in file.schema.names]
-            for _, batch in file.batches(start, stop, names):
-                yield batch
+            for first, batch in file.batches(start, stop, names):
+                yield content_of_files(batch, file.schema, path, first, None)
 
 
 class Datasets(Input):
@@ -61,11 +61,16 @@ class Datasets(Input):
             return super().num_bytes(path)
         return sum(entry.stat().st_size for entry in os.scandir(path) if entry.name.endswith(".arrow"))
 
+    def files(self, path: str) -> Iterable[str]:
+        """See :class:`Input`."""
+        return [path] if os.path.isfile(path) else (os.path.join(path, name) for name in sorted(walk(path)))
+
     def _open(self, path: str) -> datasets.Dataset:
         try:
             import datasets
         except ImportError as error:
             raise missing_package(f"reading {path}", error, "hf") from error
+        _check_state(path)
         try:
             found = datasets.Dataset.from_file(path) if os.path.isfile(path) else datasets.load_from_disk(path)
         except Exception as error:  # whatever Arrow, json and datasets raise for a damaged folder
@@ -79,14 +84,134 @@ class Datasets(Input):
     def scan(self, path: str, *, all_types: bool) -> Scan:
         """See :class:`Input`."""
         dataset = self._open(path)
-        return Scan(len(dataset), dataset.features.arrow_schema.remove_metadata())
+        return Scan(len(dataset), with_content(dataset.features.arrow_schema))
 
     def read(self, path: str, scan: Scan, start: int, stop: int, schema: pa.Schema) -> Iterator[pa.RecordBatch]:
         """See :class:`Input`."""
         dataset = self._open(path)
+        declared = dataset.features.arrow_schema
+        folder = os.path.dirname(path) if os.path.isfile(path) else path
         for rows in _row_blocks(start, stop, 1000):
+            first = rows.start
             table: pa.Table = dataset[rows.start : rows.stop]  # type: ignore[assignment]  # formatted as Arrow
-            yield from table.select([name for name in schema.names if name in table.column_names]).to_batches()
+            for batch in table.select([name for name in schema.names if name in table.column_names]).to_batches():
+                yield content_of_files(batch, declared, path, first, folder)
+                first += batch.num_rows
+
+
+def _check_state(path: str) -> None:
+    """Raises CorruptDataError if a folder of a dataset lists files outside of it."""
+    if os.path.isfile(path):
+        return
+    state = os.path.join(path, "state.json")
+    try:
+        with open(state, "rb") as file:
+            names = [str(one["filename"]) for one in json.load(file)["_data_files"]]
+    except (OSError, ValueError, KeyError, TypeError):
+        return  # the library's own errors say more
+    for name in names:
+        _check_inside(name, state)
+
+
+def _check_inside(name: str, index: str) -> None:
+    if os.path.isabs(name) or ".." in name.split("/") or "\0" in name:
+        raise CorruptDataError(
+            f"{index} lists the file {name!r}, which is outside of its folder. Expected a name in the folder. Copy the data "
+            "again from where it came.",
+            path=index,
+        )
+
+
+_FILE_TYPES = ("Audio", "Image", "Pdf", "Video")
+
+
+def _features(schema: pa.Schema) -> dict[str, Any]:
+    """Returns the features that Hugging Face datasets has stored in the metadata of a schema; none if there are none."""
+    try:
+        return dict(json.loads((schema.metadata or {})[b"huggingface"])["info"]["features"])
+    except (ValueError, KeyError, TypeError):
+        return {}
+
+
+def _replace(array: pa.Array, feature: object, read: Callable[[pa.StructArray], pa.Array]) -> pa.Array:
+    """Returns an array with ``read(part)`` in place of the parts that the feature declares as files."""
+    import pyarrow as pa
+
+    if not isinstance(feature, dict) or not pa.types.is_struct(array.type):
+        return array
+    fields = [field.name for field in array.type]
+    if feature.get("_type") in _FILE_TYPES:
+        return read(array) if sorted(fields) == ["bytes", "path"] else array
+    children = [_replace(part, feature.get(name), read) for name, part in zip(fields, array.flatten(), strict=True)]
+    return pa.StructArray.from_arrays(children, names=fields) if fields else array
+
+
+def with_content(schema: pa.Schema) -> pa.Schema:
+    """Returns the schema of :func:`content_of_files`."""
+    import pyarrow as pa
+
+    features = _features(schema)
+    kinds = [
+        _replace(pa.nulls(0, field.type), features.get(field.name), lambda array: array.field("bytes")).type
+        for field in schema
+    ]
+    return pa.schema(list(zip(schema.names, kinds, strict=True)))
+
+
+def content_of_files(
+    batch: pa.RecordBatch, schema: pa.Schema, path: str, first_record: int, folder: str | None
+) -> pa.RecordBatch:
+    """Returns a batch with bytes in place of images and sounds, which Hugging Face stores in place or as paths.
+
+    Args:
+      batch: rows.
+      schema: the schema of their file, with the metadata that declares such columns. Any other struct stays a struct.
+      path: the file, for messages.
+      first_record: number of the first row in it.
+      folder: files in this folder may be read; None for no file.
+
+    Raises:
+      SourceError: a path has no content beside it, and is outside of the folder or does not exist.
+    """
+    import pyarrow as pa
+
+    features = _features(schema)
+    if not any(isinstance(features.get(name), dict) for name in batch.schema.names):
+        return batch
+
+    def read(array: pa.StructArray) -> pa.Array:
+        contents, paths = (array.flatten()[array.type.get_field_index(name)] for name in ("bytes", "path"))
+        outside = np.flatnonzero(flags(contents.is_null()) & flags(paths.is_valid())).tolist()
+        if not outside:
+            return contents
+        values = to_bytes(contents)
+        present = flags(contents.is_valid()).tolist()
+        for row in outside:
+            values[row] = _file_inside(paths[row].as_py(), folder, f"{path}, record {first_record + row:,}")
+            present[row] = True
+        held = [value if one else None for value, one in zip(values, present, strict=True)]
+        return binary(held).cast(contents.type)
+
+    arrays = [
+        _replace(array, features.get(name), read) for name, array in zip(batch.schema.names, batch.columns, strict=True)
+    ]
+    return pa.RecordBatch.from_arrays(arrays, names=batch.schema.names)
+
+
+def _file_inside(name: str, folder: str | None, place: str) -> bytes:
+    """Returns the content of a file that a record names: data may come from anywhere, so of its own folder only."""
+    if folder is not None and "\0" not in name:
+        top = os.path.realpath(folder)
+        found = os.path.realpath(os.path.join(top, name))
+        if found.startswith(f"{top}/") and os.path.isfile(found):
+            with open(found, "rb") as file:
+                return file.read()
+    raise SourceError(
+        f"{place}: the content of the file {name!r} is not in the data, and no such file is in the "
+        "folder of a Hugging Face dataset. "
+        "convert reads no other files. Save the data with the files in it: embed_table_storage, or dataset.save_to_disk "
+        "where the files are."
+    )
 
 
 class WebDatasets(Input):
@@ -99,8 +224,15 @@ class WebDatasets(Input):
         import pyarrow as pa
 
         _, index = _open_tar(path)
-        names = ["__key__", *sorted(name for name in index.names() if name)]
-        return Scan(index.num_samples, pa.schema([(name, pa.large_binary()) for name in names]))
+        names = sorted(index.names()) if len(index.sizes) else []
+        odd = next((name for name in names if name == "__key__" or not _is_utf8(name)), None)
+        if odd is not None or len(names) != index.extensions.max(initial=-1) + 1:  # names are stored in lines
+            shown = "a line break" if odd is None else repr(odd)
+            raise SourceError(
+                f"{path} has a file with the extension {shown}, which cannot be the name of a feature. Rename the file, and "
+                "write the archive again."
+            )
+        return Scan(index.num_samples, pa.schema([(name, pa.large_binary()) for name in ["__key__", *names]]))
 
     def read(self, path: str, scan: Scan, start: int, stop: int, schema: pa.Schema) -> Iterator[pa.RecordBatch]:
         """See :class:`Input`."""
@@ -114,6 +246,14 @@ class WebDatasets(Input):
                 sample["__key__"] = sample["__key__"].encode("utf-8", "surrogateescape")
             columns = [binary([sample.get(name) for sample in samples]) for name in schema.names]
             yield pa.RecordBatch.from_arrays(columns, schema=schema)
+
+
+def _is_utf8(name: str) -> bool:
+    try:
+        name.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
 
 
 def _open_tar(path: str) -> tuple[Descriptor, TarIndex]:
@@ -131,6 +271,13 @@ class Mds(Input):
     def num_bytes(self, path: str) -> int:
         """See :class:`Input`."""
         return sum(shard["raw_data"]["bytes"] for shard in _mds_shards(path))
+
+    def files(self, path: str) -> Iterable[str]:
+        """See :class:`Input`."""
+        kinds = ("raw_data", "zip_data")
+        names = [shard[kind]["basename"] for shard in _mds_shards(path) for kind in kinds if shard.get(kind)]
+        paths = [os.path.join(path, name) for name in ["index.json", *names]]
+        return (one for one in paths if os.path.exists(one))
 
     def scan(self, path: str, *, all_types: bool) -> Scan:
         """See :class:`Input`."""
@@ -154,7 +301,7 @@ class Mds(Input):
                 columns = [[_mds_value(row.get(name), scan.more.get(name)) for row in rows] for name in schema.names]
                 try:
                     arrays = [pa.array(column, kind) for column, kind in zip(columns, schema.types, strict=True)]
-                except (pa.ArrowInvalid, pa.ArrowTypeError) as error:
+                except (pa.ArrowInvalid, pa.ArrowTypeError, OverflowError) as error:
                     raise SourceError(
                         f"{path}: records {block[0]} to {block[-1]} hold values that differ from record 0 in type or rank: "
                         f"{error}. Leave the column out with --columns."
@@ -180,12 +327,16 @@ def _mds_shards(path: str) -> list[dict[str, Any]]:
         with open(index, "rb") as file:
             shards = json.load(file)["shards"]
         _ = [shard["raw_data"]["bytes"] for shard in shards]
+        parts = [shard[kind] for shard in shards for kind in ("raw_data", "zip_data") if shard.get(kind)]
+        names = [str(part["basename"]) for part in parts]
     except (ValueError, KeyError, TypeError) as error:
         raise CorruptDataError(
             f"{index} is no index of MDS shards ({type(error).__name__}: {error}). Copy it again. If the data has another "
             "format, name its files with a glob.",
             path=index,
         ) from error
+    for name in names:
+        _check_inside(name, index)
     return shards
 
 
@@ -224,7 +375,11 @@ class ImageFolder(Input):
 
     def num_bytes(self, path: str) -> int:
         """See :class:`Input`."""
-        return sum(os.path.getsize(os.path.join(path, name)) for name in image_names(path))
+        return sum(os.path.getsize(name) for name in self.files(path))
+
+    def files(self, path: str) -> Iterable[str]:
+        """See :class:`Input`."""
+        return (os.path.join(path, name) for name in image_names(path))
 
     def scan(self, path: str, *, all_types: bool) -> Scan:
         """See :class:`Input`."""
@@ -259,11 +414,7 @@ class ImageFolder(Input):
 
 def image_names(path: str) -> list[str]:
     """Returns the images in a folder and its subfolders, relative to it, sorted."""
-    return select_images(
-        os.path.relpath(os.path.join(folder, name), path).replace(os.sep, "/")
-        for folder, _, names in os.walk(path, followlinks=True)
-        for name in names
-    )
+    return select_images(walk(path))
 
 
 def select_images(names: Iterable[str]) -> list[str]:

@@ -7,6 +7,7 @@ import dataclasses
 import fcntl
 import functools
 import json
+import logging
 import os
 import pathlib
 import pickle
@@ -23,6 +24,7 @@ from meshfeed._src.convert.formats import FORMATS, recognize, remote_files
 from meshfeed._src.convert.inputs import Input, TypesChanged
 from meshfeed._src.convert.job import (
     FOLDER,
+    TOKENIZER,
     Conversion,
     Phase,
     discard_plan,
@@ -31,17 +33,28 @@ from meshfeed._src.convert.job import (
     run_task,
     sync,
     unlink,
+    version_of_input,
     write_json,
 )
-from meshfeed._src.convert.writers import Settings, eod_id, load_tokenizer, manifest_details, read_example, token_format
+from meshfeed._src.convert.writers import (
+    Settings,
+    eod_id,
+    load_tokenizer,
+    manifest_details,
+    read_example,
+    read_tokenizer,
+    token_format,
+)
 from meshfeed._src.reading.workers import WorkerPool
 from meshfeed._src.sources.decode import BYTES, FLOAT, INT64
 from meshfeed._src.sources.files.manifest import NAME, digest_of, read_manifest, write_manifest
 from meshfeed._src.sources.files.paths import identify_files, in_threads, is_url
 
+_log = logging.getLogger("meshfeed.convert")
 _POLL_SECONDS = 0.02  # a pool waits for one worker at a time
+_TICK_SECONDS = 0.02  # of the clock that stamps files, at most
 _SAMPLE = 100  # records that show the features of Examples that are copied
-_VERSION = 1  # of job.json and of what the manifest keeps of a job
+_VERSION = 2  # of job.json and of what the manifest keeps of a job
 
 
 Engine: TypeAlias = Callable[[str, Phase, Sequence[int]], None]
@@ -111,14 +124,21 @@ def convert(
       SourceError: the input cannot be read, or does not fit the settings.
       OSError: a file cannot be read or written.
     """
-    _check(settings)
+    if is_url(directory):
+        raise SettingsError(
+            f"--to {directory} is a URL, and convert writes to a local or shared disk. Name a folder there, and copy the "
+            "result to the URL.",
+            setting="to",
+        )
+    directory = directory.removeprefix("file://")
+    tokenizer = _check(settings)
     kind, paths = recognize(data, named_format)
-    description = _describe(kind, paths, settings)
+    description = _describe(kind, paths, settings, tokenizer)
     finished = _finished(directory, description)
     if finished is not None:
         return finished
     with _lock(directory):
-        job = _prepare(directory, description)
+        job = _prepare(directory, description, tokenizer)
         try:
             _run(directory, engine, show)
         except BaseException as error:
@@ -136,7 +156,8 @@ def _is_empty(job: Conversion, error: BaseException) -> bool:
     return not kept and not any(job.directory.glob("data-*"))
 
 
-def _check(settings: Settings) -> None:
+def _check(settings: Settings) -> bytes | None:
+    """Checks the settings, and returns the content of the tokenizer if there is one."""
     tokens = settings.encoding == "tokens"
     if tokens and settings.tokenizer is None:
         raise SettingsError("--encoding tokens needs --tokenizer FILE, a tokenizer.json.", setting="tokenizer")
@@ -148,16 +169,18 @@ def _check(settings: Settings) -> None:
             "--column names the one column of --encoding bytes or tokens. For Examples, use --columns.",
             setting="column",
         )
-    if settings.tokenizer is not None:
-        tokenizer = load_tokenizer(settings.tokenizer)
-        if settings.eod is not None:
-            eod_id(tokenizer, settings.eod)
+    if settings.tokenizer is None:
+        return None
+    tokenizer = load_tokenizer(settings.tokenizer)
+    if settings.eod is not None:
+        eod_id(tokenizer, settings.eod)
+    return read_tokenizer(settings.tokenizer)
 
 
 # ------------------------------------------------------------------------ the folder
 
 
-def _describe(kind: str, paths: Sequence[str], settings: Settings) -> dict[str, Any]:
+def _describe(kind: str, paths: Sequence[str], settings: Settings, tokenizer: bytes | None) -> dict[str, Any]:
     """Returns the job as JSON: what must be the same to continue it."""
     reader = FORMATS[kind](settings.columns)
     inputs = in_threads(lambda path: _input(reader, path), paths)
@@ -167,6 +190,7 @@ def _describe(kind: str, paths: Sequence[str], settings: Settings) -> dict[str, 
         "format": kind,
         "inputs": inputs,
         "bytes": sum(size for _, size, _ in inputs),
+        "tokenizer": None if tokenizer is None else digest_of(tokenizer),
         "settings": made,
     }
 
@@ -174,20 +198,21 @@ def _describe(kind: str, paths: Sequence[str], settings: Settings) -> dict[str, 
 def _input(reader: Input, path: str) -> list[Any]:
     """Returns path, size and version of an input."""
     if is_url(path):
-        files = remote_files(path).values()
-        return [
-            path,
-            sum(file.num_bytes for file in files),
-            digest_of("".join(file.version for file in files).encode()),
-        ]
-    return [path, reader.num_bytes(path), os.stat(path).st_mtime_ns]
+        num_bytes = sum(file.num_bytes for file in remote_files(path).values())
+        return [path, num_bytes, version_of_input(reader, path)]
+    latest = max((os.stat(name).st_mtime for name in reader.files(path)), default=0.0)
+    if 0 <= time.time() - latest < _TICK_SECONDS:
+        time.sleep(_TICK_SECONDS)  # a further write now could leave the time as it is
+    return [path, reader.num_bytes(path), version_of_input(reader, path)]
 
 
 def _identity(description: dict[str, Any]) -> dict[str, Any]:
     """Returns the part of the job that the manifest of the output files keeps."""
     inputs = description["inputs"]
     files = identify_files([path for path, _, _ in inputs], [size for _, size, _ in inputs])
-    return {"version": _VERSION, "format": description["format"], "inputs": files, "settings": description["settings"]}
+    versions = digest_of(json.dumps([version for _, _, version in inputs]).encode())
+    kept = {name: description[name] for name in ("version", "format", "tokenizer", "settings")}
+    return kept | {"inputs": files, "versions": versions}
 
 
 def _finished(directory: str, description: dict[str, Any]) -> Converted | None:
@@ -201,8 +226,18 @@ def _finished(directory: str, description: dict[str, Any]) -> Converted | None:
         raise SettingsError(f"--to {directory} is a file. Name a new or empty folder.", setting="to")
     if not path.exists() or not any(path.iterdir()):
         return None
-    converted = _converted_from(path)
-    if converted == _identity(description):
+    converted, wanted = _converted_from(path), _identity(description)
+    if (
+        converted is not None and converted.get("version") == 1
+    ):  # it kept neither versions nor a digest of the tokenizer
+        wanted = {name: wanted[name] for name in ("format", "inputs", "settings")} | {"version": 1}
+        if converted == wanted:
+            _log.warning(
+                "%s was converted by an earlier version, which did not store versions of the input and the tokenizer: "
+                "only names, sizes and settings were compared. If one was edited, convert to a new folder.",
+                directory,
+            )
+    if converted == wanted:
         _check_files(path)
         _remove(path / FOLDER)  # exists if the run was killed after it had written the manifest
         return _result(directory, description, was_complete=True)
@@ -211,7 +246,7 @@ def _finished(directory: str, description: dict[str, Any]) -> Converted | None:
     count = len(list(path.iterdir()))
     what = f"{count:,} other file{'' if count == 1 else 's'}"
     if converted is not None:
-        what = f"the result of a conversion {_difference(converted, _identity(description))}"
+        what = f"the result of a conversion {_difference(converted, wanted)}"
     raise SettingsError(
         f"the folder {directory} holds {what}. Name a new folder, or remove what it holds.", setting="to"
     )
@@ -262,11 +297,13 @@ def _lock(directory: str) -> Iterator[None]:
                 os.rmdir(directory)  # fails if there is anything in it
 
 
-def _prepare(directory: str, description: dict[str, Any]) -> Conversion:
+def _prepare(directory: str, description: dict[str, Any], tokenizer: bytes | None) -> Conversion:
     """Starts a job, or continues the one in the folder."""
     job = Conversion(directory)
     path = job.folder / "job.json"
     remove_unfinished(job.folder)
+    for left in job.directory.glob(f"{NAME}.*.part"):  # of a run that was killed while it wrote the manifest
+        unlink(left)
     is_new = not path.exists()
     if is_new:  # anything else in it belongs to another job, whose removal was interrupted
         for left in job.folder.iterdir():
@@ -274,6 +311,8 @@ def _prepare(directory: str, description: dict[str, Any]) -> Conversion:
     for name in ("scans", "inputs", "parts", "entries"):
         (job.folder / name).mkdir(exist_ok=True)
     if is_new:
+        if tokenizer is not None:
+            (job.folder / TOKENIZER).write_bytes(tokenizer)
         write_json(path, description)
     elif difference := _difference(job.description, description):
         raise SettingsError(
@@ -287,11 +326,13 @@ def _prepare(directory: str, description: dict[str, Any]) -> Conversion:
 def _difference(found: dict[str, Any], given: dict[str, Any]) -> str:
     """Returns what distinguishes the conversion in the folder from the given one; nothing if they are the same."""
     for name, what in (
-        ("version", "version"),
+        ("version", "version of meshfeed"),
         ("format", "format"),
         ("inputs", "input, or of files that have changed"),
+        ("versions", "input, or of files that have changed"),
+        ("tokenizer", "tokenizer, or of one that has changed"),
     ):
-        if found.get(name) != given[name]:
+        if found.get(name) != given.get(name):
             return f"of another {what}"
     before, now = found.get("settings", {}), given["settings"]
     names = [name for name, value in now.items() if before.get(name) != value]

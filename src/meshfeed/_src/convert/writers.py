@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from meshfeed._src.base.errors import SettingsError, SourceError, missing_package
+from meshfeed._src.base.errors import MeshfeedError, SettingsError, SourceError, missing_package
 from meshfeed._src.convert.example import encode_examples, flatten, is_text_or_bytes
 from meshfeed._src.convert.inputs import flags, to_bytes
 from meshfeed._src.sources.decode import parse_example
@@ -105,7 +105,7 @@ class ArrayRecordFile(OutputFile):
                 )
             records = to_bytes(column)
         else:
-            records = encode_examples(flatten(batch, first_record), first_record)
+            records = encode_examples(flatten(batch, first_record), batch.num_rows, first_record)
         if self._check_first and records:
             self._check_first = False
             read_example(records[0], first_record)
@@ -119,9 +119,10 @@ class ArrayRecordFile(OutputFile):
 
         with _disk_errors():
             self._writer.close()
-        stored = ArrayRecordReader(self._path).num_records()  # the writer reports no error of the disk
+            stored = ArrayRecordReader(self._path).num_records()  # the writer reports no error of the disk
         if stored != self.num_records:
-            raise OSError(f"{self._path}: {stored:,} of {self.num_records:,} records are stored. Is the disk full?")
+            found = f"{max(stored, 0):,}"  # negative if the file has no footer
+            raise OSError(f"{self._path}: {found} of {self.num_records:,} records are stored. Is the disk full?")
 
 
 @contextlib.contextmanager
@@ -188,24 +189,19 @@ def _decode(value: bytes, record: int) -> str:
         ) from error
 
 
-@functools.lru_cache(1)
 def load_tokenizer(path: str) -> tokenizers.Tokenizer:
-    """Loads a ``tokenizer.json``.
+    """Loads a ``tokenizer.json``. The result is kept, by the file's content.
 
     Raises:
       SourceError: tokenizers is not installed.
       SettingsError: the file is not a tokenizer.
     """
     try:
-        import tokenizers
+        return _parse_tokenizer(read_tokenizer(path))
     except ImportError as error:
         raise missing_package("--encoding tokens", error, "convert") from error
-    if not os.path.isfile(path):
-        raise SettingsError(
-            f"there is no tokenizer file {path!r}. Give the path of a tokenizer.json.", setting="tokenizer"
-        )
-    try:
-        return tokenizers.Tokenizer.from_file(path)
+    except MeshfeedError:
+        raise
     except Exception as error:  # tokenizers raises a bare Exception
         raise SettingsError(
             f"{path} is not a tokenizer of Hugging Face tokenizers: {error}. Give a tokenizer.json.",
@@ -213,9 +209,26 @@ def load_tokenizer(path: str) -> tokenizers.Tokenizer:
         ) from error
 
 
+def read_tokenizer(path: str) -> bytes:
+    """Returns the content of a tokenizer's file; raises SettingsError if there is none."""
+    if not os.path.isfile(path):
+        raise SettingsError(
+            f"there is no tokenizer file {path!r}. Give the path of a tokenizer.json.", setting="tokenizer"
+        )
+    with open(path, "rb") as file:
+        return file.read()
+
+
+@functools.lru_cache(1)
+def _parse_tokenizer(content: bytes) -> tokenizers.Tokenizer:
+    import tokenizers
+
+    return tokenizers.Tokenizer.from_str(content.decode())
+
+
 def token_format(tokenizer: tokenizers.Tokenizer) -> tuple[int, int, np.dtype[Any]]:
     """Returns magic number, version and dtype of the smallest format that holds all tokens."""
-    size = tokenizer.get_vocab_size()
+    size = 1 + max(tokenizer.get_vocab().values(), default=0)  # numbers may have gaps
     formats = ((*kind, np.dtype(dtype)) for kind, dtype in LLM_C_DTYPES.items() if size <= np.iinfo(dtype).max + 1)
     return next(formats)  # a tokenizer numbers its tokens with 32 bits, and so does the last format
 

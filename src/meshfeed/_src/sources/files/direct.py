@@ -409,7 +409,10 @@ class SparseFile:
 
     def write(self, start: int, content: bytes) -> None:
         """Puts bytes at an offset."""
-        os.pwrite(self.number, content, start)
+        view = memoryview(content)
+        while len(view):  # a call writes 2 GiB at most
+            written = os.pwrite(self.number, view, start)
+            view, start = view[written:], start + written
 
 
 def sparse_files(
