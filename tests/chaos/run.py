@@ -13,8 +13,10 @@ import time
 import traceback
 
 sys.path.append(str(pathlib.Path(__file__).parents[1] / "sources"))  # the store of the cache's tests
+sys.path.append(str(pathlib.Path(__file__).parents[1] / "model"))
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 
+import campaign
 import real
 import shared_cache
 import simulated
@@ -28,11 +30,16 @@ def main() -> int:
     parser.add_argument("--real", type=int, default=40, help="scenarios on real processes")
     parser.add_argument("--simulated", type=int, default=160, help="scenarios on simulated hosts")
     parser.add_argument("--caches", type=int, default=50, help="kills of a process that shares a shard cache")
+    parser.add_argument("--configurations", type=int, default=0, help="against the reference model, on simulated hosts")
+    parser.add_argument("--real-configurations", type=int, default=0, help="the same on real processes")
     parser.add_argument("--seconds", type=float, default=1e9, help="begin no further scenario after this time")
     options = parser.parse_args()
     logging.disable(logging.WARNING)
     begun = time.monotonic()
     failed: list[str] = []
+    if options.configurations or options.real_configurations:
+        wrong = campaign.run(options.configurations, options.real_configurations, options.seed, options.seconds)
+        failed += ["configurations"] * wrong
     for kind, count in (("simulated", options.simulated), ("real", options.real), ("caches", options.caches)):
         totals: collections.Counter[str] = collections.Counter()
         for seed in range(options.seed, options.seed + count):

@@ -108,9 +108,9 @@ def valid(config: Config) -> bool:  # noqa: C901  a table of rules
     if source is not None:
         if source in STREAMS and get("shuffle", False) is not False:
             return False
-        if is_random(source) and get("num_lanes") is not None:
-            if get("shuffle", "shards") != "shards" or source not in FILES:
-                return False
+        in_lanes = get("shuffle", "shards") == "shards" and source in FILES
+        if is_random(source) and get("num_lanes") is not None and not in_lanes:
+            return False
         if get("shuffle") == "shards" and source not in FILES:
             return False
         if get("fault", "none") != "none" and source not in FAULTY:
@@ -174,7 +174,7 @@ class Topology:
             "columns": ("data", "model"),
             "both": (("model", "data"),),
             "replicated": (),
-            "prefix": ("data", "model") if leaf == "x" else ("data",),
+            "prefix": ("data", "model") if leaf in ("x", "mask_of") else ("data",),
         }[self.layout]
 
     @property
@@ -262,11 +262,12 @@ class Faults:
 
     def __init__(self, kind: str = "none", fatal: Any = None) -> None:
         self.kind, self.fatal = kind, fatal
+        self.armed = False  # a fatal fault waits for the first batch: constructors read records to identify the source
         self._seen: set[Any] = set()
 
     def strike(self, token: Any) -> None:
         """Called before record ``token`` is read."""
-        if self.fatal is not None and token == self.fatal:
+        if self.armed and token == self.fatal:
             raise Fatal(f"record {token} is gone")
         number = token if isinstance(token, int) else sum(token)
         if self.kind == "transient" and number % 3 == 1 and token not in self._seen:
@@ -708,24 +709,10 @@ class Case:
                     step, position, sizes = saved[action[1]]
                 elif action[0] == "reset":
                     step, position, sizes = 0, 0, ()
-                steps = Steps(sizes, phase.schedule)
                 if action[0] == "take":
-                    limit = MAX_BATCHES if self.endless else action[1]
-                    for _ in range(min(limit, action[1])):
-                        try:
-                            batch = model.batch(step, steps)
-                        except reference.Refused as refused:
-                            event.failing, event.kind = self._empty_lanes(phase, step, steps), refused.kind
-                            break
-                        if batch is None:
-                            event.end = True
-                            break
-                        if failing := self.failing(phase, batch):
-                            event.failing, event.kind = failing, "Fatal"
-                            break
-                        event.batches.append(batch)
-                        step, position = step + 1, batch.position
-                    sizes = tuple(steps.size(number) for number in range(step))
+                    self._take(event, model, phase, step, position, sizes)
+                    step, position = event.step, event.position
+                    sizes = tuple(Steps(sizes, phase.schedule).size(number) for number in range(step))
                 event.step, event.position, event.steps = step, position, Steps(sizes, phase.schedule)
                 events.append(event)
                 if event.failing is not None:
@@ -734,6 +721,25 @@ class Case:
                     saved[action[1]] = (step, position, sizes)
             result.append(events)
         return result
+
+    def _take(self, event: Event, model: Any, phase: Phase, step: int, position: int, sizes: tuple[int, ...]) -> None:
+        """What comes of taking batches from ``step`` on."""
+        steps = Steps(sizes, phase.schedule)
+        event.step, event.position = step, position
+        for _ in range(min(MAX_BATCHES if self.endless else event.action[1], event.action[1])):
+            try:
+                batch = model.batch(event.step, steps)
+            except reference.Refused as refused:
+                event.failing, event.kind = self._empty_lanes(phase, event.step, steps), refused.kind
+                return
+            if batch is None:
+                event.end = True
+                return
+            if failing := self.failing(phase, batch):
+                event.failing, event.kind = failing, "Fatal"
+                return
+            event.batches.append(batch)
+            event.step, event.position = event.step + 1, batch.position
 
     def _empty_lanes(self, phase: Phase, step: int, steps: Steps) -> tuple[int, ...]:
         """The hosts with a lane that has no records; all hosts if no lane has any."""
@@ -777,12 +783,11 @@ class Case:
 
     # -- the real thing
 
-    def source(self, phase: Phase, host: int) -> Any:
+    def source(self, phase: Phase, host: int, faults: Faults) -> Any:
         """What is passed to the feed."""
         from meshfeed import sources
 
         source, count = self.config["source"], self.config["records"]
-        faults = self.faults(phase, host)
         if source == "memory":
             return sources.Memory(_columns([plain_record(number) for number in range(count)]))
         if source == "records":

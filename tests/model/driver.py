@@ -71,19 +71,26 @@ def _play_phase(case: Case, phase: Phase, wanted: list[Event], host: int, world:
     settings["global_batch_size"] = (
         phase.schedule[0][1] if len(phase.schedule) == 1 else meshfeed.BatchSchedule(phase.schedule)
     )
+    faults = case.faults(phase, host)
     devices = world.devices(case.processes, phase.topology.devices)
     sharding = sharding_of(phase, devices)
     if isinstance(sharding, dict) and case.config["source"] == "padded":
         sharding["mask_of"] = sharding["x"]
     try:
         feed = meshfeed.Feed(
-            case.source(phase, host), sharding, **settings, name=name, retry=_RETRY, timeout_seconds=TIMEOUT_SECONDS
+            case.source(phase, host, faults),
+            sharding,
+            **settings,
+            name=name,
+            retry=_RETRY,
+            timeout_seconds=TIMEOUT_SECONDS,
         )
     except meshfeed.MeshfeedError as error:
         if type(error).__name__ != case.refused:
             raise AssertionError(f"refused: {error!r}") from error
         return False
     assert case.refused is None, f"not refused: {case.refused}"
+    faults.armed = True
     with feed:
         for number, event in enumerate(wanted):
             player = _Player(case, phase, host, world, feed, name.rpartition("-")[0])
