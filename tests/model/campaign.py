@@ -13,7 +13,7 @@ from typing import Any
 
 import pairwise
 import real_hosts
-import simulated
+import simulated_hosts
 from configurations import DEFAULTS, OPTIONS, REAL, SIMULATED, Case, valid
 
 Config = dict[str, Any]
@@ -34,7 +34,7 @@ def failure(config: Config, folder: str) -> str | None:
         case = Case(config, folder)
         if case.known_fault:
             return None
-        simulated.play(case)
+        simulated_hosts.play(case)
     except AssertionError as error:
         return str(error) or "an assertion failed"
     except Exception:
@@ -74,11 +74,11 @@ def script(config: Config, *, real: bool) -> str:
     play = (
         "with real_hosts.pool() as hosts:\n    print(real_hosts.play_all(hosts, [config], folder) or 'as the model says')"
         if real
-        else "with simulated.simulation():\n    print(campaign.failure(config, folder) or 'as the model says')"
+        else "with simulated_hosts.simulation():\n    print(campaign.failure(config, folder) or 'as the model says')"
     )
     return (
         "import sys, tempfile\n\nsys.path[:0] = ['tests/model', 'tests/chaos']\n"
-        "import campaign, configurations, real_hosts, simulated\n\n"
+        "import campaign, configurations, real_hosts, simulated_hosts\n\n"
         f"config = {{**configurations.DEFAULTS, **{pprint.pformat(changed, width=100, sort_dicts=False)}}}\n"
         f"folder = tempfile.mkdtemp()\n{play}\n"
     )
@@ -104,7 +104,7 @@ def _run_simulated(configs: list[Config], folder: str, end: float, most_shrunk: 
     kinds: collections.Counter[str] = collections.Counter()
     played: list[Config] = []
     failed = 0
-    with simulated.simulation():
+    with simulated_hosts.simulation():
         for config in configs:
             if time.monotonic() > end:
                 break

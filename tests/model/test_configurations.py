@@ -6,7 +6,7 @@ import campaign
 import pairwise
 import pytest
 import real_hosts
-import simulated
+import simulated_hosts
 from configurations import DEFAULTS, REAL, SIMULATED, Case, valid
 
 SIMULATED_CONFIGURATIONS, REAL_CONFIGURATIONS = 300, 40
@@ -17,7 +17,7 @@ def test_simulated_hosts_give_what_the_model_says(tmp_path):
     configs = campaign.draw(SIMULATED, 1, SIMULATED_CONFIGURATIONS)
     covered, possible = pairwise.coverage(SIMULATED, configs, valid)
     assert covered == possible > 4000
-    with simulated.simulation():
+    with simulated_hosts.simulation():
         for config in configs:
             text = campaign.failure(config, str(tmp_path))
             assert text is None, f"{text}\n{campaign.script(config, real=False)}"
@@ -35,7 +35,7 @@ def test_real_hosts_give_what_the_model_says(tmp_path):
 
 def test_a_feed_at_odds_with_the_model_is_noticed(tmp_path, monkeypatch):
     config = {**DEFAULTS, "records": 13, "hosts": 2, "script": "resume", "taken": 1}
-    with simulated.simulation():
+    with simulated_hosts.simulation():
         assert campaign.failure(config, str(tmp_path)) is None
         value = Case._value
         monkeypatch.setattr(Case, "_value", lambda case, number, epoch: value(case, number + (number == 7), epoch))
