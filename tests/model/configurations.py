@@ -13,7 +13,7 @@ import itertools
 import math
 import pathlib
 import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -23,7 +23,7 @@ from reference import Batch, HostLists, Lanes, Mixed, Plain, RandomAccess, Recor
 Config = dict[str, Any]
 
 RANDOM = (
-    *("memory", "records", "records_batch", "map", "map_rng", "padded", "grain_map", "tokens", "parquet"),
+    *("memory", "records", "records_batch", "map", "map_rng", "padded", "packed", "grain_map", "tokens", "parquet"),
     *(
         "array_record",
         "map_array_record",
@@ -34,9 +34,10 @@ RANDOM = (
         "mixture_stop",
     ),
 )
+TOKENS = ("tokens", "packed")
 FILES = ("array_record", "map_array_record", "tokens", "parquet")
 MIXTURES = ("mixture", "mixture_staged", "mixture_nested", "mixture_take", "mixture_stop")
-STREAMS = ("stream", "stream_state", "stream_uneven", "stream_map", "stream_mixture")
+STREAMS = ("stream", "stream_state", "stream_uneven", "stream_map", "stream_mixture", "shuffle_buffer", "grain_iter")
 FAULTY = (
     "records",
     "records_batch",
@@ -117,11 +118,13 @@ def valid(config: Config) -> bool:  # noqa: C901  a table of rules
             return False
         if get("fault") == "bad" and not is_random(source):
             return False
-        if source == "tokens" and "prefix" in (get("layout"), get("resume_layout")):
+        if source in TOKENS and "prefix" in (get("layout"), get("resume_layout")):
             return False
         if source == "mixture_stop" and get("num_epochs", 1) is None:
             return False
         if source == "host_batches" and not _valid_host_batches(config):
+            return False
+        if source == "packed" and get("shuffle", False) is not False:
             return False
         if source in MIXTURES and get("records") == 0:
             return False
@@ -253,6 +256,33 @@ def padded_record(number: int) -> Record:
     return {"id": np.int32(number + 1), "x": x, "mask_of": np.arange(6) < length}
 
 
+@functools.cache
+def packed(count: int) -> list[Record]:
+    """Documents end to end, cut every 4 tokens: tokens, numbers of the pieces in a sequence, and places in the pieces."""
+    line = [(number, token) for number in range(count) for token in Documents(count)[number]["tokens"]]
+    sequences = []
+    for start in range(0, len(line), 4):
+        piece, place, before = 0, 0, None
+        record = {name: np.zeros(4, np.int32) for name in ("tokens", "segment_ids", "positions")}
+        for column, (document, token) in enumerate(line[start : start + 4]):
+            piece, place = (piece, place + 1) if document == before else (piece + 1, 0)
+            before = document
+            for name, value in (("tokens", token), ("segment_ids", piece), ("positions", place)):
+                record[name][column] = value
+        sequences.append(record)
+    return sequences
+
+
+def in_windows(records: list[Record], size: int, key: tuple[int, ...]) -> list[Record]:
+    """Records shuffled within windows: in the order of as many raw numbers of Philox, by (seed, epoch, lane, window)."""
+    found: list[Record] = []
+    for window, start in enumerate(range(0, len(records), size)):
+        part = records[start : start + size]
+        raw = np.random.Philox(np.random.SeedSequence([*key, window])).random_raw(len(part))
+        found += [part[i] for i in sorted(range(len(part)), key=lambda i, raw=raw: raw[i])]
+    return found
+
+
 def decoded(data: bytes) -> Record:
     return plain_record(int(data))
 
@@ -310,6 +340,13 @@ class RaggedRecords(Records):
 
     def __getitem__(self, record_id: int) -> Record:
         return {"id": np.int32(record_id + 1), "x": np.full(int(record_id) % 5, record_id + 1, np.float32)}
+
+
+class Documents(Records):
+    """Documents of several lengths, for Packed."""
+
+    def __getitem__(self, record_id: int) -> Record:
+        return {"tokens": np.arange(1 + int(record_id) % 5, dtype=np.int32) + 10 * int(record_id) + 1}
 
 
 class LaneOfRecords:
@@ -526,6 +563,8 @@ class Case:
         source = self.config["source"]
         if source == "tokens":
             return {"tokens": np.zeros(4, np.int32)}
+        if source == "packed":
+            return dict.fromkeys(("tokens", "segment_ids", "positions"), np.zeros(4, np.int32))
         if source == "padded":
             return padded_record(0)
         return plain_record(0)
@@ -544,6 +583,8 @@ class Case:
         order: Any
         if source in MIXTURES:
             order = self._mixed()
+        elif source == "packed":
+            order = Plain(len(packed(count)), False, self.seed, config["num_epochs"])
         elif config["shuffle"] == "shards":
             order = Shards(count, False, self.seed, config["num_epochs"], self.shard_lengths, self.num_lanes)
         else:
@@ -557,6 +598,8 @@ class Case:
             return {"tokens": np.arange(3 * record_id, 3 * record_id + 4, dtype=np.int32) + 1}
         if source == "padded":
             return padded_record(record_id)
+        if source == "packed":
+            return packed(self.config["records"])[record_id]
         record = plain_record(record_id & (2**48 - 1), record_id >> 48)
         if source in ("map", "map_array_record", "grain_map"):
             return mapped(record)
@@ -603,9 +646,12 @@ class Case:
             return
         epochs = itertools.count() if config["num_epochs"] is None else range(config["num_epochs"])
         for epoch in epochs:
-            records = lane_records(config["source"], config["records"], lane, self.num_lanes, epoch)
+            shown = 0 if config["source"] == "grain_iter" else epoch  # which does not know the epoch
+            records = lane_records(config["source"], config["records"], lane, self.num_lanes, shown)
             if config["source"] == "stream_map":
                 records = [new for record in records if (new := kept(record)) is not None]
+            if config["source"] == "shuffle_buffer":
+                records = in_windows(records, max(2, 8 // self.num_lanes), (self.seed, epoch, lane))
             if not records and config["num_epochs"] != 1:
                 raise reference.Refused("SourceError", "an epoch without records")
             yield records
@@ -787,23 +833,7 @@ class Case:
         """What is passed to the feed."""
         from meshfeed import sources
 
-        source, count = self.config["source"], self.config["records"]
-        if source == "memory":
-            return sources.Memory(_columns([plain_record(number) for number in range(count)]))
-        if source == "records":
-            return Records(count, faults=faults)
-        if source == "records_batch":
-            return RecordsInBatches(count, faults=faults)
-        if source == "map":
-            return sources.Map(RecordsInBatches(count, faults=faults), mapped)
-        if source == "map_rng":
-            return sources.Map(Records(count, faults=faults), with_noise, batched=True)
-        if source == "padded":
-            return sources.Padded(RaggedRecords(count), 6, key="x", mask_key="mask_of")
-        if source == "grain_map":
-            import grain
-
-            return grain.MapDataset.source([plain_record(number) for number in range(count)]).map(mapped)
+        source = self.config["source"]
         if source in FILES:
             return self._file_source()
         if source in MIXTURES:
@@ -811,11 +841,7 @@ class Case:
         if source == "host_batches":
             lists = self._host_lists(host) if host < self.topologies[0].hosts else []
             return sources.HostBatches(Batches([_columns(records) for records in lists]))
-        if source == "stream_mixture":
-            stream = sources.Stream(OpenLane("stream", count, faults), fingerprint=count)
-            return sources.Mixture({"a": stream, "b": Records(40, 1)}, {"a": 3, "b": 1}, 8)
-        stream = sources.Stream(OpenLane(source, count, faults), fingerprint=count)
-        return sources.Map(stream, kept) if source == "stream_map" else stream
+        return _SOURCES[source](self.config["records"], faults)
 
     def _mixture(self, faults: Faults) -> Any:
         from meshfeed import sources
@@ -842,6 +868,50 @@ class Case:
             return sources.Parquet(paths)
         files = sources.ArrayRecord(paths, decode=decoded)
         return sources.Map(files, mapped) if source == "map_array_record" else files
+
+
+def _grain(count: int) -> Any:
+    import grain
+
+    return grain.MapDataset.source([plain_record(number) for number in range(count)])
+
+
+def _stream(source: str, count: int, faults: Faults) -> Any:
+    from meshfeed import sources
+
+    return sources.Stream(OpenLane(source, count, faults), fingerprint=count)
+
+
+def _stream_mixture(count: int, faults: Faults) -> Any:
+    from meshfeed import sources
+
+    parts = {"a": _stream("stream", count, faults), "b": Records(40, 1)}
+    return sources.Mixture(parts, {"a": 3, "b": 1}, 8)
+
+
+_SOURCES: dict[str, Callable[[int, Faults], Any]] = {
+    "memory": lambda n, faults: _sources().Memory(_columns([plain_record(number) for number in range(n)])),
+    "records": lambda n, faults: Records(n, faults=faults),
+    "records_batch": lambda n, faults: RecordsInBatches(n, faults=faults),
+    "map": lambda n, faults: _sources().Map(RecordsInBatches(n, faults=faults), mapped),
+    "map_rng": lambda n, faults: _sources().Map(Records(n, faults=faults), with_noise, batched=True),
+    "padded": lambda n, faults: _sources().Padded(RaggedRecords(n), 6, key="x", mask_key="mask_of"),
+    "packed": lambda n, faults: _sources().Packed(Documents(n), 4),
+    "grain_map": lambda n, faults: _grain(n).map(mapped),
+    "grain_iter": lambda n, faults: _grain(n).to_iter_dataset(),
+    "stream": functools.partial(_stream, "stream"),
+    "stream_state": functools.partial(_stream, "stream_state"),
+    "stream_uneven": functools.partial(_stream, "stream_uneven"),
+    "stream_map": lambda n, faults: _sources().Map(_stream("stream_map", n, faults), kept),
+    "shuffle_buffer": lambda n, faults: _sources().ShuffleBuffer(_stream("shuffle_buffer", n, faults), 8),
+    "stream_mixture": _stream_mixture,
+}
+
+
+def _sources() -> Any:
+    from meshfeed import sources
+
+    return sources
 
 
 def _columns(records: Sequence[Record]) -> dict[str, np.ndarray]:
