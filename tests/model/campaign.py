@@ -96,7 +96,9 @@ def run(simulated_count: int, real_count: int, seed: int, seconds: float = 1e9, 
         if simulated_count:
             failed += _run_simulated(draw(SIMULATED, seed, simulated_count), folder, end, most_shrunk)
         if real_count:
-            failed += _run_real(draw(REAL, seed, real_count), folder, end, most_shrunk)
+            with_workers = draw(REAL, seed, max(1, real_count // 20))  # processes of processes are slow to start
+            without = draw({**REAL, "num_workers": [0]}, seed, real_count - len(with_workers))
+            failed += _run_real(without + with_workers, folder, end, most_shrunk)
     return failed
 
 
@@ -126,7 +128,9 @@ def _run_simulated(configs: list[Config], folder: str, end: float, most_shrunk: 
 
 def _run_real(configs: list[Config], folder: str, end: float, most_shrunk: int) -> int:
     with real_hosts.pool() as hosts:
-        failures = real_hosts.play_all(hosts, configs, folder, end=end, tell=lambda text: print(text, flush=True))
+        failures = real_hosts.play_all(
+            hosts, configs, folder, seconds_each=15, end=end, tell=lambda text: print(text, flush=True)
+        )
 
         def fails(config: Config) -> bool:
             return bool(real_hosts.play_all(hosts, [config], tempfile.mkdtemp(dir=folder)))

@@ -471,6 +471,9 @@ class Case:
         self.seed = 11
         self._open_states: dict[str, tuple[int, tuple[int, ...]]] = {}
         self.num_lanes = self._num_lanes()
+        while self.unit % self.num_lanes:  # the default of a schedule must divide the sizes of another one
+            self.unit = math.lcm(self.unit, self.num_lanes)
+            self.num_lanes = self._num_lanes()
         self.phases = self._phases(first, second)
         self.fatal_host, self.fatal = self._choose_fatal()
 
