@@ -141,3 +141,7 @@ def _run_real(configs: list[Config], folder: str, end: float, most_shrunk: int) 
     covered, possible = pairwise.coverage(REAL, configs, valid)
     print(f"real: {len(configs)} configurations, {covered} of {possible} pairs, {len(failures)} failed")
     return len(failures)
+
+
+def _tell(text: str) -> None:
+    print(text, flush=True)

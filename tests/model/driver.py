@@ -76,6 +76,7 @@ def _play_phase(case: Case, phase: Phase, wanted: list[Event], host: int, world:
     sharding = sharding_of(phase, devices)
     if isinstance(sharding, dict) and case.config["source"] == "padded":
         sharding["mask_of"] = sharding["x"]
+    timeout = TIMEOUT_SECONDS * (5 if settings["num_workers"] else 1)  # processes are slow to start
     try:
         feed = meshfeed.Feed(
             case.source(phase, host, faults),
@@ -83,7 +84,7 @@ def _play_phase(case: Case, phase: Phase, wanted: list[Event], host: int, world:
             **settings,
             name=name,
             retry=_RETRY,
-            timeout_seconds=TIMEOUT_SECONDS,
+            timeout_seconds=timeout,
         )
     except meshfeed.MeshfeedError as error:
         if type(error).__name__ != case.refused:
