@@ -30,7 +30,7 @@ MAY_IMPORT = {
     "checkpoint": "arrays base state",
     "monitoring": "base feed pictures",
     "remote": "base feed pictures plan state",
-    "maxtext": "arrays base feed remote sources state streams",
+    "maxtext": "arrays base feed plan remote sources state streams",
     "testing": "base",
     "demo": "base public testing",
     "cli": "base checkpoint convert demo feed monitoring order pictures public reading sources state",

@@ -985,3 +985,27 @@ def test_the_repr_of_a_feed_that_failed_or_was_never_made() -> None:
     with pytest.raises(meshfeed.SettingsError):
         half.__init__({"x": np.zeros(64)}, rows_sharding(), global_batch_size=16, end="keep", name="a")  # type: ignore[misc]
     assert repr(half) == "<meshfeed.Feed 'a': not made>"
+
+
+# ---------------------------------------------------------------- truth
+
+
+@pytest.mark.parametrize("options", [{}, {"num_epochs": None}, {"global_batch_size": 200}])
+@pytest.mark.parametrize("kind", ["random access", "stream", "host batches"])
+def test_a_feed_is_true_whatever_its_length(kind: str, options: dict[str, Any]) -> None:
+    batches = [{"id": np.arange(16)}]
+    sources = {
+        "random access": records(),
+        "stream": meshfeed.sources.Stream(lambda lane_index, num_lanes: iter([{"id": np.int32(1)}] * 40)),
+        "host batches": meshfeed.sources.HostBatches(batches),
+    }
+    if kind == "host batches":
+        options = {**options, "global_batch_size": None}
+    if kind != "random access" and "num_epochs" in options:
+        options = {key: value for key, value in options.items() if key != "num_epochs"}
+    with make_feed(sources[kind], **options) as feed:
+        assert feed
+        assert feed.local_iterator
+        if options.get("num_epochs", 1):
+            list(feed)  # list() asks for the length first
+    assert feed

@@ -343,3 +343,57 @@ def interrupted_starts(functions: list[str], interrupted_host: int, expected: li
                 check(batch, np.array(expected[step]))
             seen.append(feed.step)
     return seen
+
+
+def some_hosts_make_more_feeds() -> list[tuple[str, int]]:
+    """Feeds of host 0 alone, of hosts 0 and 1, and of all: the names and steps of those of this host, in its order."""
+    here, found = jax.process_index(), []
+
+    def run(hosts: list[int], **options: Any) -> None:
+        chosen = [device for device in jax.devices() if device.process_index in hosts]
+        mesh = jax.sharding.Mesh(np.array(chosen), ("data",), axis_types=(AxisType.Auto,))
+        source = meshfeed.sources.Memory({"id": np.arange(4 * len(chosen))})
+        feed = meshfeed.Feed(source, mesh, global_batch_size=len(chosen), timeout_seconds=20, **options)
+        found.append((feed.name, len(list(feed))))
+        feed.close()
+
+    def run_loader(hosts: list[int]) -> None:
+        chosen = [device for device in jax.devices() if device.process_index in hosts]
+        mesh = jax.sharding.Mesh(np.array(chosen), ("data",), axis_types=(AxisType.Auto,))
+        rows = 4 if here == hosts[0] else 2  # the others pad
+        loader = meshfeed.maxtext.MultiHostDataLoadIterator(
+            [{"x": np.zeros((2, 2), np.float32)}] * rows, mesh, generate_padding_batch=True
+        )
+        for _ in range(6):
+            next(loader)
+        found.append((loader.name, loader.step))
+        loader.close()
+
+    everyone = list(range(jax.process_count()))
+    for hosts in ([0], [0], everyone, [0, 1], [3], everyone, [1, 2, 3]):
+        if here in hosts:
+            run(hosts)
+            run(hosts, name="same")
+            run_loader(hosts)
+    return found
+
+
+def feeds_made_in_another_order() -> list[int]:
+    """Two feeds at once, over all hosts and over two of them, which the hosts make and read in unlike orders."""
+    here = jax.process_index()
+    everyone = list(range(jax.process_count()))
+    steps = []
+    feeds = {}
+    for hosts in ([1, 2], everyone) if here != 2 else (everyone, [1, 2]):
+        if here not in hosts:
+            continue
+        chosen = [device for device in jax.devices() if device.process_index in hosts]
+        mesh = jax.sharding.Mesh(np.array(chosen), ("data",), axis_types=(AxisType.Auto,))
+        source = meshfeed.sources.Memory({"id": np.arange(40 * len(chosen))})
+        feeds[len(hosts)] = meshfeed.Feed(
+            source, mesh, global_batch_size=len(chosen), timeout_seconds=20, name="same order"
+        )
+    for _, feed in sorted(feeds.items()):
+        steps.append(len(list(feed)))
+        feed.close()
+    return steps

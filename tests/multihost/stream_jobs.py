@@ -381,3 +381,78 @@ def slow_resume(hangs: bool) -> str:
         local = [int(x) for shard in batch["x"].addressable_shards for x in np.asarray(shard.data)]
         assert local == [1000 * jax.process_index() + dropped + row for row in range(40)], local
         return f"step {feed.step}"
+
+
+def hosts_without_lanes(cases: list[dict[str, Any]]) -> list[int]:
+    """Streams on hosts that have no lane, or other lanes at another size; the steps of each, checked row by row.
+
+    Each case is read in turns of three steps, continued by a new feed from this host's own state.
+    """
+    steps = []
+    for case in cases:
+        options = dict(case)
+        lengths, sizes = options.pop("lengths"), options.pop("sizes")
+        epochs, endless = options.get("num_epochs", 1), options.get("num_epochs", 1) is None
+        masked = options["end"] == "pad"
+        expected = scheduled_batches(lengths, sizes, options["end"], 3 if endless else epochs)
+        expected = expected[:9] if endless else expected
+        state, done = None, 0
+        while done < len(expected):
+            with meshfeed.Feed(
+                source(lengths),
+                sharding_of("rows"),
+                global_batch_size=meshfeed.BatchSchedule(sizes),
+                num_lanes=len(lengths),
+                mask_key="mask" if masked else None,
+                timeout_seconds=60,
+                **options,
+            ) as feed:
+                if state is not None:
+                    feed.set_state(json.loads(state))
+                for wanted in expected[done : done + 3]:
+                    check(next(feed), wanted, masked=masked)
+                    done += 1
+                state = json.dumps(feed.get_state())
+                if done == len(expected) and not endless:
+                    assert next(feed, None) is None, case
+                if done == len(expected):
+                    feed.reset()
+                    check(next(feed), expected[0], masked=masked)
+        steps.append(done)
+    return steps
+
+
+def scheduled_batches(
+    lengths: list[int], sizes: list[tuple[int, int]], end: str, epochs: int
+) -> list[list[int | None]]:
+    """The stream by its definition, with a batch schedule; None is a padded row."""
+    lanes = [lane_rows(lengths, epochs, lane) for lane in range(len(lengths))]
+    batches: list[list[int | None]] = []
+    taken = 0
+    while True:
+        size = next(size for first, size in reversed(sizes) if first <= len(batches))
+        each = size // len(lanes)
+        parts = [rows[taken : taken + each] for rows in lanes]
+        taken += each
+        if not any(parts) or (end == "drop" and min(map(len, parts)) < each):
+            return batches
+        batches.append([row for part in parts for row in [*part, *[None] * (each - len(part))]])
+
+
+def outside_of_the_mesh(kind: str) -> str:
+    """A stream over the devices of all hosts but the last; the batches here, or why the feed was refused."""
+    hosts, each = jax.process_count(), jax.local_device_count()
+    rows = (hosts - 1) * each
+    devices = np.array([device for device in jax.devices() if device.process_index < hosts - 1])
+    mesh = jax.sharding.Mesh(devices, ("data",), axis_types=(AxisType.Auto,))
+    data: Any = {
+        "lanes": lambda: source([5] * rows),
+        "host batches": lambda: meshfeed.sources.HostBatches([{"x": np.zeros((each, 2), np.float32)}] * 5),
+        "mixture": lambda: meshfeed.sources.Mixture({"a": source([5] * rows)}, {"a": 1.0}),
+        "random access": lambda: {"x": np.zeros((rows * 5, 2), np.float32)},
+    }[kind]()
+    try:
+        with meshfeed.Feed(data, mesh, global_batch_size=rows, timeout_seconds=60, name=f"outside {kind}") as feed:
+            return str(sum(1 for _ in feed))
+    except meshfeed.SettingsError as error:
+        return str(error)

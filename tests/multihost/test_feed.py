@@ -176,3 +176,19 @@ def test_an_interrupt_in_the_first_next_of_one_host_loses_nothing_on_any(pools: 
     functions = ["_make_pipeline", "agree", "_succeeds", "_outcome", "publish", "start", "peek", "pop"]
     for result in pools[(2, 4)].run(feed_jobs.interrupted_starts, functions, host, expected_ids()):
         assert result.value == [len(expected_ids())] * len(functions)
+
+
+def test_feeds_of_some_hosts_do_not_shift_the_names_of_others(pools: Any) -> None:
+    found = [dict.fromkeys(result.value) for result in pools[(4, 2)].run(feed_jobs.some_hosts_make_more_feeds)]
+    # Names count from whatever earlier tests in these processes used; those that hosts share are equal on them.
+    some = [{name.rpartition("-of-")[2] for name, _ in names if "-of-" in name} for names in found]
+    assert some == [{"host-0", "hosts-0-1"}, {"hosts-0-1", "hosts-1-3"}, {"hosts-1-3"}, {"host-3", "hosts-1-3"}]
+    of_all = [[name for name, _ in names if "-of-" not in name and name != "same"] for names in found]
+    assert of_all[0] == of_all[1] == of_all[2] == of_all[3]
+    assert len(of_all[0]) == 4  # two feeds and two loaders
+    assert {steps for names in found for name, steps in names if not name.startswith("maxtext")} == {4}
+
+
+def test_feeds_of_one_name_over_unlike_hosts_do_not_meet(pools: Any) -> None:
+    steps = [result.value for result in pools[(4, 2)].run(feed_jobs.feeds_made_in_another_order)]
+    assert steps == [[40], [40, 40], [40, 40], [40]]

@@ -174,3 +174,33 @@ def test_a_host_that_resumes_by_dropping_records_is_waited_for_unless_it_hangs(p
     for result in pools[(2, 4)].run(stream_jobs.slow_resume, True):
         assert "resuming lane 1: dropped 200 of 400 records" in result.value
         assert "host 1" in result.value
+
+
+WITHOUT_LANES: list[dict[str, Any]] = [
+    {"lengths": [9, 10], "sizes": [(0, 8)], "end": "drop", "load": [0]},
+    {"lengths": [9, 10], "sizes": [(0, 8)], "end": "pad", "load": [1]},
+    {"lengths": [9, 10], "sizes": [(0, 8)], "end": "drop", "load": [1], "num_workers": 1},
+    {"lengths": [9, 10], "sizes": [(0, 8)], "end": "drop", "load": [2], "num_epochs": None},
+    {"lengths": [30, 31, 33, 30], "sizes": [(0, 8), (2, 16), (5, 8)], "end": "drop", "load": [0, 2, 3]},
+    {"lengths": [30, 31, 20, 30], "sizes": [(0, 16), (2, 8), (5, 24)], "end": "pad", "load": [0, 1, 3]},
+    {"lengths": [40, 41], "sizes": [(0, 8), (2, 32)], "end": "drop", "load": [1, 2, 3], "num_threads": 2},
+    {"lengths": [40, 41], "sizes": [(0, 8), (2, 24), (4, 16)], "end": "drop", "load": "once"},
+]
+
+
+def test_a_host_without_lanes_ends_with_the_others_and_lanes_last_for_every_size(pools: Any) -> None:
+    values = [result.value for result in pools[4, 2].run(stream_jobs.hosts_without_lanes, WITHOUT_LANES)]
+    assert all(value == values[0] for value in values)
+    assert min(values[0]) >= 2
+
+
+@pytest.mark.parametrize("kind", ["lanes", "host batches", "mixture"])
+def test_a_stream_is_refused_on_a_host_outside_the_mesh(pools: Any, kind: str) -> None:
+    *inside, outside = [result.value for result in pools[4, 2].run(stream_jobs.outside_of_the_mesh, kind)]
+    assert inside == ["5"] * 3
+    assert "host 3 has no device in the sharding" in outside
+    assert "on the hosts [0, 1, 2]" in outside
+
+
+def test_random_access_gives_a_host_outside_the_mesh_all_batches(pools: Any) -> None:
+    assert [result.value for result in pools[4, 2].run(stream_jobs.outside_of_the_mesh, "random access")] == ["5"] * 4

@@ -195,7 +195,7 @@ class Handshake:
                 lambda deadline: self._reduce(reduction, deadline),
                 timeout_seconds=timeout_seconds,
                 doing=self._doing,
-                hint=" (without name=, feeds are matched by their order of creation)",
+                hint=" (without name=, feeds over the same hosts are matched by their order of creation)",
                 tick=self._give_up_reducer(reduction),
             )
         except _GivenUp as given_up:

@@ -20,6 +20,7 @@ import os
 import threading
 import time
 import weakref
+import zlib
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -114,8 +115,40 @@ _counters = _Counters()
 
 
 def next_use(name: str) -> int:
-    """Returns 0, 1, 2, … for successive uses of ``name``; equal on all hosts that use names in the same order."""
+    """Returns 0, 1, 2, … for successive uses of ``name``; equal on all hosts that use it equally often."""
     return _counters.next(name)
+
+
+def label_of(participants: Sequence[int]) -> str:
+    """Returns a short text for a set of hosts, the same on all of them: ``""`` for all hosts of the job.
+
+    Others are ``host-3``, ``hosts-0-511`` for a range, and ``hosts-`` with a digest of any other set.
+    """
+    hosts = sorted(set(participants))
+    if hosts == list(range(process_count())):
+        return ""
+    if len(hosts) == 1:
+        return f"host-{hosts[0]}"
+    if hosts == list(range(hosts[0], hosts[-1] + 1)):
+        return f"hosts-{hosts[0]}-{hosts[-1]}"
+    return f"hosts-{zlib.crc32(repr(hosts).encode()):08x}"
+
+
+def next_name(kind: str, participants: Sequence[int]) -> str:
+    """Returns the next default name, such as ``feed-0``, or ``feed-0-of-host-3`` if other hosts do not take part.
+
+    Counted per set of participants: what only some hosts create must not shift the names of what others wait for.
+    """
+    label = label_of(participants)
+    number = next_use(f"{kind} {label}")
+    return f"{kind}-{number}" + (f"-of-{label}" if label else "")
+
+
+def next_scope(name: str, participants: Sequence[int]) -> str:
+    """Returns a key prefix for the next use of ``name`` by these hosts, the same on all of them."""
+    label = label_of(participants)
+    key = f"{name}/{label}" if label else name
+    return f"{key}/{next_use(key)}"
 
 
 def format_hosts(hosts: Sequence[int]) -> str:

@@ -43,6 +43,7 @@ from meshfeed._src.base.settings import (
 )
 from meshfeed._src.base.stats import CACHES, PROGRESS, FeedStats, Sample, StatsRecorder, stats_since
 from meshfeed._src.base.threads import SingleCall
+from meshfeed._src.base.turn import TURN, in_turn, in_use
 from meshfeed._src.base.types import JsonValue, PyTree, RecordIds, public
 from meshfeed._src.feed.local_iterator import LocalIterator
 from meshfeed._src.feed.parts import make_pipeline, make_stream, replay_step
@@ -162,7 +163,8 @@ class Feed(Checkpointable):
       check_replicas: whether to compare digests of replicated rows between hosts on the first batches.
       timeout_seconds: longest wait for another host or for the source. A resume that reads and drops records may take
         longer, as long as it makes progress.
-      name: identifies the feed across hosts and in logs. Default: ``feed-<n>``, in order of creation.
+      name: identifies the feed across hosts and in logs. Default: ``feed-<n>``, in order of creation; of feeds over some
+        hosts of the job, ``feed-<n>-of-<hosts>``, counted for each set of hosts.
 
     Raises:
       SettingsError: an argument is invalid.
@@ -205,14 +207,15 @@ class Feed(Checkpointable):
         self._closed = self._released = False
         self._failed: BaseException | None = None
         self._failed_at: TracebackType | None = None
+        self._turn: dict[str, object] = {}
         self._host = coordination.process_index()
         self._owner = Owner()
+        self._participants = _participants(sharding)
         # check_settings rejects other types below, once the handshake exists and can report the error to other hosts.
-        self.name = name if isinstance(name, str) else f"feed-{coordination.next_use('feeds')}"
+        self.name = name if isinstance(name, str) else coordination.next_name("feed", self._participants)
         self._stats = StatsRecorder(self.name)
         self._second_pass = SecondPass(self.name)
-        self._scope = f"feed/{self.name}/{coordination.next_use(f'feed {self.name}')}"
-        self._participants = _participants(sharding)
+        self._scope = coordination.next_scope(f"feed/{self.name}", self._participants)
         self._handshake = handshake.Handshake(self._scope, self._participants)
         self._hosts_agree = self._handshake.needed
         try:
@@ -253,7 +256,7 @@ class Feed(Checkpointable):
     def _make(self, source: object, sharding: PyTree, settings: FeedSettings) -> None:
         self._settings = settings
         self._placer = make_placer(sharding, settings)
-        self._stream = make_stream(source, settings, self._placer)
+        self._stream = make_stream(source, settings, self._placer, self._participants)
         self._cursor: Cursor = self._stream.start()
         self._host_rows = self._placer.host_rows(self._stream.record_spec if self._stream.in_columns else None)
 
@@ -286,12 +289,15 @@ class Feed(Checkpointable):
         After an interrupt (Ctrl-C), call it again to continue with the same batch. After an error, each further call
         raises it again until ``reset`` or ``set_state``.
 
+        Call it from one thread at a time: a call during another one raises an error and changes nothing. ``get_state``
+        and ``close`` may be called meanwhile.
+
         Raises:
           StopIteration: the end of the data, on all hosts at the same step.
           PeerError: another host failed.
           AgreementError: hosts differ in settings or data.
           StalledError: a host or the source is late.
-          MeshfeedError: the feed is closed.
+          MeshfeedError: the feed is closed, or another call of ``next``, ``set_state`` or ``reset`` is running.
           Exception: any error of the source.
         """
         if self._closed:
@@ -299,26 +305,34 @@ class Feed(Checkpointable):
         if self._failed is not None:
             raise self._failed.with_traceback(self._failed_at)  # without it, the traceback would grow with each call
         start = time.perf_counter()
+        turn, mine = self._turn, object()
+        held = {TURN: mine}
         try:
-            pipeline = self._running_pipeline()
-            ready = self._ready
-            if ready is None or ready.batch.step < self._cursor.step:
-                self._ready = ready = pipeline.peek()
-            if self._placer.finish_computes and not ready.finished:
-                self._finish(ready)
-        except Exception as error:
-            hide_own_frames(error)
-            self._fail(error)
-            raise
-        if not ready.counted:
-            self._count(ready, start)
-        pipeline.pop(ready)
-        cursor, arrays = ready.cursor, ready.arrays
-        self._previous = self._cursor  # keeps the old cursor alive: freeing it could run code in the lines below
-        # Python handles signals at calls and backward jumps. There is none from here to the return, so after an
-        # interrupt the batch is either delivered or still pending.
-        ready.arrays, self._cursor = None, cursor
-        return arrays
+            if turn.setdefault(TURN, mine) is not mine:
+                raise in_use(self.name)
+            try:
+                pipeline = self._running_pipeline()
+                ready = self._ready
+                if ready is None or ready.batch.step < self._cursor.step:
+                    self._ready = ready = pipeline.peek()
+                if self._placer.finish_computes and not ready.finished:
+                    self._finish(ready)
+            except Exception as error:
+                hide_own_frames(error)
+                self._fail(error)
+                raise
+            if not ready.counted:
+                self._count(ready, start)
+            pipeline.pop(ready)
+            cursor, arrays = ready.cursor, ready.arrays
+            self._previous = self._cursor  # keeps the old cursor alive: freeing it could run code in the lines below
+            # Python handles signals at calls and backward jumps. There is none from here to the return, so after an
+            # interrupt the batch is either delivered or still pending.
+            ready.arrays, self._cursor = None, cursor
+            return arrays
+        finally:
+            if turn == held:
+                del turn[TURN]
 
     def _raise_closed(self) -> NoReturn:
         raise MeshfeedError(f"{self.name} is closed. To continue, pass its get_state() to set_state of a new feed.")
@@ -414,12 +428,14 @@ class Feed(Checkpointable):
         return self._stream.state(self._cursor).to_json()
 
     @hides_own_frames
+    @in_turn
     def set_state(self, state: Mapping[str, JsonValue]) -> None:
         """Resumes from ``state``. An interrupt (Ctrl-C) leaves the feed either at its old cursor or at the new one.
 
         Raises:
           StateMismatchError: the state is damaged, from a newer version, or from a different stream. The feed is
             unchanged.
+          MeshfeedError: ``next``, ``set_state`` or ``reset`` is running on another thread or below this call.
         """
         cursor = opening = None
         try:
@@ -482,6 +498,7 @@ class Feed(Checkpointable):
             report.end()
 
     @hides_own_frames
+    @in_turn
     def reset(self) -> None:
         """Returns to the first batch of the stream; keeps ``num_lanes`` from a restored state."""
         self._begin(self._stream.start(self._cursor), None, "reset its feed")
@@ -505,6 +522,10 @@ class Feed(Checkpointable):
     def position(self) -> int:
         """Real records delivered so far, over all hosts."""
         return self._cursor.position
+
+    def __bool__(self) -> bool:
+        """True for every feed: without it, Python would ask for the length, which a stream does not have."""
+        return True
 
     def __len__(self) -> int:
         """Total number of batches, including delivered ones.

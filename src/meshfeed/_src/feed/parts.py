@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 
 from meshfeed._src.agreement.window_report import WindowReports
@@ -25,14 +27,24 @@ from meshfeed._src.streams.random_access import RandomAccessStream
 _HOST_READ_AHEAD_BYTES = 1 << 30  # host memory for the two windows that are read ahead
 
 
-def make_stream(source: object, settings: FeedSettings, shards: RowShards) -> AnyStream:
+def make_stream(
+    source: object, settings: FeedSettings, shards: RowShards, participants: Sequence[int] | None = None
+) -> AnyStream:
     """Recognizes the kind of ``source`` and returns its stream.
+
+    Args:
+      source: any supported source.
+      settings: the feed's settings.
+      shards: see :class:`LocalBatchStream`.
+      participants: process indices with a device in the sharding; None for all.
 
     Raises:
       SourceError: the source is of an unsupported type; the message lists the supported ones.
-      SettingsError: a setting does not apply to this kind of source.
+      SettingsError: a setting does not apply to this kind of source, or this host cannot know the end of the stream.
     """
     recognized = as_source(source)
+    if participants is not None and (isinstance(recognized, HostBatches) or is_stream(recognized)):
+        _check_takes_part(participants)
     if settings.balance is not None and (isinstance(recognized, HostBatches) or is_stream(recognized)):
         raise SettingsError(
             f"balance={settings.balance!r} needs a random-access source, which has the lengths of records before they are "
@@ -44,6 +56,22 @@ def make_stream(source: object, settings: FeedSettings, shards: RowShards) -> An
     if is_stream(recognized):
         return LaneStream(recognized, settings)
     return RandomAccessStream(recognized, settings)
+
+
+def _check_takes_part(participants: Sequence[int]) -> None:
+    """Raises SettingsError on a host outside the sharding, where a stream would give another number of batches.
+
+    Only reading finds the end of a stream. The hosts that read cannot tell it to a host outside the sharding: they cannot
+    know whether that host has a feed, and would have to wait for it.
+    """
+    host = coordination.process_index()
+    if host not in participants:
+        raise SettingsError(
+            f"host {host} has no device in the sharding, whose devices are on the hosts {list(participants)}, and only hosts "
+            "that read a stream know where it ends. Make this feed only on those hosts, use a sharding with a device on "
+            "every host, or pass a random-access source.",
+            setting="sharding",
+        )
 
 
 def make_pipeline(

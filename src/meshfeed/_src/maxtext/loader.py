@@ -41,8 +41,10 @@ from meshfeed._src.base.settings import Retry
 from meshfeed._src.base.stats import Dropping, FeedStats
 from meshfeed._src.base.threads import close_within
 from meshfeed._src.base.trees import decode_value, encode_value, tree_from_json, tree_to_json
+from meshfeed._src.base.turn import TURN, in_turn, in_use
 from meshfeed._src.base.types import JsonValue, PyTree, public
 from meshfeed._src.feed.iterator import MultiHostDataLoadIterator as Feed
+from meshfeed._src.plan.plan import normalize_sharding, participants
 from meshfeed._src.remote.client import zeros
 from meshfeed._src.sources.host_batches import HostBatches, start
 from meshfeed._src.state import state as feed_state
@@ -89,7 +91,9 @@ class MultiHostDataLoadIterator(Checkpointable):
         self.generate_padding_batch = generate_padding_batch
         self.expansion_loading_factor_for_grain = expansion_loading_factor_for_grain
         self._owner = Owner()
-        number = coordination.next_use("maxtext")  # equal on all hosts if they create loaders in the same order
+        self._turn: dict[str, object] = {}
+        hosts = participants(normalize_sharding(global_mesh))
+        self.name = coordination.next_name("maxtext", hosts)  # the same on all hosts of the mesh
         here = coordination.process_index()
         self._local_devices = max(1, sum(device.process_index == here for device in global_mesh.devices.flat))
         self._local = HostLoaders(dataloader, expansion_loading_factor_for_grain, self._local_devices)
@@ -100,7 +104,7 @@ class MultiHostDataLoadIterator(Checkpointable):
             prefetch=_PREFETCH,
             retry=Retry(attempts=1),  # HostLoaders retry the loader, as MaxText does
             timeout_seconds=_TIMEOUT_SECONDS,
-            name=f"maxtext-{number}",
+            name=self.name,
         )
         self._like: PyTree | None = None  # with padding: the spec of the last delivered batch, and of a padding batch
         self._held: PyTree | None = None  # a batch taken from the feed that __next__ has not returned yet
@@ -126,8 +130,13 @@ class MultiHostDataLoadIterator(Checkpointable):
           SourceError: padding is needed before any batch was delivered, and batches contain nodes other than dicts, lists,
             tuples and None.
           LoaderNotReadyError: (a TimeoutError) tf.data raised FailedPreconditionError 30 times.
+          MeshfeedError: another call of ``next`` or ``set_state`` is running on another thread.
         """
+        turn, mine = self._turn, object()
+        held = {TURN: mine}
         try:
+            if turn.setdefault(TURN, mine) is not mine:
+                raise in_use(self.name)
             _, entry = self._delivered()
             if entry is not None:
                 self._local.forget_before(entry["iterator"]["batches"])
@@ -135,15 +144,18 @@ class MultiHostDataLoadIterator(Checkpointable):
                 self._hold_next()
             if self._ended:
                 return self._padding()
+            if self.generate_padding_batch:
+                self._like = jax.tree.map(
+                    lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=leaf.sharding), self._held
+                )
+            batch, self._held = self._held, None
+            return batch
         except Exception as error:  # no decorator: an interrupt in its frame would lose the batch
             hide_own_frames(error)
             raise
-        if self.generate_padding_batch:
-            self._like = jax.tree.map(
-                lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=leaf.sharding), self._held
-            )
-        batch, self._held = self._held, None
-        return batch
+        finally:
+            if turn == held:
+                del turn[TURN]
 
     def _hold_next(self) -> None:
         feed = self._feed
@@ -170,6 +182,7 @@ class MultiHostDataLoadIterator(Checkpointable):
         else:
             self._move(self._feed.reset)
 
+    @in_turn
     def _move(self, move: Callable[[], None]) -> None:
         """Calls ``reset`` or ``set_state`` of the feed, and discards what belongs to its old cursor if it has moved."""
         before = self._feed._cursor
@@ -217,8 +230,7 @@ class MultiHostDataLoadIterator(Checkpointable):
         if self._no_data:
             raise ValueError(_NO_DATA)
         hosts = sorted({device.process_index for device in self.global_mesh.devices.flat})
-        name = f"{self._feed.name}/padding"
-        scope = f"{name}/{coordination.next_use(name)}"
+        scope = coordination.next_scope(f"{self.name}/padding", hosts)
         doing = "finding the shape of a padding batch"
         with Rounds(scope, hosts, timeout_seconds=_TIMEOUT_SECONDS, doing=doing) as rounds:
             result = rounds.reduce(

@@ -57,6 +57,11 @@ class StepSchedule:
         segment = self.segments[bisect.bisect_right(self._firsts, step) - 1]
         return segment.position_of(step), segment.size
 
+    def sizes_from(self, step: int) -> tuple[int, ...]:
+        """Returns the different global batch sizes of ``step`` and all later steps."""
+        first = bisect.bisect_right(self._firsts, step) - 1
+        return tuple(dict.fromkeys(segment.size for segment in self.segments[first:]))
+
     def num_steps(self, total: int, *, pad: bool) -> int:
         """Number of steps in a stream of ``total`` records; ``pad`` includes the last partial batch."""
         for segment, later in zip(self.segments, [*self._firsts[1:], None], strict=True):

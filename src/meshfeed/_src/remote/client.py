@@ -29,6 +29,7 @@ from meshfeed._src.base import coordination
 from meshfeed._src.base.errors import Failure, MeshfeedError, PeerError, SettingsError
 from meshfeed._src.base.fork import Owner, finalize
 from meshfeed._src.base.trees import decode_value, encode_value, tree_from_json, tree_to_json
+from meshfeed._src.base.turn import TURN, in_use
 from meshfeed._src.base.types import JsonValue, PyTree
 
 OK, END, ERROR = 0, 1, 2
@@ -251,6 +252,7 @@ class RemoteClient:
       mesh: the mesh of accelerators.
       cpu_mesh: the mesh of CPU devices colocated with them.
       header: the header of the last answer.
+      turn: taken by :meth:`take`; see :mod:`meshfeed._src.base.turn`.
 
     Raises:
       SettingsError: there are not enough CPU devices, or no device of the mesh belongs to this process.
@@ -277,6 +279,7 @@ class RemoteClient:
         # Also at exit: JAX fails to delete a colocated object once its own modules are being torn down.
         self._finalizer = finalize(self, held.clear)
         self._owner = Owner()
+        self.turn: dict[str, object] = {}
         self._requests: dict[int, jax.Array] = {}
         self._ordinals: dict[int, int] = {}
         self._spec_known = False
@@ -343,13 +346,21 @@ class RemoteClient:
     def take(self) -> PyTree:
         """Returns the next batch as global arrays over the CPU mesh."""
         self._owner.check("this remote feed")
-        # The shape of the request encodes the batch size, because a colocated call is compiled once per argument shape.
-        ordinal = 0
-        if self._spec_known:
-            ordinal = self._ordinals.setdefault(self.header.size, len(self._ordinals) + 1)
-        header, batch = self._held["endpoint"].take(self._request(ordinal))
-        self._check(header)
-        return batch
+        turn, mine = self.turn, object()
+        held = {TURN: mine}
+        try:
+            if turn.setdefault(TURN, mine) is not mine:
+                raise in_use("this remote feed")
+            # The shape of the request encodes the batch size, because a colocated call is compiled once per argument shape.
+            ordinal = 0
+            if self._spec_known:
+                ordinal = self._ordinals.setdefault(self.header.size, len(self._ordinals) + 1)
+            header, batch = self._held["endpoint"].take(self._request(ordinal))
+            self._check(header)
+            return batch
+        finally:
+            if turn == held:
+                del turn[TURN]
 
     def to_accelerators(self, batch: PyTree, memory_kind: str | None = None) -> PyTree:
         """Starts the transfer of a batch from each CPU device to the accelerator colocated with it."""

@@ -29,6 +29,7 @@ from meshfeed._src.base.errors import MeshfeedError, SettingsError, SourceError,
 from meshfeed._src.base.settings import Balance, BatchSchedule, Retry, SkipBad, check_settings
 from meshfeed._src.base.stats import FeedStats, stats_since
 from meshfeed._src.base.trees import tree_from_json, tree_to_json
+from meshfeed._src.base.turn import in_turn
 from meshfeed._src.base.types import PyTree, RecordIds, public
 from meshfeed._src.feed.iterator import Feed, SecondPass
 from meshfeed._src.feed.local_iterator import LocalIterator
@@ -172,6 +173,7 @@ class RemoteFeed(Checkpointable):
         kinds = {leaf.memory_kind for leaf in sharding_leaves(prefix)}
         self._memory_kind = kinds.pop() if len(kinds) == 1 else None
         self._client = RemoteClient(make_feed_payload(make_source, prefix, settings), meshes[0])  # pyright: ignore[reportArgumentType] # of real devices
+        self._turn = self._client.turn
         self._client.know_spec()
         self.name = str(self._client.call("config")[0]["name"])
         self._second_pass = SecondPass(self.name)
@@ -197,7 +199,7 @@ class RemoteFeed(Checkpointable):
 
         Raises:
           StopIteration: the end of the stream, and on every later call until ``reset`` or ``set_state``.
-          MeshfeedError: the feed is closed.
+          MeshfeedError: the feed is closed, or another call of ``next``, ``set_state`` or ``reset`` is running.
           Exception: any error that the feed raised on a host, with its message.
         """
         if self._closed:
@@ -217,6 +219,7 @@ class RemoteFeed(Checkpointable):
         return states[0] if len(states) == 1 else feed_state.merge_states(states)
 
     @hides_own_frames
+    @in_turn
     def set_state(self, state: Mapping[str, Any]) -> None:
         """Resumes from ``state``, which may come from a local feed.
 
@@ -229,6 +232,7 @@ class RemoteFeed(Checkpointable):
         self._ended = False
 
     @hides_own_frames
+    @in_turn
     def reset(self) -> None:
         """Restarts from the first batch."""
         self._client.call("reset")
@@ -245,6 +249,10 @@ class RemoteFeed(Checkpointable):
     def position(self) -> int:
         """Real records delivered so far, over all hosts."""
         return self._client.header.position
+
+    def __bool__(self) -> bool:
+        """True for every feed, whatever its length."""
+        return True
 
     def __len__(self) -> int:
         """Total number of batches, including those already delivered; raises TypeError if unknown."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-import math
 import time
 import weakref
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
@@ -318,11 +317,13 @@ class LaneReader:
 
     def _check_end(self, rows: Collection[LaneRows], step: int) -> None:
         """Raises StopIteration if this host's lanes cannot fill ``step``; records the first step that is all padding."""
+        if not rows and self._hosts_agree and self._settings.end == "drop":
+            return  # only the hosts with lanes know the end, and announce it
         self.empty = self.empty and not any(row.entry.records for row in rows)
         if self.empty and rows and not self._hosts_agree:
             raise SourceError(EMPTY_STREAM)
         counts = [row.taken.count for row in rows]
-        if self._settings.end == "drop" and min(counts, default=math.inf) < self._rows_per_lane(step):
+        if self._settings.end == "drop" and min(counts, default=0) < self._rows_per_lane(step):
             raise StopIteration
         if not any(counts):
             if not self._go_on:

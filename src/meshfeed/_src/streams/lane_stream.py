@@ -193,8 +193,12 @@ class LaneStream:
         Raises:
           StateMismatchError: the state lacks lanes that this host needs.
         """
-        size = cursor.step_schedule.at(cursor.step)[1]
-        needed = needed_lanes(host_rows.rows(size), size // cursor.num_lanes)
+        # Lanes cannot be opened later: at the step where the size changes, only the host that read a lane so far has its
+        # state. With load="once" a host's share of the rows, and so its lanes, may depend on the size.
+        sizes = cursor.step_schedule.sizes_from(cursor.step)
+        needed = sorted(
+            {lane for size in sizes for lane in needed_lanes(host_rows.rows(size), size // cursor.num_lanes)}
+        )
         missing = [lane for lane in needed if str(lane) not in cursor.entries]
         if missing:
             raise StateMismatchError(
