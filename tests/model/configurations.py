@@ -811,12 +811,15 @@ class Case:
             if {row // each for row in topology.rows_of(host, size, phase.load)} & empty
         )
 
-    @property
-    def known_fault(self) -> bool:
-        """Whether the configuration meets a fault that is being mended."""
-        return self.config["source"] in STREAMS and any(
-            phase.load != "sharded" or phase.topology.hosts < self.processes for phase in self.phases
-        )
+    def refused_on(self, phase: Phase, host: int) -> str | None:
+        """The class of the error of the constructor on a host, or None."""
+        outside = host >= phase.topology.hosts
+        return "SettingsError" if outside and not is_random(self.config["source"]) else self.refused
+
+    def savers(self, key: str) -> int:
+        """The number of hosts that save a state: those that have a feed."""
+        phase = next(phase for phase in self.phases if ("save", key) in phase.actions)
+        return self.processes if is_random(self.config["source"]) else phase.topology.hosts
 
     @property
     def endless(self) -> bool:

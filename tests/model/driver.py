@@ -60,18 +60,17 @@ def play_host(case: Case, host: int, world: World, name: str) -> None:
     """
     events = case.events() if case.refused is None else [[] for _ in case.phases]
     for number, (phase, wanted) in enumerate(zip(case.phases, events, strict=True)):
-        if not _play_phase(case, phase, wanted, host, world, f"{name}-{number}"):
-            return
+        _play_phase(case, phase, wanted, host, world, f"{name}-{number}")
 
 
-def _play_phase(case: Case, phase: Phase, wanted: list[Event], host: int, world: World, name: str) -> bool:
+def _play_phase(case: Case, phase: Phase, wanted: list[Event], host: int, world: World, name: str) -> None:
     settings = case.settings(phase)
     if settings["bad_records"] is not None:
         settings["bad_records"] = meshfeed.SkipBad(max_fraction=settings["bad_records"])
     settings["global_batch_size"] = (
         phase.schedule[0][1] if len(phase.schedule) == 1 else meshfeed.BatchSchedule(phase.schedule)
     )
-    faults = case.faults(phase, host)
+    faults, refused = case.faults(phase, host), case.refused_on(phase, host)
     devices = world.devices(case.processes, phase.topology.devices)
     sharding = sharding_of(phase, devices)
     if isinstance(sharding, dict) and case.config["source"] == "padded":
@@ -87,16 +86,15 @@ def _play_phase(case: Case, phase: Phase, wanted: list[Event], host: int, world:
             timeout_seconds=timeout,
         )
     except meshfeed.MeshfeedError as error:
-        if type(error).__name__ != case.refused:
+        if type(error).__name__ != refused:
             raise AssertionError(f"refused: {error!r}") from error
-        return False
-    assert case.refused is None, f"not refused: {case.refused}"
+        return
+    assert refused is None, f"not refused: {refused}"
     faults.armed = True
     with feed:
         for number, event in enumerate(wanted):
             player = _Player(case, phase, host, world, feed, name.rpartition("-")[0])
             player.play(event, f"action {number} {event.action}")
-    return True
 
 
 class _Player:
@@ -156,7 +154,7 @@ class _Player:
         self.world.put(f"{self.name}/{key}", self.host, state)
 
     def _set(self, event: Event, where: str, key: str) -> None:
-        states = self.world.gather(f"{self.name}/{key}", self.case.processes)
+        states = self.world.gather(f"{self.name}/{key}", self.case.savers(key))
         merged = meshfeed.merge_states(states)
         self._check_merged(merged, event, where)
         self.feed.set_state(merged)

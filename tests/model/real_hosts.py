@@ -70,9 +70,7 @@ def play(numbered: Sequence[tuple[int, dict[str, Any]]], folder: str) -> list[tu
     for number, config in numbered:
         pathlib.Path(folder, f"at.{host}").write_text(str(number))
         try:
-            case = Case(config, folder, processes=HOSTS)
-            if not case.known_fault:
-                play_host(case, host, world, f"case{number}")
+            play_host(Case(config, folder, processes=HOSTS), host, world, f"case{number}")
         except BaseException as error:
             text = f"{type(error).__name__}: {error}"
             if not isinstance(error, AssertionError):
