@@ -401,10 +401,17 @@ class LaneRecords:
 
     def __init__(self, epochs: Iterator[Sequence[Record]]) -> None:
         self._epochs, self._records, self.ended = epochs, list[Record](), False
+        self._refused: Refused | None = None
 
     def upto(self, count: int) -> list[Record]:
         while len(self._records) < count and not self.ended:
-            records = next(self._epochs, None)
+            if self._refused is not None:  # again: a generator that has raised only ends
+                raise self._refused
+            try:
+                records = next(self._epochs, None)
+            except Refused as refused:
+                self._refused = refused
+                raise
             if records is None:
                 self.ended = True
             else:
