@@ -19,6 +19,7 @@ sys.path += [str(pathlib.Path(__file__).parents[1] / name) for name in ("sources
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 os.environ.setdefault("XLA_FLAGS", "--xla_force_host_platform_device_count=8")
 
+import campaign
 import checkpoint_cases
 import convert_cases
 import real
@@ -48,11 +49,16 @@ def main() -> int:
     parser.add_argument("--caches", type=int, default=50, help="kills of a process that shares a shard cache")
     parser.add_argument("--checkpoints", type=int, default=100, help="checkpoints that are damaged and restored")
     parser.add_argument("--conversions", type=int, default=100, help="conversions with kills and changes of the input")
+    parser.add_argument("--configurations", type=int, default=0, help="against the reference model, on simulated hosts")
+    parser.add_argument("--real-configurations", type=int, default=0, help="the same on real processes")
     parser.add_argument("--seconds", type=float, default=1e9, help="begin no further scenario after this time")
     options = parser.parse_args()
     logging.disable(logging.WARNING)
     begun = time.monotonic()
     failed: list[str] = []
+    if options.configurations or options.real_configurations:
+        wrong = campaign.run(options.configurations, options.real_configurations, options.seed, options.seconds)
+        failed += ["configurations"] * wrong
     for kind in ("simulated", "real", "caches", "checkpoints", "conversions"):
         totals: collections.Counter[str] = collections.Counter()
         for seed in range(options.seed, options.seed + vars(options)[kind]):

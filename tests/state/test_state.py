@@ -358,11 +358,18 @@ def test_states_without_entries_are_merged_to_what_each_of_them_is() -> None:
     ("field", "value"),
     [
         ("kind", "host_batches"), ("position", 6464), ("step", 101), ("segments", [[0, 0, 32]]), ("num_lanes", 6),
-        ("num_skipped", 2), ("fingerprint", {"seed": 1}),
+        ("fingerprint", {"seed": 1}),
     ],
 )  # fmt: skip
 def test_states_of_different_steps_or_streams_are_not_merged(field: str, value: Any) -> None:
     assert refusal(merge_states, [LANES, LANES, {**LANES, field: value}]) == (field, LANES.get(field), value, MERGE)
+
+
+def test_a_host_outside_of_the_mesh_does_not_know_how_many_records_were_replaced() -> None:
+    knowing, behind = {**STATE, "num_skipped": 7}, {**STATE, "num_skipped": 3}
+    for states in ([knowing, STATE], [STATE, knowing], [behind, knowing, STATE]):
+        assert merge_states(states) == knowing
+    assert "num_skipped" not in merge_states([STATE, STATE])
 
 
 def test_no_states_are_no_state() -> None:

@@ -332,8 +332,8 @@ def _join(part: str, states: Sequence[FeedState]) -> dict[str, JsonValue] | None
 def merge_states(states: Iterable[Mapping[str, JsonValue]]) -> dict[str, JsonValue]:
     """Merges the states of several hosts, taken after the same step, into one.
 
-    Lanes and host entries of streams are combined, and ledgers of replaced records for every kind of source; all other
-    fields must be equal.
+    Lanes and host entries of streams are combined, and ledgers and counts of replaced records for every kind of source;
+    all other fields must be equal.
 
     Args:
       states: results of ``get_state`` on the hosts, in any order; a lane may occur in several.
@@ -351,10 +351,13 @@ def merge_states(states: Iterable[Mapping[str, JsonValue]]) -> dict[str, JsonVal
         raise StateMismatchError("states", [], "at least one state", "Pass the states of the hosts.")
     first = parsed[0]
     for state in parsed:
-        for name in ("kind", "position", "step", "segments", "num_lanes", "num_skipped", "fingerprint"):
+        for name in ("kind", "position", "step", "segments", "num_lanes", "fingerprint"):
             if getattr(state, name) != getattr(first, name):
                 raise StateMismatchError(name, getattr(first, name), getattr(state, name), _MERGE)
-    return dataclasses.replace(first, **{part: _join(part, parsed) for part in _ENTRIES}).to_json()
+    # A host outside of the mesh does not learn of replaced records. Counts only grow, so the largest is complete.
+    num_skipped = max((state.num_skipped for state in parsed if state.num_skipped is not None), default=None)
+    joined = {part: _join(part, parsed) for part in _ENTRIES}
+    return dataclasses.replace(first, num_skipped=num_skipped, **joined).to_json()
 
 
 MAX_LISTED = 16_384  # over all hosts; keeps a state with all ledgers below 1 MB

@@ -1,0 +1,144 @@
+"""Thousands of configurations: plays them, shrinks what fails, and prints it as a script."""
+
+from __future__ import annotations
+
+import collections
+import pprint
+import random
+import tempfile
+import time
+import traceback
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pairwise
+import real_hosts
+import simulated_hosts
+from configurations import DEFAULTS, OPTIONS, REAL, SIMULATED, Case, valid
+
+Config = dict[str, Any]
+_SHRINK_SECONDS = 120.0
+_TOLD_EVERY = 100
+
+
+def draw(options: dict[str, list[Any]], seed: int, count: int) -> list[Config]:
+    """Configurations in which every two values of every two settings meet, then random ones, ``count`` in all."""
+    found = pairwise.covering(options, seed, valid)[:count]
+    rng = random.Random(seed)
+    return found + [pairwise.any_configuration(options, rng, valid) for _ in range(count - len(found))]
+
+
+def failure(config: Config, folder: str) -> str | None:
+    """What is wrong with a configuration on simulated hosts; None if nothing is."""
+    try:
+        simulated_hosts.play(Case(config, folder))
+    except AssertionError as error:
+        return str(error) or "an assertion failed"
+    except Exception:
+        return traceback.format_exc(limit=-6)
+    return None
+
+
+def shrunk(config: Config, fails: Callable[[Config], bool], seconds: float = _SHRINK_SECONDS) -> Config:
+    """The failing configuration with as many settings at their defaults, or at simpler values, as still fail."""
+    end = time.monotonic() + seconds
+    changed = True
+    while changed:
+        changed = False
+        for simpler in _simpler(config):
+            if time.monotonic() > end:
+                return config
+            if valid(simpler) and fails(simpler):
+                config, changed = simpler, True
+                break
+    return config
+
+
+def _simpler(config: Config) -> Iterator[Config]:
+    """The configuration with one setting changed, the largest simplifications first."""
+    for name, default in DEFAULTS.items():
+        if config[name] is not default:
+            yield {**config, name: default}
+    for name in ("records", "hosts", "resume_hosts", "taken", "prefetch", "num_lanes"):
+        if config[name] is not DEFAULTS[name]:
+            for value in OPTIONS[name][: OPTIONS[name].index(config[name])]:
+                yield {**config, name: value}
+
+
+def script(config: Config, *, real: bool) -> str:
+    """A program that plays one configuration; run it in the repository's root."""
+    changed = {name: value for name, value in config.items() if value is not DEFAULTS[name]}
+    play = (
+        "with real_hosts.pool() as hosts:\n    print(real_hosts.play_all(hosts, [config], folder) or 'as the model says')"
+        if real
+        else "with simulated_hosts.simulation():\n    print(campaign.failure(config, folder) or 'as the model says')"
+    )
+    return (
+        "import sys, tempfile\n\nsys.path[:0] = ['tests/model', 'tests/chaos']\n"
+        "import campaign, configurations, real_hosts, simulated_hosts\n\n"
+        f"config = {{**configurations.DEFAULTS, **{pprint.pformat(changed, width=100, sort_dicts=False)}}}\n"
+        f"folder = tempfile.mkdtemp()\n{play}\n"
+    )
+
+
+def run(simulated_count: int, real_count: int, seed: int, seconds: float = 1e9, most_shrunk: int = 5) -> int:
+    """Plays configurations and prints the progress and what fails.
+
+    Returns:
+      The number that failed.
+    """
+    end = time.monotonic() + seconds
+    failed = 0
+    with tempfile.TemporaryDirectory(prefix="meshfeed-model-") as folder:
+        if simulated_count:
+            failed += _run_simulated(draw(SIMULATED, seed, simulated_count), folder, end, most_shrunk)
+        if real_count:
+            with_workers = draw(REAL, seed, max(1, real_count // 20))  # processes of processes are slow to start
+            without = draw({**REAL, "num_workers": [0]}, seed, real_count - len(with_workers))
+            failed += _run_real(without + with_workers, folder, end, most_shrunk)
+    return failed
+
+
+def _run_simulated(configs: list[Config], folder: str, end: float, most_shrunk: int) -> int:
+    kinds: collections.Counter[str] = collections.Counter()
+    played: list[Config] = []
+    failed = 0
+    with simulated_hosts.simulation():
+        for config in configs:
+            if time.monotonic() > end:
+                break
+            played.append(config)
+            if (text := failure(config, folder)) is not None:
+                failed += 1
+                kinds[config["source"]] += 1
+                if failed <= most_shrunk:
+                    small = shrunk(config, lambda c: failure(c, folder) is not None)
+                    print(f"--- fails: {failure(small, folder) or text}\n{script(small, real=False)}", flush=True)
+                else:
+                    print(f"--- fails: {text[:400]}\n{config}", flush=True)
+            if len(played) % _TOLD_EVERY == 0:
+                print(f"{len(played)} of {len(configs)} configurations on simulated hosts, {failed} failed", flush=True)
+    covered, possible = pairwise.coverage(SIMULATED, played, valid)
+    print(f"simulated: {len(played)} configurations, {covered} of {possible} pairs, {failed} failed {dict(kinds)}")
+    return failed
+
+
+def _run_real(configs: list[Config], folder: str, end: float, most_shrunk: int) -> int:
+    with real_hosts.pool() as hosts:
+        failures = real_hosts.play_all(
+            hosts, configs, folder, seconds_each=15, end=end, tell=lambda text: print(text, flush=True)
+        )
+
+        def fails(config: Config) -> bool:
+            return bool(real_hosts.play_all(hosts, [config], tempfile.mkdtemp(dir=folder)))
+
+        for count, (number, text) in enumerate(failures.items()):
+            small = configs[number] if count >= most_shrunk else shrunk(configs[number], fails)
+            print(f"--- fails on real processes: {text}\n{script(small, real=True)}", flush=True)
+    covered, possible = pairwise.coverage(REAL, configs, valid)
+    print(f"real: {len(configs)} configurations, {covered} of {possible} pairs, {len(failures)} failed")
+    return len(failures)
+
+
+def _tell(text: str) -> None:
+    print(text, flush=True)

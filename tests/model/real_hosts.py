@@ -1,0 +1,126 @@
+"""Cases on real processes: many in one spawn, each host compares its own shards with the reference model."""
+
+from __future__ import annotations
+
+import json
+import logging
+import math
+import pathlib
+import time
+import traceback
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+
+from meshfeed.testing import HostPool, HostRunError
+
+HOSTS, DEVICES = 4, 2
+START_SECONDS = 120.0
+
+
+class _World:
+    """The devices of the job, and files through which hosts exchange states."""
+
+    def __init__(self, folder: pathlib.Path) -> None:
+        self._folder = folder
+
+    def devices(self, processes: int, per_host: int) -> list[Any]:
+        import jax
+
+        found = sorted(jax.devices(), key=lambda device: (device.process_index, device.id))
+        assert len(found) == processes * per_host
+        return found
+
+    def check(self, name: str, array: Any, wanted: np.ndarray, phase: Any, host: int) -> None:
+        from driver import blocks_of, check_block
+
+        assert array.shape == wanted.shape, f"shape {array.shape}, not {wanted.shape}"
+        per_host = phase.topology.devices
+        expected = blocks_of(phase, name, host, wanted.shape)
+        numbers = {device: i for i, device in enumerate(self.devices(phase.topology.processes, per_host))}
+        found = {numbers[shard.device]: shard for shard in array.addressable_shards}
+        assert sorted(found) == sorted(expected), f"blocks on the devices {sorted(found)}, not {sorted(expected)}"
+        for number, index in expected.items():
+            check_block(np.asarray(found[number].data), wanted, index)
+
+    def put(self, key: str, host: int, value: Any) -> None:
+        path = self._folder / f"{key.replace('/', '.')}.{host}"
+        path.with_suffix(".part" + path.suffix).write_text(json.dumps(value))
+        path.with_suffix(".part" + path.suffix).rename(path)
+
+    def gather(self, key: str, hosts: int, seconds: float = 20.0) -> list[Any]:
+        end = time.monotonic() + seconds
+        paths = [self._folder / f"{key.replace('/', '.')}.{host}" for host in range(hosts)]
+        while missing := [path.name for path in paths if not path.exists()]:
+            assert time.monotonic() < end, f"not saved: {missing}"
+            time.sleep(0.002)
+        return [json.loads(path.read_text()) for path in paths]
+
+
+def play(numbered: Sequence[tuple[int, dict[str, Any]]], folder: str) -> list[tuple[int, str]]:
+    """What each host runs: plays configurations one after the other; returns what is wrong, by number."""
+    import jax
+    from configurations import Case
+    from driver import play_host
+
+    logging.disable(logging.ERROR)
+    host, world = jax.process_index(), _World(pathlib.Path(folder))
+    failures: list[tuple[int, str]] = []
+    for number, config in numbered:
+        pathlib.Path(folder, f"at.{host}").write_text(str(number))
+        try:
+            play_host(Case(config, folder, processes=HOSTS), host, world, f"case{number}")
+        except BaseException as error:
+            text = f"{type(error).__name__}: {error}"
+            if not isinstance(error, AssertionError):
+                text += "\n" + "".join(traceback.format_exception(error)[-4:])
+            failures.append((number, text))
+        # Hosts begin the next one together, whatever became of this one.
+        world.put(f"done{number}", host, None)
+        world.gather(f"done{number}", HOSTS, 90.0)
+    return failures
+
+
+def pool() -> HostPool:
+    """The hosts; they start at the first run."""
+    return HostPool(HOSTS, DEVICES, env={"PYTHONPATH": str(pathlib.Path(__file__).parent)})
+
+
+def play_all(
+    hosts: HostPool,
+    configs: Sequence[dict[str, Any]],
+    folder: str,
+    *,
+    seconds_each: float = 4.0,
+    spare_seconds: float = 60.0,
+    at_once: int = 40,
+    end: float = math.inf,
+    tell: Callable[[str], None] = lambda text: None,
+) -> dict[int, str]:
+    """Plays configurations on the hosts of a pool, and begins no further ones after ``end`` (``time.monotonic()``).
+
+    Returns:
+      The number of each configuration that failed → what the hosts say. Where hosts hang, the configuration at which
+      they did; the others are played on new processes.
+    """
+    failures: dict[int, str] = {}
+    waiting = list(enumerate(configs))
+    while waiting and time.monotonic() < end:
+        now, waiting = waiting[:at_once], waiting[at_once:]
+        try:
+            results = hosts.run(
+                "real_hosts:play", now, folder, timeout_seconds=seconds_each * len(now) + spare_seconds, grace_seconds=5
+            )
+        except (HostRunError, TimeoutError) as error:
+            at = min(int(path.read_text()) for path in pathlib.Path(folder).glob("at.*"))
+            failures[at] = f"hangs or dies: {str(error)[:4000]}"
+            waiting = [(number, config) for number, config in now if number > at] + waiting
+        else:
+            for result in results:
+                for number, text in result.value:
+                    failures[number] = failures.get(number, "") + f"host {result.host}: {text}\n"
+        tell(
+            f"{len(configs) - len(waiting)} of {len(configs)} configurations on real processes, {len(failures)} failed"
+        )
+    return failures

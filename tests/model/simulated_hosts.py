@@ -1,0 +1,239 @@
+"""Hosts of a job as threads of one process: whole feeds, on devices that hold no arrays.
+
+Everything of the feed runs but two calls: putting blocks on devices keeps the blocks instead, and the compiled move of
+``load="once"`` leaves the rows where they were read. Both are checked block by block.
+"""
+
+from __future__ import annotations
+
+import _thread
+import collections
+import contextlib
+import dataclasses
+import sys
+import threading
+import types
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+sys.path.insert(0, str(Path(__file__).parent.parent / "chaos"))
+
+from configurations import Case, Phase
+from driver import Exchange, blocks_of, check_block, play_host
+from memory_store import MemoryStore
+
+from meshfeed._src.arrays import device_put, load_once
+from meshfeed._src.base import coordination, threads
+from meshfeed._src.plan.topology import fake_devices
+from meshfeed._src.reading import identity
+from meshfeed._src.state import files
+
+JOIN_SECONDS = 60.0
+
+
+@dataclasses.dataclass
+class Blocks:
+    """A global array of which one host holds some blocks."""
+
+    shape: tuple[int, ...]
+    dtype: np.dtype
+    sharding: Any
+    blocks: list[tuple[Any, np.ndarray]]  # device, block
+
+
+class _Put(device_put.BlockDevicePut):
+    """Keeps the blocks."""
+
+    def __call__(self, blocks: list[np.ndarray]) -> Any:
+        assert len(blocks) == len(self._devices)
+        assert all(block.flags.c_contiguous for block in blocks)
+        return Blocks(self._shape, self._dtype, self._sharding, list(zip(self._devices, blocks, strict=True)))
+
+
+class _Move(load_once.LoadOncePlacer):
+    """Leaves the rows in the load sharding."""
+
+    def finish(self, arrays: Any, global_batch_size: int) -> Any:
+        import jax
+
+        return jax.tree.unflatten(arrays.treedef, list(zip(arrays.arrays, arrays.specs, strict=True)))
+
+
+class _Here:
+    """The process as which a thread runs; threads that it starts run as the same one."""
+
+    def __init__(self) -> None:
+        self._local = threading.local()
+
+    @property
+    def host(self) -> int:
+        return getattr(self._local, "host", 0)
+
+    @host.setter
+    def host(self, host: int) -> None:
+        self._local.host = host
+
+    @property
+    def job(self) -> Any:
+        return getattr(self._local, "job", None)
+
+    @job.setter
+    def job(self, job: Any) -> None:
+        self._local.job = job
+
+
+class Job:
+    """The hosts of one case."""
+
+    def __init__(self, processes: int) -> None:
+        self.processes = processes
+        self.store = MemoryStore()
+        self.counts: dict[int, collections.Counter[str]] = collections.defaultdict(collections.Counter)
+
+
+@contextlib.contextmanager
+def simulation() -> Iterator[None]:
+    """Makes threads hosts; see :func:`play`."""
+    here = _Here()
+    old_start = threading.Thread.start
+
+    def start(thread: threading.Thread) -> None:
+        job, host, run = here.job, here.host, thread.run
+
+        def run_as() -> None:
+            here.job, here.host = job, host
+            run()
+
+        if job is not None:
+            thread.run = run_as  # type: ignore[method-assign]
+        old_start(thread)
+
+    def start_new_thread(function: Any, arguments: tuple[Any, ...]) -> int:
+        job, host = here.job, here.host
+
+        def run_as() -> None:
+            here.job, here.host = job, host
+            function(*arguments)
+
+        return _thread.start_new_thread(run_as, ())
+
+    def next_use(name: str) -> int:
+        counts = here.job.counts[here.host]
+        counts[name] += 1
+        return counts[name] - 1
+
+    patches: list[tuple[Any, str, Any]] = [
+        (threading.Thread, "start", start),
+        (threads, "_thread", types.SimpleNamespace(start_new_thread=start_new_thread)),
+        (coordination, "process_index", lambda: here.host),
+        (coordination, "process_count", lambda: here.job.processes if here.job else 1),
+        (coordination, "key_value_store", lambda: here.job.store),
+        (coordination, "next_use", next_use),
+        (coordination, "is_distributed", lambda: True),
+        (identity, "process_index", lambda: here.host),
+        (files, "process_index", lambda: here.host),
+        (device_put, "BlockDevicePut", _Put),
+        (load_once, "BlockDevicePut", _Put),
+        (
+            device_put.DevicePut,
+            "without_blocks",
+            lambda self, shape, sharding, dtype: Blocks(shape, dtype, sharding, []),
+        ),
+    ]
+    from meshfeed._src.arrays import placer
+
+    patches.append((placer, "LoadOncePlacer", _Move))
+    saved = [(owner, name, getattr(owner, name)) for owner, name, _ in patches]
+    for owner, name, value in patches:
+        setattr(owner, name, value)
+    _current.append(here)
+    try:
+        yield
+    finally:
+        _current.pop()
+        for owner, name, value in saved:
+            setattr(owner, name, value)
+
+
+_current: list[_Here] = []
+
+
+class _World(Exchange):
+    def __init__(self, case: Case, here: _Here) -> None:
+        super().__init__()
+        self._case, self._here = case, here
+
+    def devices(self, processes: int, per_host: int) -> list[Any]:
+        return fake_devices(processes, per_host, this_process=self._here.host)
+
+    def check(self, name: str, array: Any, wanted: np.ndarray, phase: Phase, host: int) -> None:
+        if isinstance(array, Blocks):
+            _check_shape(array.shape, array.dtype, wanted)
+            expected = blocks_of(phase, name, host, wanted.shape)
+            found = {self._number(phase, device): block for device, block in array.blocks}
+            assert sorted(found) == sorted(expected), f"blocks on the devices {sorted(found)}, not {sorted(expected)}"
+            for number, index in expected.items():
+                check_block(found[number], wanted, index)
+            return
+        loaded, spec = array
+        _check_shape(spec.shape, spec.dtype, wanted)
+        self._check_loaded(loaded, wanted, phase, host)
+
+    def _check_loaded(self, loaded: Blocks, wanted: np.ndarray, phase: Phase, host: int) -> None:
+        """The rows that this host read, as integers, each on the device that the assignment names."""
+        found = {self._number(phase, device): block for device, block in loaded.blocks}
+        topology = phase.topology
+        mine = [int(device) for device in topology.grid.flat if topology.host_of(int(device)) == host]
+        assert sorted(found) == sorted(mine), f"blocks on the devices {sorted(found)}, not {sorted(mine)}"
+        bits = wanted if wanted.dtype.kind in "iu" else wanted.view(f"u{wanted.itemsize}")
+        for rank, device in enumerate(topology.reading_devices(phase.load)):
+            if device not in found:
+                continue
+            rows = topology.chunk(rank, len(wanted), phase.load)
+            block = found[device]
+            assert block.dtype == bits.dtype, f"carrier {block.dtype}, not {bits.dtype}"
+            got, right = np.ascontiguousarray(block[: len(rows)]), np.ascontiguousarray(bits[rows.start : rows.stop])
+            assert got.tobytes() == right.tobytes(), f"rows {rows} on device {device}: {got}, not {right}"
+
+    @staticmethod
+    def _number(phase: Phase, device: Any) -> int:
+        return device.process_index * phase.topology.devices + device.local_hardware_id
+
+
+def _check_shape(shape: tuple[int, ...], dtype: Any, wanted: np.ndarray) -> None:
+    assert tuple(shape) == wanted.shape, f"shape {shape}, not {wanted.shape}"
+    assert np.dtype(dtype) == wanted.dtype, f"dtype {dtype}, not {wanted.dtype}"
+
+
+def play(case: Case) -> None:
+    """Plays a case on simulated hosts, within :func:`simulation`.
+
+    Raises:
+      AssertionError: something is not as the model says, or a host hangs.
+    """
+    here, job = _current[-1], Job(case.processes)
+    world = _World(case, here)
+    errors: dict[int, BaseException] = {}
+
+    def run(host: int) -> None:
+        here.job, here.host = job, host
+        try:
+            play_host(case, host, world, "case")
+        except BaseException as error:
+            errors[host] = error
+            world.give_up()
+
+    hosts = [threading.Thread(target=run, args=(host,), daemon=True) for host in range(case.processes)]
+    for thread in hosts:
+        thread.start()
+    for thread in hosts:
+        thread.join(JOIN_SECONDS)
+    hanging = [host for host, thread in enumerate(hosts) if thread.is_alive()]
+    texts = [f"host {host}: {type(error).__name__}: {error}" for host, error in sorted(errors.items())]
+    if hanging:
+        texts.append(f"hosts {hanging} hang")
+    if texts:
+        raise AssertionError("\n".join(texts)) from next(iter(errors.values()), None)

@@ -1,0 +1,55 @@
+"""Feeds of many configurations against the reference model: every two values of every two settings meet."""
+
+from __future__ import annotations
+
+import campaign
+import pairwise
+import pytest
+import real_hosts
+import simulated_hosts
+from configurations import DEFAULTS, REAL, SIMULATED, Case, valid
+
+SIMULATED_CONFIGURATIONS, REAL_CONFIGURATIONS = 300, 40
+
+
+@pytest.mark.slow
+def test_simulated_hosts_give_what_the_model_says(tmp_path):
+    configs = campaign.draw(SIMULATED, 1, SIMULATED_CONFIGURATIONS)
+    covered, possible = pairwise.coverage(SIMULATED, configs, valid)
+    assert covered == possible > 4000
+    with simulated_hosts.simulation():
+        for config in configs:
+            text = campaign.failure(config, str(tmp_path))
+            assert text is None, f"{text}\n{campaign.script(config, real=False)}"
+
+
+@pytest.mark.slow
+@pytest.mark.multihost
+def test_real_hosts_give_what_the_model_says(tmp_path):
+    configs = campaign.draw({**REAL, "num_workers": [0]}, 2, 400)[::10][:REAL_CONFIGURATIONS]
+    with real_hosts.pool() as hosts:
+        failures = real_hosts.play_all(hosts, configs, str(tmp_path))
+    for number, text in failures.items():
+        pytest.fail(f"{text}\n{campaign.script(configs[number], real=True)}")
+
+
+def test_a_feed_at_odds_with_the_model_is_noticed(tmp_path, monkeypatch):
+    config = {**DEFAULTS, "records": 13, "hosts": 2, "script": "resume", "taken": 1}
+    with simulated_hosts.simulation():
+        assert campaign.failure(config, str(tmp_path)) is None
+        value = Case._value
+        monkeypatch.setattr(Case, "_value", lambda case, number, epoch: value(case, number + (number == 7), epoch))
+        assert "leaf id" in campaign.failure(config, str(tmp_path))
+
+
+def test_a_failing_configuration_is_shrunk_to_what_matters():
+    config = {**SIMULATED_SAMPLE, "shuffle": True, "hosts": 4, "records": 40}
+    small = campaign.shrunk(config, lambda c: c["shuffle"] is True and c["hosts"] > 1)
+    assert {name: value for name, value in small.items() if value is not DEFAULTS[name]} == {
+        "shuffle": True,
+        "hosts": 2,
+    }
+    compile(campaign.script(small, real=False), "script", "exec")
+
+
+SIMULATED_SAMPLE = {**DEFAULTS, "source": "mixture", "end": "pad", "load": "once", "prefetch": 4, "script": "twice"}
