@@ -18,7 +18,7 @@ import functools
 import json
 import math
 from collections.abc import Callable, Hashable, Mapping
-from typing import NamedTuple, TypeAlias
+from typing import Any, NamedTuple, TypeAlias, cast
 
 import jax
 import jax.numpy as jnp
@@ -288,13 +288,14 @@ def dtype_of(entry: Entry) -> np.dtype[np.generic]:
 def _parsed_dtype(text: JsonValue) -> np.dtype[np.generic]:
     """Inverts :func:`_dtype_text`."""
     if isinstance(text, list):  # of fields; with unnamed ones for padding in the files of earlier versions
-        return np.lib.format.descr_to_dtype([_descr_field(*field) for field in text])
+        return np.lib.format.descr_to_dtype(cast("Any", [_descr_field(*field) for field in text]))
     if not isinstance(text, dict):
         return jnp.dtype(text)
     if "base" in text:
         return np.dtype((_parsed_dtype(text["base"]), tuple(text["shape"])))
     aligned = {name: value for name, value in text.items() if name != "aligned"}
-    return np.dtype({**aligned, "formats": [_parsed_dtype(one) for one in text["formats"]]}, align=text["aligned"])
+    layout: Any = {**aligned, "formats": [_parsed_dtype(one) for one in text["formats"]]}
+    return np.dtype(layout, align=text["aligned"])
 
 
 def _descr_field(name: JsonValue, dtype: JsonValue, *shape: JsonValue) -> tuple[object, ...]:
@@ -320,7 +321,8 @@ def _layout(dtype: np.dtype[np.generic]) -> JsonValue:
         return {"base": _layout(base), "shape": list(shape)}
     if dtype.names is None:
         return _dtype_text(dtype)
-    fields = [(dtype.fields or {})[name] for name in dtype.names]
+    by_name = cast("Mapping[str, tuple[Any, ...]]", dtype.fields)
+    fields = [by_name[name] for name in dtype.names]
     return {
         "names": list(dtype.names),
         "formats": [_layout(field[0]) for field in fields],

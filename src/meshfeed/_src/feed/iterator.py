@@ -712,7 +712,8 @@ MultiHostDataLoadIterator = Feed
 def _checked_step(step: object, method: str) -> int:
     if isinstance(step, bool) or not isinstance(step, int | np.integer):
         raise SettingsError(f"{method}({step!r}); it takes an int of at least 0.", setting="step")
-    return int(step)
+    number: Any = step
+    return int(number)
 
 
 def _participants(sharding: PyTree) -> Sequence[int]:

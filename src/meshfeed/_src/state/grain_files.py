@@ -8,6 +8,7 @@ Grain's packing keeps pairs under one key, which Grain itself reads back as list
 from __future__ import annotations
 
 import json
+from typing import cast
 
 from etils import epath  # pyright: ignore[reportMissingTypeStubs]
 
@@ -82,16 +83,17 @@ def read_text(path: epath.Path, remedy: str) -> str:
 def with_tuples(state: JsonValue) -> JsonValue:
     """Makes pairs tuples again: ConcatThenSplitIterDataset compares them with tuples and would resume wrongly."""
     if isinstance(state, list):
-        return [with_tuples(item) for item in state]
+        return [with_tuples(item) for item in cast("list[JsonValue]", state)]
     if not isinstance(state, dict):
         return state
-    return {key: _as_tuples(item) if key == _SLICES else with_tuples(item) for key, item in state.items()}
+    entries = cast("dict[str, JsonValue]", state)
+    return {key: _as_tuples(item) if key == _SLICES else with_tuples(item) for key, item in entries.items()}
 
 
 def _as_tuples(slices: JsonValue) -> JsonValue:
     if isinstance(slices, dict):
-        return {key: _as_tuples(item) for key, item in slices.items()}
-    return tuple(slices) if isinstance(slices, list) else slices
+        return {key: _as_tuples(item) for key, item in cast("dict[str, JsonValue]", slices).items()}
+    return tuple(cast("list[JsonValue]", slices)) if isinstance(slices, list) else slices
 
 
 def _as_plain_json(state: object) -> JsonValue:

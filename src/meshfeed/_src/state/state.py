@@ -345,7 +345,9 @@ def merge_states(states: Iterable[Mapping[str, JsonValue]]) -> dict[str, JsonVal
       StateMismatchError: the states belong to different streams or steps, or there are none.
     """
     if not isinstance(cast("object", states), Iterable) or isinstance(states, Mapping | str | bytes):
-        raise StateMismatchError("states", _shorten(states), "a list of states", "Pass the states of the hosts.")
+        raise StateMismatchError(
+            "states", _shorten(cast("object", states)), "a list of states", "Pass the states of the hosts."
+        )
     parsed = [parse_state(state) for state in states]
     if not parsed:
         raise StateMismatchError("states", [], "at least one state", "Pass the states of the hosts.")

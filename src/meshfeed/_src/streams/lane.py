@@ -6,7 +6,7 @@ import dataclasses
 import logging
 import time
 from collections.abc import Iterator, Sequence
-from typing import Any, cast
+from typing import cast
 
 from meshfeed._src.base import hooks, trees
 from meshfeed._src.base.errors import SourceError, StateMismatchError, reason_of
@@ -67,7 +67,7 @@ class LaneEntry:
         names = sorted(f.name for f in dataclasses.fields(LaneEntry))
         if sorted(bare) != names:
             raise StateMismatchError(field, sorted(bare), names, "Use an earlier checkpoint.")
-        entry = LaneEntry(**cast("dict[str, Any]", bare))
+        entry = LaneEntry(**bare)
         feed_state.check_counts(vars(entry), ("records", "epoch", "taken", "skip"), field)
         if type(entry.ended) is not bool:
             raise StateMismatchError(f"{field}.ended", entry.ended, "true or false", "Use an earlier checkpoint.")
