@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import logging
+import operator
 import os
 import time
 from collections.abc import Mapping, Sequence
@@ -712,8 +713,7 @@ MultiHostDataLoadIterator = Feed
 def _checked_step(step: object, method: str) -> int:
     if isinstance(step, bool) or not isinstance(step, int | np.integer):
         raise SettingsError(f"{method}({step!r}); it takes an int of at least 0.", setting="step")
-    number: Any = step
-    return int(number)
+    return operator.index(step)
 
 
 def _participants(sharding: PyTree) -> Sequence[int]:
