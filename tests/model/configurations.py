@@ -673,21 +673,14 @@ class Case:
             component, number = blocks[position]
             while number >= len(read[component]):
                 more = of_b if component else of_a(begun[0])
-                if (
-                    epochs is not None
-                    and begun[component] == epochs
-                    and all(begun[c] >= epochs and len(read[c]) <= self._drawn_by(blocks, position, c) for c in (0, 1))
-                ):
-                    return
+                others = (times for number, times in enumerate(begun) if number != component)
+                if epochs is not None and begun[component] == epochs and all(times > epochs for times in others):
+                    return  # every component has been read in full, and has been drawn once more
                 if not more:
                     raise reference.Refused("SourceError", "a component without records")
                 read[component] += more
                 begun[component] += 1
             yield [read[component][number]]
-
-    @staticmethod
-    def _drawn_by(blocks: reference.Blocks, position: int, component: int) -> int:
-        return sum(blocks[at][0] == component for at in range(position))
 
     def _host_lists(self, host: int) -> list[list[Record]]:
         """The batches of a host: hosts have different numbers of them, the last one short."""
@@ -733,13 +726,10 @@ class Case:
         if host is None:
             return ()
         size = len(batch.rows)
-        rows = phase.topology.rows_of(host, size, phase.load)
+        mine = phase.topology.rows_of(host, size, phase.load)
         if self.config["source"] in STREAMS:
-            each = size // self.num_lanes
-            lanes = {row // each for row in rows}
+            each, lanes = size // self.num_lanes, self.lanes_of(phase, host)
             mine = [row for row in range(size) if row // each in lanes]
-        else:
-            mine = rows
         return (host,) if any(row < len(batch.tokens) and batch.tokens[row] == self.fatal for row in mine) else ()
 
     def events(self) -> list[list[Event]]:
@@ -779,7 +769,7 @@ class Case:
             try:
                 batch = model.batch(event.step, steps)
             except reference.Refused as refused:
-                event.failing, event.kind = self._empty_lanes(phase, event.step, steps), refused.kind
+                event.failing, event.kind = self._empty_lanes(phase), refused.kind
                 return
             if batch is None:
                 event.end = True
@@ -790,26 +780,26 @@ class Case:
             event.batches.append(batch)
             event.step, event.position = event.step + 1, batch.position
 
-    def _empty_lanes(self, phase: Phase, step: int, steps: Steps) -> tuple[int, ...]:
+    def _empty_lanes(self, phase: Phase) -> tuple[int, ...]:
         """The hosts with a lane that has no records; all hosts if no lane has any."""
         if self.config["source"] == "host_batches" or (
             self.config["num_epochs"] == 1 and self.config["source"] != "stream_mixture"
         ):
             return tuple(range(self.processes))
-        size = steps.size(step)
-        each = size // self.num_lanes
         empty = set()
         for lane in range(self.num_lanes):
             try:
                 Lanes(1, lambda _, lane=lane: self._lane(lane), True).batch(0, Steps((), ((0, 10_000),)))
             except reference.Refused:
                 empty.add(lane)
-        topology = phase.topology
-        return tuple(
-            host
-            for host in range(topology.hosts)
-            if {row // each for row in topology.rows_of(host, size, phase.load)} & empty
-        )
+        return tuple(host for host in range(phase.topology.hosts) if self.lanes_of(phase, host) & empty)
+
+    def lanes_of(self, phase: Phase, host: int) -> set[int]:
+        """The lanes that a host reads: those of its rows, in batches of any of the sizes."""
+        sizes = {size for _, size in phase.schedule}
+        return {
+            row // (size // self.num_lanes) for size in sizes for row in phase.topology.rows_of(host, size, phase.load)
+        }
 
     def refused_on(self, phase: Phase, host: int) -> str | None:
         """The class of the error of the constructor on a host, or None."""

@@ -8,6 +8,7 @@ import pathlib
 import pickle
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 
 import numpy as np
@@ -75,6 +76,27 @@ def test_numpy_files_with_and_without_their_header(way: str, tmp_path: pathlib.P
     )
     (tmp_path / "bare.npy").write_bytes(parts[0].tobytes())  # as OLMo writes them
     check(Tokens(tmp_path / "bare.npy", 20, dtype=np.uint16), windows(parts[0], 20, 20))
+
+
+def test_headers_of_numpy_files_are_parsed_one_at_a_time(
+    tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    paths = [str(tmp_path / f"{number:02d}.npy") for number in range(24)]
+    for number, path in enumerate(paths):
+        np.save(path, np.arange(10 * number, 10 * number + 10, dtype=np.uint16))
+    inside, most = [0], [0]
+    read = np.lib.format.read_array_header_1_0
+
+    def parse(stream: object) -> object:
+        inside[0] += 1
+        most[0] = max(most[0], inside[0])
+        time.sleep(0.002)  # other threads run
+        inside[0] -= 1
+        return read(stream)
+
+    monkeypatch.setattr(np.lib.format, "read_array_header_1_0", parse)
+    assert len(Tokens(paths, 3)) == 24 * 3
+    assert most[0] == 1
 
 
 @pytest.mark.parametrize(("magic", "version", "dtype"), [(20240520, 1, "uint16"), (20240801, 7, "uint32")])

@@ -22,6 +22,7 @@ import logging
 import operator
 import os
 import sys
+import threading
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple, Self, SupportsIndex
 
@@ -62,6 +63,9 @@ except ImportError as error:  # installed without a C compiler, or built for ano
     extension: Any = None
 
 _NPY_MAGIC = b"\x93NUMPY"
+# NumPy parses headers with Python's own parser, which fails now and then in CPython 3.11 if threads use it at the same time
+# ("AST constructor recursion depth mismatch").
+_PARSING = threading.Lock()
 _MEGATRON_MAGIC = b"MMIDIDX\x00\x00"
 _MEGATRON_BYTES = 34  # magic number, version, dtype code, number of sequences, number of document boundaries
 _MEGATRON_DTYPES = {1: "u1", 2: "i1", 3: "<i2", 4: "<i4", 5: "<i8", 8: "<u2"}  # 6 and 7 are floats
@@ -509,7 +513,11 @@ def inspect(path: str, dtype: np.dtype[Any] | None, cache: ShardCache | None) ->
         return _checked_dtype(_inspect_megatron(path, opened.num_bytes, version, *index), dtype)
     head = opened.read(0, min(opened.num_bytes, _HEAD_BYTES))
     bare = TokenFile(path, opened.num_bytes, version, 0, dtype or np.dtype(np.uint8))
-    found = _inspect_npy(bare, head) if head.startswith(_NPY_MAGIC) else _inspect_llm_c(bare, head)
+    if head.startswith(_NPY_MAGIC):
+        with _PARSING:
+            found = _inspect_npy(bare, head)
+    else:
+        found = _inspect_llm_c(bare, head)
     if found is not None:
         return _checked_dtype(found, dtype)
     if dtype is None:
