@@ -804,12 +804,17 @@ class Case:
     def refused_on(self, phase: Phase, host: int) -> str | None:
         """The class of the error of the constructor on a host, or None."""
         outside = host >= phase.topology.hosts
-        return "SettingsError" if outside and not is_random(self.config["source"]) else self.refused
+        return "SettingsError" if outside and not self.can_be_outside(phase) else self.refused
+
+    def can_be_outside(self, phase: Phase) -> bool:
+        """Whether a host outside of the mesh gets the batches of the others."""
+        source = self.config["source"]
+        return is_random(source) or (source != "host_batches" and phase.topology.hosts > 1)
 
     def savers(self, key: str) -> int:
         """The number of hosts that save a state: those that have a feed."""
         phase = next(phase for phase in self.phases if ("save", key) in phase.actions)
-        return self.processes if is_random(self.config["source"]) else phase.topology.hosts
+        return self.processes if self.can_be_outside(phase) else phase.topology.hosts
 
     @property
     def endless(self) -> bool:

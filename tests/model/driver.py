@@ -8,7 +8,7 @@ import threading
 from typing import Any, Protocol
 
 import numpy as np
-from configurations import Case, Event, Phase
+from configurations import Case, Event, Phase, is_random
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 import meshfeed
@@ -133,8 +133,10 @@ class _Player:
                 kinds: tuple[str, ...] = (event.kind,) if len(event.failing) == 1 else (event.kind, "PeerError")
             elif self.host < self.phase.topology.hosts:
                 kinds = ("PeerError",)
-            else:
+            elif is_random(self.case.config["source"]):  # reads alone
                 return
+            else:
+                kinds = (event.kind, "PeerError")
             for _ in range(2):
                 self._raises(where, kinds)
 

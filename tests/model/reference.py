@@ -19,9 +19,10 @@ epochs, and a stream without any record has no structure: both are a SourceError
 *Host batches.* Each host's rows are its own batches. ``"drop"`` ends with the first host, ``"pad"`` with the last.
 
 *Hosts.* None of this depends on hosts, devices, the layout, ``load``, prefetching, threads or workers. A host without
-rows gets as many batches and the same positions. So does a host outside of the mesh with random access; a stream refuses
-there (SettingsError). A failure on one host stops all hosts of the mesh at the step in which it falls: there the failing
-host raises its error and every other host a PeerError.
+rows gets as many batches and the same positions. So does a host outside of the mesh, by itself with random access, and
+following the others with a stream; host batches, and a stream that one host reads alone, are refused there (SettingsError).
+A failure on one host stops all hosts at the step in which it falls: there the failing host raises its error and every
+other host a PeerError.
 
 *States.* A state is where the stream stands after the last delivered batch: ``set_state`` of a merged state continues
 there on any topology, with any batch size that the mesh and the lanes divide. ``reset`` is the state before step 0.
