@@ -234,8 +234,8 @@ def test_hosts_that_do_not_come_are_named(here: int, job: Job) -> None:
     assert caught.value.hosts == (2, 3)
     assert str(caught.value) == (
         f"agreeing on the settings of train: hosts 2, 3 did not arrive within 0 s (this is host {here} of 4). Check the "
-        "log of that host: it has stopped, is still starting, or runs different code (without name=, feeds are matched by "
-        "their order of creation)."
+        "log of that host: it has stopped, is still starting, or runs different code (without name=, feeds over the "
+        "same hosts are matched by their order of creation)."
     )
     assert (one.round, one.in_force) == (1, False)
     late = make(4)[2]

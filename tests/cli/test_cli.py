@@ -174,6 +174,8 @@ def test_convert_names_the_extra_that_installs_a_library(
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.setitem(sys.modules, package, None)
     (tmp_path / file).write_text("one line\n")
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "x.json").write_text("{}")
     result = run(f"convert {tmp_path / file} --to {tmp_path / 'out'} --workers 1 {arguments}")
     assert (result.exit_code, f"Run pip install '.[{extra}]' in a checkout." in result.output) == (status, True)
     assert not (tmp_path / "out").exists()

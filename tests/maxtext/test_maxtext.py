@@ -481,9 +481,10 @@ def interrupted_next(loader: Any, line: int) -> bool:
         nonlocal left
         if "meshfeed/_src/maxtext" not in frame.f_code.co_filename:
             return None
-        # not where a lock is released, nor after the assignments before the return: no real signal is handled there
+        # Not where a lock is released, nor after the assignments before the return, where the turn is given back by
+        # statements without a call: no real signal is handled there.
         source = linecache.getline(frame.f_code.co_filename, frame.f_lineno).strip()
-        if event == "line" and not source.startswith(("with ", "return batch")):
+        if event == "line" and not source.startswith(("with ", "return batch", "if turn == held", "del turn")):
             left -= 1
             if left < 0:
                 sys.settrace(None)

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import logging
-import operator
 import os
 import time
 from collections.abc import Mapping, Sequence

@@ -17,7 +17,7 @@ import threading
 import time
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias, cast
+from typing import Any, NamedTuple, Protocol, TypeAlias, cast
 
 import numpy as np
 import xxhash
@@ -26,9 +26,6 @@ from meshfeed._src.base.errors import MeshfeedError
 from meshfeed._src.base.retry import call_with_retry
 from meshfeed._src.base.settings import Retry
 from meshfeed._src.sources.files import paths as file_paths
-
-if TYPE_CHECKING:
-    from meshfeed._src.sources.files.shard_cache import ShardCache
 
 _GAP_BYTES = 64 << 10  # transferred in less time than a request takes to be answered
 _JOINED_BYTES = 8 << 20
@@ -116,7 +113,15 @@ class ByteRange(NamedTuple):
     stop: int
 
 
-def identify(url: str, cache: ShardCache | None, *, source: str) -> tuple[RemoteBytes, str]:
+class IdentifiesFiles(Protocol):
+    """A cache, which looks files up itself and remembers what it has found."""
+
+    def identify(self, url: str) -> tuple[int, str]:
+        """Returns the size of a remote file in bytes, and the key of its content."""
+        ...
+
+
+def identify(url: str, cache: IdentifiesFiles | None, *, source: str) -> tuple[RemoteBytes, str]:
     """Looks up a remote file, with retries; returns it, and a version, which changes if the content at the URL changes.
 
     Raises:
