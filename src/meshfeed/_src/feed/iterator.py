@@ -12,7 +12,7 @@ import os
 import time
 from collections.abc import Mapping, Sequence
 from types import TracebackType
-from typing import Any, Literal, NamedTuple, NoReturn
+from typing import Literal, NamedTuple, NoReturn, cast
 
 import numpy as np
 
@@ -709,10 +709,10 @@ MultiHostDataLoadIterator = Feed
 """The feed under the name of MaxText's loader."""
 
 
-def _checked_step(step: Any, method: str) -> int:
+def _checked_step(step: object, method: str) -> int:
     if isinstance(step, bool) or not isinstance(step, int | np.integer):
         raise SettingsError(f"{method}({step!r}); it takes an int of at least 0.", setting="step")
-    return int(step)
+    return int(cast("int", step))
 
 
 def _participants(sharding: PyTree) -> Sequence[int]:
