@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import logging
 import time
 from collections.abc import Sequence
 
@@ -17,7 +16,6 @@ from meshfeed._src.agreement.messages import AnnouncedContents, Announcement, St
 from meshfeed._src.base.coordination import KeyValueStore
 from meshfeed._src.base.errors import StalledError
 
-_log = logging.getLogger("meshfeed.agree")
 _STEPS = 8  # batches without rows that a follower makes ahead
 _KEPT_BAD_STEPS = 256  # steps with bad records whose counts a late follower still sees
 _PAUSE_SECONDS = 0.05

@@ -261,8 +261,7 @@ class LaneReader:
         self._num_lanes = cursor.num_lanes
         self._step = cursor.step
         self._asked = cursor.step
-        # A host without lanes has nothing that could end: it ends with the others, whatever ``end`` is.
-        self._go_on = hosts_agree and (settings.end == "pad" or not entries)
+        self._go_on = hosts_agree and settings.end == "pad"
         self._hosts_agree = hosts_agree
         self.empty = True  # no lane of this host has produced a record so far
         self._spec: RecordSpec | None = None
@@ -329,8 +328,7 @@ class LaneReader:
         if not any(counts):
             if not self._go_on:
                 raise StopIteration
-            if self._settings.end == "pad":
-                self._final = step if self._final is None else self._final
+            self._final = step if self._final is None else self._final
 
     def advance(self, cursor: LaneCursor, batch: HostBatch, ended: Mapping[int, int], num_skipped: int) -> LaneCursor:
         """See :class:`meshfeed._src.streams.protocol.HostReader`."""
