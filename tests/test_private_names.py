@@ -39,6 +39,8 @@ ALLOWED = {
     "_METADATA": "a file of Orbax's checkpoints",
     "_cat_file": "fsspec, whose page on async use documents the coroutines of its file systems",
     "_CHECKPOINT_METADATA": "a file of Orbax's checkpoints",
+    "_data_files": "a key of state.json in a folder of Hugging Face datasets",
+    "_type": "a key of the features in the schema of a file of Hugging Face datasets",
     "_examples": "the end of a name",
     "_seconds": "the end of a name",
 }

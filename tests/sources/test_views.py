@@ -416,6 +416,59 @@ def test_another_selection_is_another_source() -> None:
         feed_of(seen[3], global_batch_size=8, num_epochs=None).set_state(feed.get_state())
 
 
+class Reused:
+    """Refills one buffer for every record."""
+
+    def __init__(self) -> None:
+        self.buffer = np.zeros(2, np.int64)
+
+    def __len__(self) -> int:
+        return 40
+
+    def __getitem__(self, record_id: int) -> dict[str, Any]:
+        self.buffer[:] = record_id
+        return {"x": self.buffer}
+
+    def fingerprint(self) -> str:
+        return "reused"
+
+
+def test_a_source_may_reuse_the_memory_of_its_records() -> None:
+    for source in (
+        Subset(Reused(), slice(3, 40)),
+        Map(Subset(Reused(), slice(3, 40)), lambda record: record),
+        Map(Zip({"a": Subset(Reused(), slice(3, 40))}), lambda record: record["a"]),
+        Concat([Subset(Reused(), slice(3, 20)), Subset(Reused(), slice(20, 40))]),
+    ):
+        with feed_of(source) as feed:
+            assert np.asarray(next(feed)["x"])[:, 0].tolist() == [3, 4, 5, 6, 7, 8, 9, 10]
+    assert [int(record["x"][0]) for record in Concat([Reused(), Reused()]).__getitems__([1, 41, 2])] == [1, 1, 2]
+
+
+def test_the_numbers_of_a_zip_do_not_depend_on_the_order_of_its_dict() -> None:
+    def noise(record: dict[str, Any], rng: np.random.Generator) -> dict[str, Any]:
+        return {"noise": rng.integers(0, 2**31)}
+
+    source = Map(numbers(16), noise)
+    found = []
+    for names in ("ab", "ba"):
+        with feed_of(Zip(dict.fromkeys(names, source)), global_batch_size=16) as feed:
+            found.append(np.asarray(next(feed)["a"]["noise"]).tolist())
+    assert found[0] == found[1]
+
+
+def test_samples_are_read_by_shards_file_after_file(tmp_path: Path) -> None:
+    source = record_files(tmp_path, [40, 50, 60, 30])
+    view = Sample(source, 400)
+    assert view.shard_lengths()[:8].tolist() == [40, 50, 60, 30] * 2
+    assert view.shard_lengths().sum() == 400
+    with feed_of(view, shuffle="shards", num_lanes=2) as feed:
+        found = [value for batch in feed for value in np.asarray(batch["x"]).tolist()]
+    assert sorted(found) == sorted(values(view))
+    with pytest.raises(SourceError, match="got a Sample, which has records of a file several times"):
+        random_split(view, {"a": 0.5}, by="shard")
+
+
 # ---------------------------------------------------------------------- mistakes
 
 
@@ -425,6 +478,12 @@ def test_another_selection_is_another_source() -> None:
         (lambda: Subset(numbers(5), [1, 5]), SettingsError, "indices has 5, which is not in the source; its 5 records"),
         (lambda: Subset(numbers(5), [True, False]), SettingsError, r"indices is bool of shape \(2,\); .*flatnonzero"),
         (lambda: Subset(numbers(5), [0.5]), SettingsError, "indices is float64"),
+        (
+            lambda: Subset(numbers(5), np.array([2**64 - 1], np.uint64)),
+            SettingsError,
+            "18446744073709551615, which is not",
+        ),
+        (lambda: Sample(numbers(5), 2**63), SettingsError, "at most 2"),
         (lambda: Subset(numbers(5), slice("a")), SettingsError, r"indices=slice\(None, 'a', None\)"),
         (lambda: Subset(numbers(5), slice(0, 5, 0)), SettingsError, "slice step cannot be zero"),
         (lambda: Subset(numbers(5), []), SourceError, "Subset selects none of the 5 records"),

@@ -322,7 +322,7 @@ class Checkpointer:
         except BaseException:
             self._failed = True
             raise
-        failure = self._arrays.failure
+        failure, self._arrays.failure = self._arrays.failure, None
         if failure is not None and (process_count() == 1 or not isinstance(failure, Exception)):
             with contextlib.suppress(CheckpointError):
                 self.wait()  # until Orbax has made the folder
@@ -467,7 +467,8 @@ class Checkpointer:
             while first.__cause__ is None and isinstance(first.__context__, Exception):
                 first = first.__context__
             text = f"{self._directory}: saving step {self._saving} failed: {first}"
-            raise CheckpointError(text, step=self._saving) from error
+            # Orbax keeps the error until the next save, and its traceback would keep the caller's train state alive.
+            raise CheckpointError(text, step=self._saving) from error.with_traceback(None)
 
     def steps(self) -> list[int]:
         """Returns the numbers of the committed steps, ascending, including damaged ones."""

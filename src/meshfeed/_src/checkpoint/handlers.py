@@ -28,7 +28,7 @@ from orbax.checkpoint import future as orbax_future
 
 from meshfeed._src.arrays.reshard import from_bits, to_bits, without_callers_settings
 from meshfeed._src.base.coordination import process_count, process_index
-from meshfeed._src.base.errors import CheckpointError, SettingsError
+from meshfeed._src.base.errors import CheckpointError, MeshfeedError, SettingsError
 from meshfeed._src.base.hooks import Resumable
 from meshfeed._src.base.threads import SingleCall
 from meshfeed._src.base.types import JsonValue, PyTree, public
@@ -365,10 +365,12 @@ def _sharding(stored: StoredArrays, name: str, arg: ocp.type_handlers.RestoreArg
     mesh, axes = getattr(arg, "mesh", None), getattr(arg, "mesh_axes", None)
     if mesh is not None and axes is not None:
         return NamedSharding(mesh, axes)
-    sharding = getattr(arg, "sharding", None) or getattr(saved, "sharding", None)
+    own = getattr(arg, "sharding", None)
+    sharding = own or getattr(saved, "sharding", None)
     if sharding is not None and hasattr(sharding, "to_jax_sharding"):
         try:
-            return stored.saved(name).of_slices(sharding.to_jax_sharding())
+            found = sharding.to_jax_sharding()
+            return found if own is not None else stored.saved(name).of_slices(found)
         except Exception as error:  # devices of a different topology
             raise CheckpointError(
                 f"parameter {name!r}: the saved sharding does not fit these devices ({error}). Pass a sharding."
@@ -453,7 +455,7 @@ class ArraysHandler(ocp.handlers.AsyncCheckpointHandler):
             # still be making the folder while the next save begins.
             failures.append(error)
             self.started = [_Failed(error)]
-        self.failure = failures[0] if failures else None
+        self.failure, self._arrays.failures = failures[0] if failures else None, None
         return _on_all_hosts(self.started, args.identity, "arrays", self.restore_options.timeout_seconds)
 
     async def _async_save(self, directory: epath.Path, args: ArraysSave) -> list[orbax_future.Future]:
@@ -715,17 +717,16 @@ def _on_all_hosts(
     return [_OnAllHosts(futures, doing, name, timeout_seconds)]
 
 
-@dataclasses.dataclass
 class _Failed:
-    """The future of a part that could not be captured."""
+    """The future of a part that could not be captured; holds the text only, since Orbax keeps what this raises."""
 
-    error: BaseException
+    def __init__(self, error: BaseException) -> None:
+        text = str(error) if isinstance(error, MeshfeedError) else f"{type(error).__name__}: {error}"
+        self._text = text if isinstance(error, Exception) else f"the save was interrupted: {type(error).__name__}"
 
     def result(self, timeout: float | None = None) -> None:
-        """Raises the error; an interrupt too is an Exception on the thread that waits for this."""
-        if isinstance(self.error, Exception):
-            raise self.error
-        raise CheckpointError(f"the save was interrupted: {type(self.error).__name__}") from self.error
+        """Raises a CheckpointError; an interrupt too is an Exception on the thread that waits for this."""
+        raise CheckpointError(self._text)
 
     def cancel(self) -> None:
         """Does nothing."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import datetime
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -47,6 +48,8 @@ def retention_options(max_to_keep: int | None, orbax: Mapping[str, Any]) -> dict
     if (period := orbax.get("keep_period")) is not None:
         kept.append(policies.EveryNSteps(period))
     if (interval := orbax.get("keep_time_interval")) is not None:
+        if not isinstance(interval, datetime.timedelta):
+            raise TypeError(f"keep_time_interval={interval!r}; it takes a datetime.timedelta")
         kept.append(policies.EveryNSeconds(interval_secs=int(interval.total_seconds())))
     rest = {name: value for name, value in orbax.items() if name not in _REPLACED}
     return {**rest, "max_to_keep": None, "preservation_policy": policies.AnyPreservationPolicy(kept)}

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import re
 import signal
 from collections.abc import Callable, Iterable
@@ -11,7 +10,9 @@ from typing import Any, TypeVar
 
 import click
 
-_URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+://")
+from meshfeed._src.base.errors import SettingsError
+from meshfeed._src.base.settings import local_path
+
 _WIDTH = 77  # 80 columns minus click's margins
 _CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
 INTERRUPTED = 128 + signal.SIGINT  # the exit status, as shells report it
@@ -22,11 +23,11 @@ class LocalPath(click.Path):
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
         """See :class:`click.ParamType`."""
-        if _URL.match(os.fspath(value)):
-            self.fail(
-                f"{value} is a URL. Name a path on a local or shared disk, and copy the result to the URL.", param, ctx
-            )
-        return super().convert(value, param, ctx)
+        try:
+            path = local_path("path" if param is None or param.name is None else param.name, value)
+        except SettingsError as error:
+            self.fail(str(error), param, ctx)
+        return super().convert(str(path), param, ctx)
 
 
 F = TypeVar("F", bound=Callable[..., object])

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from meshfeed._src.base.errors import SettingsError, SourceError
+from meshfeed._src.sources.files.paths import is_folder
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -178,7 +179,7 @@ def walk(path: str) -> Iterator[str]:
         with os.scandir(os.path.join(path, folder)) as entries:
             for entry in entries:
                 name = f"{folder}/{entry.name}" if folder else entry.name
-                if entry.is_dir():
+                if is_folder(entry):
                     pending.append((name, above | {place}))
                 else:
                     yield name

@@ -171,6 +171,11 @@ class Conversion:
         name = os.path.basename(path)
         return self.folder / "inputs" / f"{number:05}-{uncompressed_name(name)[-_NAME_CHARACTERS:]}"
 
+    def check_read(self) -> None:
+        """Raises SourceError if an input has changed since the conversion began."""
+        for number in range(len(self.paths)):
+            self._check_read(number)
+
     def _check_read(self, number: int) -> None:
         """Calls :meth:`_check_unchanged` for an input that is read in place, and not from a copy."""
         path = self.paths[number]
@@ -369,7 +374,6 @@ class Conversion:
                     for piece in _pieces(align(batch, schema)):
                         yield record, piece
                         record += piece.num_rows
-                self._check_read(number)
             if record != begin + stop:
                 raise SourceError(
                     f"{self.paths[number]} has {record - begin:,} records now and had {stop:,} when it was counted. Do not "

@@ -438,6 +438,11 @@ def as_type(name: str, column: pa.StringArray, kind: pa.DataType) -> pa.Array:
     is_wider = pa.types.is_float64(kind) and pa.types.is_int64(found.type)
     if is_wider and all(map(_is_number, filter(None, to_bytes(column)))):
         return found.cast(kind)
+    if is_wider:
+        raise pa.ArrowInvalid(
+            f"column {name!r} has an integer beyond {_MAX_INTEGER:,} here, and floats elsewhere, in which it would lose its "
+            "digits. Leave the column out with --columns, or write one value as text, such as 1.50, which makes it text"
+        )
     raise pa.ArrowInvalid(f"column {name!r} holds {found.type} here, and {kind} before")
 
 

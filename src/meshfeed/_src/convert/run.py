@@ -362,6 +362,7 @@ def _run(directory: str, engine: Engine, show: Show) -> None:
             with show(job, "write"):
                 engine(directory, "write", job.missing_shards())
         if not job.types_changed:
+            job.check_read()  # once: after each task would look at all files of a folder for each output file
             return
         discard_plan(job)
 

@@ -24,7 +24,7 @@ from typing import TypeVar, cast
 
 import numpy as np
 
-from meshfeed._src.base.errors import DAMAGED_STATE, SettingsError, StateMismatchError
+from meshfeed._src.base.errors import DAMAGED_STATE, SettingsError, SourceError, StateMismatchError
 from meshfeed._src.base.identities import as_saved
 from meshfeed._src.base.settings import ShardShuffle
 from meshfeed._src.base.types import MAX_POSITION, JsonValue, RecordIds
@@ -472,6 +472,16 @@ def mixture_config(
     }
 
 
+def _check_count(name: str, num_records: int, drawn: bool) -> None:
+    if not num_records and drawn:
+        raise SourceError(f"component {name!r} of the mixture has 0 records. Leave it out, or give it the weight 0.")
+    if num_records > 1 << COMPONENT_SHIFT:
+        raise SettingsError(
+            f"component {name!r} has {num_records} records; a mixture takes at most 2**48 per component.",
+            setting="components",
+        )
+
+
 class MixtureOrder:
     """The order of a mixture of random-access components, with the interface of ``EpochOrder``.
 
@@ -520,11 +530,7 @@ class MixtureOrder:
             for number, count in enumerate(num_records.values())
         ]
         for name, order in zip(self._names, self._orders, strict=True):
-            if order.num_records > 1 << COMPONENT_SHIFT:
-                raise SettingsError(
-                    f"component {name!r} has {order.num_records} records; a mixture takes at most 2**48 per component.",
-                    setting="components",
-                )
+            _check_count(name, order.num_records, True)
         check_end(on_end, num_epochs)
         self._blocks = StagedBlocks(self._names, self._stages, block, derive_key(seed, _LAYOUT))
         self._chunk = cached(self._compute_chunk, 2)  # the reader's, and that of the plan of files to fetch
@@ -620,6 +626,8 @@ class MixtureLanes:
         self.num_lanes, self._shuffle, self._seed = num_lanes, shuffle, seed
         self._mixture = mixture_config(block, on_end, identities, stages)
         names = list(shard_lengths)
+        for name, lengths in shard_lengths.items():
+            _check_count(name, int(lengths.sum()), any(name in stage.weights for stage in stages))
         self._components = [
             ShardLanes(lengths, shuffle, num_lanes, derive_key(seed, _COMPONENT_SEED, number))
             for number, lengths in enumerate(shard_lengths.values())
@@ -631,6 +639,16 @@ class MixtureLanes:
         self._chunk = cached(self._compute_chunk, 3)  # two for the reader, and that of the plan of files to fetch
         self.total: int | None = None
         if num_epochs is not None:
+            for name, component in zip(names, self._components, strict=True):
+                drawn = any(name in stage.weights for stage in stages)
+                records = component.num_records * num_epochs * repeat.get(name, 1)
+                if on_end == "stop" and drawn and records < num_lanes:
+                    raise SettingsError(
+                        f"num_lanes={num_lanes}, but component {name!r} has {records} records in all epochs, so some lanes "
+                        f"have none of it and on_end='stop' would end them at once. Pass num_lanes={records} or fewer, or "
+                        "on_end='repeat'.",
+                        setting="num_lanes",
+                    )
             ends = [
                 blocks.total(
                     [

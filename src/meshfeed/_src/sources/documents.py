@@ -7,6 +7,7 @@ import tempfile
 from collections.abc import Callable, Sequence
 from typing import Any, cast
 
+import jax
 import numpy as np
 import xxhash
 
@@ -106,7 +107,12 @@ def read_items(source: RandomAccessSource, ids: np.ndarray) -> Sequence[Record]:
     reader = hooks.find(source, hooks.ItemsReader)
     if reader is not None:
         return reader.__getitems__(ids.tolist())
-    return [source[record_id] for record_id in ids.tolist()]
+    return [_copied(source[record_id]) for record_id in ids.tolist()]
+
+
+def _copied(record: Record) -> Record:
+    """The record with its arrays copied, whose memory the source may reuse for the next one."""
+    return jax.tree.map(lambda leaf: leaf.copy() if isinstance(leaf, np.ndarray) else leaf, record)
 
 
 class RowError(Exception):

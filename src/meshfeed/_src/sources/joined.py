@@ -133,6 +133,10 @@ class JoinedReader:
         by_row: dict[int, np.ndarray] = {}
         for number, rows in group_by(numbers):
             known = hooks.find(self._sources[number], hooks.RowLengths)
+            whole = hooks.find(self._sources[number], hooks.KnowsLengths) if known is None else None
+            if whole is not None:
+                by_row |= zip(rows.tolist(), np.asarray(whole.lengths())[ids[rows]][:, None], strict=True)
+                continue
             if known is None:
                 raise SettingsError(
                     f"balance= needs the lengths of records, which {self._noun} {self._names[number]!r} does not know. Use "

@@ -21,7 +21,7 @@ import xxhash
 from meshfeed._src.base import hooks
 from meshfeed._src.base.errors import SettingsError, SourceError, hides_own_frames
 from meshfeed._src.base.ownership import declared_with, own_batch
-from meshfeed._src.base.types import JsonValue, Record, RecordIds, public
+from meshfeed._src.base.types import MAX_POSITION, JsonValue, Record, RecordIds, public
 from meshfeed._src.order.permutation import derive_key, permute, sorted_permutation
 from meshfeed._src.reading.identity import source_identity
 from meshfeed._src.reading.records import wants_rng
@@ -71,7 +71,8 @@ class Selection(Protocol):
     def counts(self, ends: RecordIds) -> RecordIds | None:
         """Returns how many records of the view lie in each shard of the source, int64 ``[shards]``.
 
-        None if the view leaves the order of the source, so its shards do not follow one another.
+        A shard that is repeated after others counts again. None if the view leaves the order of the source, so its shards
+        do not follow one another.
 
         Args:
           ends: the record id after each shard's last record, int64 ``[shards]``, ascending.
@@ -140,9 +141,10 @@ class Repeated:
 
     def counts(self, ends: RecordIds) -> RecordIds | None:
         """See :class:`Selection`."""
-        if self.times and len(self) > self.num_records:  # a shard's records come again after those of the others
-            return None
-        return Strided(0, 1, self.num_records).counts(ends) if self.times else Listed(self.rest).counts(ends)
+        whole = Strided(0, 1, self.num_records).counts(ends)  # the source's files in turn, once per repetition
+        rest = Listed(self.rest).counts(ends) if len(self.rest) else None
+        parts = [part for part in (*[whole] * self.times, rest) if part is not None]
+        return np.concatenate(parts)
 
 
 class Joined:
@@ -241,12 +243,16 @@ class View:
         """Record ``record_id`` of the view."""
         return self._source[self._id(checked_id(record_id, len(self), "view"))]
 
-    def __getitems__(self, record_ids: Sequence[int]) -> Sequence[Record]:
-        """Several records, in the order of ``record_ids``."""
-        check_ids(record_ids, len(self), "view")
-        ids = self._selection.ids(np.asarray(record_ids, np.int64))
-        several = hooks.find(self._source, hooks.ItemsReader)
-        return [self._source[i] for i in ids.tolist()] if several is None else several.__getitems__(ids.tolist())
+    @property
+    def __getitems__(self) -> Callable[[Sequence[int]], Sequence[Record]]:
+        """Several records, in the order of ``record_ids``; only if the source reads several: others may reuse memory."""
+        several = cast("hooks.ItemsReader", self._source).__getitems__
+
+        def of_view(record_ids: Sequence[int]) -> Sequence[Record]:
+            check_ids(record_ids, len(self), "view")
+            return several(self._selection.ids(np.asarray(record_ids, np.int64)).tolist())
+
+        return of_view
 
     def _id(self, record_id: int) -> int:
         return int(self._selection.ids(np.array([record_id], np.int64))[0])
@@ -378,13 +384,13 @@ def _checked_ids(indices: object, length: int) -> Ids:
     if ids.ndim != 1 or (ids.dtype.kind not in "iu" and ids.size):
         more = ". Pass np.flatnonzero(…) of a mask" if ids.dtype == np.bool_ else ""
         raise SettingsError(f"indices is {ids.dtype} of shape {ids.shape}; {taken}{more}.", setting="indices")
-    ids = ids.astype(np.int64)
-    wrong = ids[(ids < -length) | (ids >= length)]
+    wrong = ids[ids >= length] if ids.dtype.kind == "u" else ids[(ids < -length) | (ids >= length)]
     if wrong.size:
         raise SettingsError(
             f"indices has {wrong[0]}, which is not in the source; its {length:,} records have the ids 0 to {length - 1}.",
             setting="indices",
         )
+    ids = ids.astype(np.int64)
     return np.where(ids < 0, ids + length, ids).astype(_id_dtype(length))
 
 
@@ -432,6 +438,8 @@ def Sample(source: object, num_records: int, *, seed: int = 0) -> View:
     """
     records = plain_records(source, "Sample")
     count, seed, length = checked_count(num_records, "num_records"), _checked_seed(seed), len(records)
+    if count > MAX_POSITION:
+        raise SettingsError(f"num_records={num_records!r}; it takes at most 2**62.", setting="num_records")
     if not length:
         raise SourceError(f"Sample got a {type(records).__name__} with 0 records.")
     times, more = divmod(count, length)
@@ -513,6 +521,11 @@ def _sizes(fractions: object, num_records: int) -> dict[str, int]:
 def _split_shards(records: Any, ends: list[int], seed: int) -> list[Ids]:
     """The records of each part, in whole shards: each shard goes to the part in which its middle lies."""
     sharded = hooks.find(records, hooks.Sharded)
+    if isinstance(records, View) and records.kind == "sample":
+        raise SourceError(
+            "random_split(by='shard') got a Sample, which has records of a file several times, so parts would share files. "
+            "Split its source, and sample the parts."
+        )
     if sharded is None:
         raise SourceError(
             f"random_split(by='shard') got a {type(records).__name__}, whose records are not in files. Expected a source "

@@ -173,8 +173,11 @@ def inspect(name: str, cache: ShardCache | None) -> TarShard:
         else:
             stamp = f"{name}, {num_bytes} bytes, {version}"
             # Without a version, the stamp does not distinguish an archive that was uploaded again.
-            places = [place for place in _temporary(stamp) if version or _describes(load(place, stamp), opened)]
-        index, place = _find_or_make(places or _temporary(stamp), stamp, lambda: _make(opened, name))
+            places = _temporary(stamp)
+            for place in places:
+                if not version and not _describes(load(place, stamp), opened):
+                    place.unlink(missing_ok=True)
+        index, place = _find_or_make(places, stamp, lambda: _make(opened, name))
     return TarShard(name, num_bytes, version, index.num_samples, place, stamp, compression=compression)
 
 

@@ -111,7 +111,7 @@ class Zip:
         """Generators of which no other source gets a number."""
         if rngs is None or name not in self._random:
             return None
-        return [_derived(rng, list(self._sources).index(name)) for rng in rngs]
+        return [_derived(rng, sorted(self._sources).index(name)) for rng in rngs]
 
     def cached_files(self, record_ids: RecordIds) -> list[hooks.CachedFile] | None:
         """The files that hold these records and are read through a cache; None if no source has one."""
@@ -150,9 +150,9 @@ class Zip:
     @property
     def lengths(self) -> Callable[[], np.ndarray]:
         """The lengths of all records; only if the sources that know theirs know the same."""
-        known = (hooks.find(source, hooks.KnowsLengths) for source in self._sources.values())
+        known = [hooks.find(source, hooks.KnowsLengths) for source in self._sources.values()]
         found = [np.asarray(source.lengths()) for source in known if source is not None]
-        if not found or not all(np.array_equal(found[0], other) for other in found[1:]):
+        if len(found) < len(known) or not all(np.array_equal(found[0], other) for other in found[1:]):
             _no_hook("lengths")
         return lambda: found[0]
 

@@ -10,6 +10,7 @@ of the pairs cancel, largest first (balanced number partitioning; Coffman, Frede
 
 from __future__ import annotations
 
+import functools
 import math
 
 import numpy as np
@@ -59,12 +60,17 @@ class RowBalance:
             ) from error
         return balanced_rows(costs)
 
+    @functools.cached_property
+    def _lengths(self) -> np.ndarray:
+        assert self._of_records is not None
+        return np.asarray(self._of_records.lengths())  # once: a view makes them from those of its source
+
     def _costs(self, record_ids: RecordIds) -> np.ndarray:
         if self._of_rows is not None:
             lengths, splits = self._of_rows.row_lengths(record_ids)
         else:
             assert self._of_records is not None
-            lengths, splits = self._of_records.lengths()[record_ids], np.arange(len(record_ids) + 1)
+            lengths, splits = self._lengths[record_ids], np.arange(len(record_ids) + 1)
         if isinstance(self._balance, str):
             before = np.concatenate([[0.0], np.cumsum(lengths.astype(np.float64) ** _POWERS[self._balance])])
             return np.diff(before[splits])

@@ -304,7 +304,8 @@ def _joined(name: str, folder: str) -> str:
     """
     if file_paths.is_inside(name):
         return folder + name
-    is_local = not file_paths.is_url(name) or name.startswith("local:")
+    # "::" chains file systems: "simplecache://::file:///x" is a local file.
+    is_local = not file_paths.is_url(name) or name.startswith("local:") or ("::" in name and file_paths.is_url(folder))
     if is_local and (file_paths.is_url(folder) or not os.path.isabs(name)):
         raise ValueError(f"it lists {name!r}, which is not in its folder")
     return name

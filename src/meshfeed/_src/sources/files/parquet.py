@@ -91,6 +91,8 @@ class ParquetFile:
             if error.errno is None and (self._stream is None or isinstance(self._stream, io.BytesIO)):
                 raise damaged(self.path, error) from error
             raise
+        except (MemoryError, NotImplementedError, pa.ArrowCancelled):
+            raise  # says nothing about the file: its records must not be replaced as bad ones
         except (pa.ArrowException, ValueError, OverflowError) as error:
             raise damaged(self.path, error) from error
 

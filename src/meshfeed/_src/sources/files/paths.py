@@ -184,12 +184,18 @@ def _folders(folder: str, above: frozenset[tuple[int, int]]) -> Iterator[str]:
         here = (status.st_dev, status.st_ino)
         if here in above:
             return
-        names = sorted(entry.name for entry in os.scandir(folder) if entry.is_dir() and entry.name[0] != ".")
+        with os.scandir(folder) as entries:
+            names = sorted(entry.name for entry in entries if entry.name[0] != "." and is_folder(entry))
     except OSError:  # no folder, or not readable: as in glob, it matches nothing
         return
     yield folder
     for name in names:
         yield from _folders(os.path.join(folder, name), above | {here})
+
+
+def is_folder(entry: os.DirEntry[str]) -> bool:
+    """Whether an entry is a folder or a link to one; ``is_dir()`` raises for a link to itself."""
+    return os.path.isdir(entry.path) if entry.is_symlink() else entry.is_dir()
 
 
 def _sought(name: str, path: str) -> str:

@@ -845,8 +845,11 @@ def _digest(path: pathlib.Path, algorithm: str) -> str:
 
 def is_algorithm(name: object) -> bool:
     """Whether :func:`hash_of` knows an algorithm."""
-    return isinstance(name, str) and (
-        name in xxhash.algorithms_available or (name in hashlib.algorithms_available and not name.startswith("shake"))
+    if not isinstance(name, str):
+        return False
+    lower = name.lower()
+    return lower in xxhash.algorithms_available or (
+        lower in hashlib.algorithms_available and not lower.startswith("shake")
     )
 
 
@@ -857,6 +860,7 @@ def is_checksum(checksum: object) -> bool:
 
 def hash_of(algorithm: str) -> Callable[[], Any]:
     """Returns the class of an algorithm of hashlib or xxhash, such as ``sha1`` or ``xxh64``."""
+    algorithm = algorithm.lower()
     if algorithm in xxhash.algorithms_available:
         return getattr(xxhash, algorithm)
     return functools.partial(hashlib.new, algorithm, usedforsecurity=False)

@@ -580,6 +580,8 @@ class _ArrowFiles(Files):
                     reader = pa.ipc.open_file(source)
                     for index in range(reader.num_record_batches):
                         yield reader.get_batch(index)
+            except (MemoryError, NotImplementedError, pa.ArrowCancelled):
+                raise  # says nothing about the file
             except (pa.ArrowException, OSError) as error:
                 if isinstance(error, OSError) and error.errno is not None:  # that of damage has none
                     raise
