@@ -104,14 +104,17 @@ class _HalfAFile(http.server.BaseHTTPRequestHandler):
         self.end_headers()
 
     def do_GET(self) -> None:
+        if not (self.folder / self.path.strip("/")).exists():  # there is no manifest
+            self._begin(404, 0)
+            return
         content = self._content()
-        if "Range" in self.headers:
-            first, last = self.headers["Range"].removeprefix("bytes=").split("-")
+        first, _, last = self.headers.get("Range", "").removeprefix("bytes=").partition("-")
+        if last:
             content = content[int(first) : int(last) + 1]
             self._begin(206, len(content))
             self.wfile.write(content)
             return
-        self._begin(200, len(content))
+        self._begin(206 if first else 200, len(content))  # the whole file, with an open range or none
         self.wfile.write(content[:100])
         self.wfile.flush()
         if self.path != "/0":
