@@ -78,6 +78,15 @@ def test_aligned_dtypes_of_earlier_versions_are_read():
         assert dtype_of(entry) == STRUCTURED[name]
 
 
+def jax_holds(dtype):
+    """Newer versions of JAX have arrays of float6."""
+    try:
+        jax.device_put(np.zeros((), dtype)).block_until_ready()
+    except Exception:
+        return False
+    return True
+
+
 def test_dtypes_that_no_jax_array_has(tmp_path):
     device = SingleDeviceSharding(jax.devices()[0])
     tree = {
@@ -94,6 +103,9 @@ def test_dtypes_that_no_jax_array_has(tmp_path):
             assert restored[name].dtype == leaf.dtype
             assert restored[name].tobytes() == leaf.tobytes()
             wanted = {**tree, name: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=device)}
+            if name == "float6" and jax_holds(leaf.dtype):
+                assert np.asarray(ckpt.restore(wanted)[1][name]).tobytes() == leaf.tobytes()
+                continue
             with pytest.raises(CheckpointError, match=rf"leaf '{name}' was requested as a jax.Array of \w+, which"):
                 ckpt.restore(wanted)
         wide = jax.ShapeDtypeStruct((64,), np.float32, sharding=device)

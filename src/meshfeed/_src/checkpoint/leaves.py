@@ -405,10 +405,21 @@ def _encode_local(leaf: jax.Array, where: str) -> tuple[Entry, NDArray[np.generi
     return entry, to_carrier(values)
 
 
+def _copy_fields(source: NDArray[np.generic] | np.generic, target: NDArray[np.generic]) -> None:
+    """Copies values without the padding of structured dtypes, which holds uninitialized memory."""
+    if source.dtype.names is None:
+        target[...] = source
+        return
+    for name in source.dtype.names:
+        of_source: Any = source
+        of_target: Any = target
+        _copy_fields(of_source[name], of_target[name])
+
+
 def _encode_numpy(leaf: NDArray[np.generic] | np.generic, where: str) -> tuple[Entry, NDArray[np.generic]]:
     kind = "numpy" if isinstance(leaf, np.ndarray) else "numpy_scalar"
-    array = np.zeros(leaf.shape, leaf.dtype)  # a copy of a structured array would store uninitialized memory as padding
-    array[...] = leaf
+    array = np.zeros(leaf.shape, leaf.dtype)
+    _copy_fields(leaf, array)
     dtype = array.dtype
     if isinstance(leaf, np.ma.MaskedArray):
         raise CheckpointError(
