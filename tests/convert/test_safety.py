@@ -181,7 +181,8 @@ def test_an_output_at_a_url_is_refused(
     ended = click.testing.CliRunner().invoke(main, arguments)
     assert ended.exit_code == 2
     assert " is a URL" in ended.output
-    assert "Expected a path on a local or" in " ".join(ended.output.split()) or arguments[0] == "convert"
+    remedy = "copy the result to the URL" if arguments[0] == "convert" else "copy the files to the store afterwards"
+    assert remedy in " ".join(ended.output.split())
     assert [path.name for path in tmp_path.iterdir()] == ["a.jsonl"]
 
 
