@@ -11,7 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from meshfeed._src.order import packing
-from meshfeed._src.order.packing import Packing, PackingStats, PlaceOrder, best_fit
+from meshfeed._src.order.blocks import PACKING_VERSION, Packing, PackingStats, PlaceOrder
+from meshfeed._src.order.packing import PackingMethod, best_fit
 
 RNG = np.random.default_rng(0)
 DISTRIBUTIONS = {
@@ -26,7 +27,7 @@ SIZE = 16
 
 
 def packed(lengths: np.ndarray, method: str, long: str = "split", block: int = 64, size: int = SIZE) -> Packing:
-    return Packing(lengths, size, method=method, block=block, long=long)
+    return Packing(lengths, PackingMethod(size, method, long), block=block)
 
 
 def sequences(source: Packing, epoch: int = 0) -> list[list[tuple[int, int, int]]]:
@@ -204,4 +205,4 @@ def test_fixed_values() -> None:
                 )
             )
         )
-    assert (packing.PACKING_VERSION, digests) == (1, [136066015613, 23828440401])
+    assert (PACKING_VERSION, digests) == (1, [136066015613, 23828440401])

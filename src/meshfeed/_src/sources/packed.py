@@ -14,7 +14,8 @@ from meshfeed._src.base.errors import SettingsError, SourceError, hides_own_fram
 from meshfeed._src.base.settings import ShardShuffle
 from meshfeed._src.base.types import JsonValue, RecordIds, public
 from meshfeed._src.order import permutation
-from meshfeed._src.order.packing import Packing, PackingStats, Pieces, PlaceOrder
+from meshfeed._src.order.blocks import Packing, PackingStats, PlaceOrder
+from meshfeed._src.order.packing import PackingMethod, Pieces
 from meshfeed._src.reading.identity import source_identity
 from meshfeed._src.reading.records import file_of
 from meshfeed._src.reading.stacking import check_unmasked
@@ -94,7 +95,7 @@ class Packed:
         self._written = (segment_ids, positions)
         self._settings: dict[str, Any] = {"method": method, "block": int(block), "long": long}
         lengths = lengths_of(self._source, lambda record: len(self._leaves(record)[key]), key)
-        self._packing = Packing(lengths, self._length, **self._settings)
+        self._packing = Packing(lengths, PackingMethod(self._length, method, long), block=int(block))
         if not self._packing.num_sequences:
             raise SourceError(
                 f"Packed: the {len(self._source):,} document(s) leave no token to pack into sequences of "
