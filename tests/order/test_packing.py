@@ -11,7 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from meshfeed._src.order import packing
-from meshfeed._src.order.blocks import PACKING_VERSION, Packing, PackingStats, PlaceOrder
+from meshfeed._src.order.blocks import PACKING_VERSION, Packing, PackingStats, SequenceOrder
+from meshfeed._src.order.epochs import EpochOrder
 from meshfeed._src.order.packing import PackingMethod, best_fit
 
 RNG = np.random.default_rng(0)
@@ -133,7 +134,9 @@ def test_statistics_are_those_of_all_blocks() -> None:
 
 
 def test_the_order_of_sequences_is_that_of_their_places() -> None:
-    order, endless = PlaceOrder(5, 7, 2), PlaceOrder(5, 7, None)
+    order, endless = (
+        SequenceOrder(EpochOrder(5, shuffle=False, seed=7, num_epochs=num_epochs), 5, 7) for num_epochs in (2, None)
+    )
     assert (order.total, endless.total) == (10, None)
     assert order.config() == {"algorithm": "packing", "version": 1, "shuffle": True, "seed": 7}
     for found in (order.ids_between(3, 7), order.ids_at(np.array([3, 4, 5, 6], np.int32))):
@@ -206,3 +209,30 @@ def test_fixed_values() -> None:
             )
         )
     assert (PACKING_VERSION, digests) == (1, [136066015613, 23828440401])
+
+
+@pytest.mark.parametrize("method", ["split", "fit"])
+def test_windows_of_shards_are_packed_together(method: str) -> None:
+    lengths = DISTRIBUTIONS["lognormal"]
+    shards = np.array([0, 100, 120, 0, 80, 200, 90, 110])
+    list_order = packed(lengths, method)
+    source = list_order.by_windows(shards, 2, seed=3)
+    assert sum(list_order.in_shards(shards)) == list_order.num_sequences
+    bounds = [0, 220, 500, 700]
+    assert len(source.counts) == 3
+    first = 0
+    for window, count in enumerate(source.counts.tolist()):
+        for epoch in (0, 4):
+            found = source.pieces_at(epoch * source.num_sequences + first + np.arange(count))
+            documents = set(found.documents.tolist())
+            used = np.flatnonzero(lengths[bounds[window] : bounds[window + 1]]) + bounds[window]
+            assert documents == set(used.tolist())
+            by_sequence = np.split(found.documents, found.splits[1:-1])
+            assert any(min(d) < bounds[window] + 100 < max(d) for d in by_sequence)  # of several shards in a sequence
+        first += count
+    assert sequences(source, 0) != sequences(source, 1)
+
+
+def test_sequences_of_a_list_count_for_the_shard_in_which_their_block_begins() -> None:
+    source = packed(np.full(200, SIZE), "split", block=64)  # a sequence per document
+    assert source.in_shards(np.array([10, 60, 0, 70, 60])).tolist() == [64, 64, 0, 64, 8]

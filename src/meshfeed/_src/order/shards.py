@@ -143,6 +143,7 @@ class ShardOrder(LanedOrder):
       seed: 0 to 2**64 - 1.
       num_epochs: number of epochs, at least 1, or None to repeat forever.
       segments: first position and batch size of each run of steps.
+      shuffles_windows: whether the records of a window are permuted.
     """
 
     def __init__(
@@ -154,16 +155,19 @@ class ShardOrder(LanedOrder):
         seed: int,
         num_epochs: int | None,
         segments: Sequence[tuple[int, int]],
+        shuffles_windows: bool = True,
     ) -> None:
-        records = ShardLanes(lengths, shuffle, num_lanes, seed)
+        records = ShardLanes(lengths, shuffle, num_lanes, seed, shuffles_windows)
         super().__init__(records, None if num_epochs is None else records.num_records * num_epochs, segments)
 
 
 class ShardLanes:
     """The records of lanes that read shards; see :class:`ShardOrder` for the arguments."""
 
-    def __init__(self, lengths: RecordIds, shuffle: ShardShuffle, num_lanes: int, seed: int) -> None:
-        self._lengths, self._shuffle = lengths, shuffle
+    def __init__(
+        self, lengths: RecordIds, shuffle: ShardShuffle, num_lanes: int, seed: int, shuffles_windows: bool = True
+    ) -> None:
+        self._lengths, self._shuffle, self._shuffles_windows = lengths, shuffle, shuffles_windows
         self._shard_ids = np.cumsum(self._lengths) - self._lengths
         self.num_records = int(self._lengths.sum())
         self.num_lanes, self._seed = num_lanes, seed
@@ -235,7 +239,8 @@ class ShardLanes:
         layout = self._layout(epoch)
         start, stop = int(layout.window_starts[window]), int(layout.window_starts[window + 1])
         offsets = np.arange(chunk << _CHUNK_BITS, min((chunk + 1) << _CHUNK_BITS, stop - start), dtype=np.int64)
-        key = derive_key(self._seed, _WINDOW, self.num_records, epoch, window)
-        at = start + permute(offsets, stop - start, key)
+        if self._shuffles_windows:
+            offsets = permute(offsets, stop - start, derive_key(self._seed, _WINDOW, self.num_records, epoch, window))
+        at = start + offsets
         piece = np.searchsorted(layout.piece_starts, at, side="right") - 1
         return layout.piece_ids[piece] + at - layout.piece_starts[piece]

@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import operator
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, SupportsIndex, Unpack
 
 import numpy as np
 
 from meshfeed._src.base import hooks, memory
 from meshfeed._src.base.errors import SettingsError, SourceError, hides_own_frames
-from meshfeed._src.base.settings import ShardShuffle
+from meshfeed._src.base.settings import ShardShuffle, shard_shuffle
 from meshfeed._src.base.types import JsonValue, RecordIds, public
 from meshfeed._src.order import permutation
-from meshfeed._src.order.blocks import Packing, PackingStats, PlaceOrder
+from meshfeed._src.order.blocks import Packing, PackingStats, SequenceOrder
+from meshfeed._src.order.epochs import EpochOrder
 from meshfeed._src.order.packing import PackingMethod, Pieces
+from meshfeed._src.order.shards import ShardOrder
 from meshfeed._src.reading.identity import source_identity
 from meshfeed._src.reading.records import file_of
 from meshfeed._src.reading.stacking import check_unmasked
@@ -148,19 +151,36 @@ class Packed:
         """Returns the source with documents in the order of a feed.
 
         Raises:
-          SettingsError: ``shuffle`` is a number of records or ``"shards"``.
+          SettingsError: ``shuffle`` is a number of records.
         """
-        if shuffle is False:
+        by_shards, packing = shard_shuffle(shuffle), self._packing
+        if shuffle is False or (by_shards is not None and self._shards is None):
             return self
-        if shuffle is not True:
+        if by_shards is not None and self._shards is not None:
+            packing = packing.by_windows(self._shards.shard_lengths(), by_shards.window_shards, seed)
+        elif shuffle is True:
+            packing = packing.shuffled(seed)
+        else:
             raise SettingsError(
                 f"shuffle={shuffle!r}, but packed documents are shuffled within the blocks of Packed(block="
                 f"{self._settings['block']}). Pass shuffle=True, and block= to Packed.",
                 setting="shuffle",
             )
         other = object.__new__(ShuffledPacked)
-        other.__dict__.update(self.__dict__, _packing=self._packing.shuffled(seed), _planned=None)
+        other.__dict__.update(self.__dict__, _packing=packing, _planned=None)
         return other
+
+    @property
+    def _shards(self) -> hooks.Sharded | None:
+        return hooks.find(self._source, hooks.Sharded)
+
+    @property
+    def shard_lengths(self) -> Callable[[], RecordIds]:
+        """Number of sequences whose block begins in each file; only if the documents are in files."""
+        sharded = self._shards
+        if sharded is None:
+            raise AttributeError("the documents are not in files")
+        return lambda: self._packing.in_shards(sharded.shard_lengths())
 
     def fingerprint(self) -> JsonValue:
         """Identity: documents, all lengths, and how they are packed."""
@@ -278,13 +298,33 @@ class Packed:
 
 
 class ShuffledPacked(Packed):
-    """A :class:`Packed` in the order of a feed: the record id of a sequence is its place in the endless stream."""
+    """A :class:`Packed` in the order of a feed: the record id of a sequence is ``epoch * len + place``."""
 
     first_record_id = 0
 
-    def make_order(self, **settings: Unpack[hooks.OrderSettings]) -> PlaceOrder:
-        """Returns the order of the sequences, which is that of their ids."""
-        return PlaceOrder(len(self), settings["seed"], settings["num_epochs"])
+    @property
+    def shard_lengths(self) -> Callable[[], RecordIds]:
+        """Number of sequences of each window of shards."""
+        return lambda: self._packing.counts
+
+    def make_order(self, **settings: Unpack[hooks.OrderSettings]) -> SequenceOrder:
+        """Returns the order of the sequences: of their ids as they are, or of windows of shards in lanes."""
+        shuffle, seed, num_lanes = settings["shuffle"], settings["seed"], settings["num_lanes"]
+        if not isinstance(shuffle, ShardShuffle):
+            places = EpochOrder(len(self), shuffle=False, seed=seed, num_epochs=settings["num_epochs"])
+            return SequenceOrder(places, len(self), seed)
+        assert num_lanes is not None
+        self._packing = self._packing.keeping(2 * num_lanes)  # a batch has rows of one or two windows of each lane
+        places = ShardOrder(
+            self._packing.counts,
+            shuffle=dataclasses.replace(shuffle, window_shards=1),
+            num_lanes=num_lanes,
+            seed=seed,
+            num_epochs=settings["num_epochs"],
+            segments=settings["segments"],
+            shuffles_windows=False,  # packing has done that; neighbors share documents
+        )
+        return SequenceOrder(places, len(self), seed)
 
     def check_record_ids(self, record_ids: RecordIds) -> None:
         """Raises SourceError for a negative id; every other id is a place in some epoch."""
