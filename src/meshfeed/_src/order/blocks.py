@@ -66,7 +66,7 @@ class Packing:
 
     def _divide(self, bounds: RecordIds) -> None:
         self._bounds = bounds  # the first document of each block, and the number of documents
-        counts = [self.method.count(self._lengths_of(block)) for block in range(len(bounds) - 1)]
+        counts = [self.method.count(int(bounds[block]), self._lengths_of(block)) for block in range(len(bounds) - 1)]
         self.counts = np.array(counts, np.int64)
         self.num_sequences = int(self.counts.sum())
 
@@ -159,10 +159,9 @@ class Packing:
     def _compute_plan(self, epoch: int, block: int) -> PackedBlock:
         lengths, first = self._lengths_of(block), int(self._bounds[block])
         if self._seed is None:
-            return self.method.pack(first + np.arange(len(lengths)), lengths, None)
+            return self.method.pack(first, lengths, np.arange(len(lengths)), None)
         order = sorted_permutation(derive_key(self._seed, _DOCUMENTS, epoch, block), len(lengths))
-        key = derive_key(self._seed, _SEQUENCES, epoch, block)
-        return self.method.pack(first + order, lengths[order], key)
+        return self.method.pack(first, lengths, order, derive_key(self._seed, _SEQUENCES, epoch, block))
 
 
 class SequenceOrder:

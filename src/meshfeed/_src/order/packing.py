@@ -66,23 +66,30 @@ class PackingMethod:
             return np.minimum(lengths, self.sequence_length)
         return np.where(lengths > self.sequence_length, 0, lengths) if self.long == "drop" else lengths
 
-    def count(self, lengths: np.ndarray) -> int:
-        """Returns the number of sequences of a block of documents with these lengths, in any order."""
+    def count(self, first: int, lengths: np.ndarray) -> int:
+        """Returns the number of sequences of a block, in any order of its documents.
+
+        Args:
+          first: the first document of the block.
+          lengths: integers [n], the tokens of the documents from there on.
+        """
+        del first  # limits on other leaves of the documents would need it
         lengths = self.used_lengths(lengths)
         if self.method == "split":
             return -(-int(lengths.sum()) // self.sequence_length)
         whole, rest = np.divmod(lengths, self.sequence_length)
         return int(whole.sum()) + best_fit(_descending(rest), self.sequence_length)[1]
 
-    def pack(self, documents: RecordIds, lengths: np.ndarray, key: int | None) -> PackedBlock:
+    def pack(self, first: int, lengths: np.ndarray, order: RecordIds, key: int | None) -> PackedBlock:
         """Packs a block.
 
         Args:
-          documents: int64[n], the documents in order.
-          lengths: integers [n], their tokens.
+          first: the first document of the block.
+          lengths: integers [n], the tokens of the documents from there on.
+          order: int64[n], the order in which to pack them.
           key: key by which sequences are permuted that the method leaves sorted; None not to permute them.
         """
-        lengths = self.used_lengths(lengths)
+        documents, lengths = first + order, self.used_lengths(lengths)[order]
         if self.method == "split":
             return _SplitBlock(documents, lengths, self.sequence_length)
         return _FitBlock(documents, lengths, self.sequence_length, key)

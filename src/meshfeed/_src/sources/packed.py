@@ -26,7 +26,6 @@ from meshfeed._src.sources.checks import check_choice, check_ids, is_count
 from meshfeed._src.sources.documents import digest_of_lengths, documents_of, lengths_of, read_items
 
 _OF_STREAM = "Pack streams with Grain's packing, or convert them to files that are read at random."
-_OF_MIXTURE = "Pack the components: Mixture({name: Packed(documents, sequence_length)}, weights=…)."
 
 
 @public("meshfeed.sources")
@@ -42,7 +41,11 @@ class Packed:
     once. The sequence at a place of the stream follows from the documents' lengths, the seed and the place alone, so a
     state is one number, and resuming takes no longer at the end of an epoch than at its start.
 
-    In a ``Mixture``, the sequences are those of the documents in order, and the mixture shuffles sequences.
+    By shards, the documents of a window of shards are packed together, and a lane reads one window after the other.
+
+    In a ``Mixture``, a view or a ``Map``, the sequences are those of the documents in order, and what is built over them
+    shuffles sequences. Over a ``Mixture``, a sequence holds documents of several components: an epoch reads every component
+    in full, with exact shares in every block of the mixture.
 
     Args:
       source: random-access documents, or any object that the feed accepts as such: dicts with the leaf ``key`` of shape
@@ -93,7 +96,7 @@ class Packed:
         for index, (setting, name) in enumerate(names.items()):
             if not isinstance(name, str) or not name or name in list(names.values())[:index]:
                 raise SettingsError(f"{setting}={name!r}; it takes the name of a leaf of its own.", setting=setting)
-        self._source = documents_of(source, "Packed", _OF_STREAM, _OF_MIXTURE)
+        self._source = documents_of(source, "Packed", _OF_STREAM)
         self._key, self._pad_id, self._length = key, int(pad_id), int(sequence_length)
         self._written = (segment_ids, positions)
         self._settings: dict[str, Any] = {"method": method, "block": int(block), "long": long}
