@@ -12,10 +12,8 @@ import numpy as np
 from meshfeed._src.base import hooks
 from meshfeed._src.base.errors import SourceError, hides_own_frames
 from meshfeed._src.base.types import ColumnSlices, JsonValue, PyTree, Record, RecordIds, Rngs, public
-from meshfeed._src.order.mixture import group_by
 from meshfeed._src.reading.identity import source_identity
 from meshfeed._src.sources.checks import check_ids
-from meshfeed._src.sources.documents import read_items
 from meshfeed._src.sources.joined import JoinedReader
 from meshfeed._src.sources.lists import plain_records, select_all
 from meshfeed._src.sources.recognize import as_source, describe_source
@@ -90,8 +88,7 @@ class ConcatenatedRecords:
 
     def __getitems__(self, record_ids: Sequence[int]) -> list[Record]:
         """Several records, in the order of ``record_ids``; they may differ in shape."""
-        numbers, ids = self._located(record_ids)
-        return self._in_order(numbers, lambda source, rows: read_items(source, ids[rows]))
+        return self._reader.read_items(*self._located(record_ids))
 
     def _located(self, record_ids: RecordIds | Sequence[int]) -> tuple[RecordIds, RecordIds]:
         """Numbers of the sources, and ids within them; checks them."""
@@ -99,13 +96,6 @@ class ConcatenatedRecords:
         check_ids(ids, len(self), "source")
         numbers = np.searchsorted(self._ends, ids, side="right")
         return numbers, ids - self.starts[numbers]
-
-    def _in_order(self, numbers: RecordIds, read: Callable[[Any, RecordIds], Sequence[R]]) -> list[R]:
-        """What ``read(source, rows)`` returns for the rows of each source, by row."""
-        by_row: dict[int, R] = {}
-        for number, rows in group_by(numbers):
-            by_row |= zip(rows.tolist(), read(self._sources[number], rows), strict=True)
-        return [by_row[row] for row in range(len(numbers))]
 
     def element_shapes(self) -> PyTree:
         """Pytree of ``jax.ShapeDtypeStruct`` of one record; only if ``reads_columns``."""
@@ -211,7 +201,7 @@ class ConcatenatedRecords:
                 bounds = zip((ends - lengths[rows]).tolist(), ends.tolist(), strict=True)
                 return [jax.tree.map(lambda leaf, a=a, b=b: leaf[a:b], flat) for a, b in bounds]
 
-            slices = self._in_order(numbers, read)
+            slices = self._reader.in_order(numbers, read)
             return jax.tree.map(lambda *leaves: np.concatenate(leaves), *slices)
 
         return of_all

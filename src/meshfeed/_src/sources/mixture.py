@@ -442,6 +442,10 @@ class RandomMixture(_Mixture):
         numbers, ids = self._located(record_ids)
         return self._reader.read(numbers, ids, columns, rngs)
 
+    def __getitems__(self, record_ids: Sequence[int]) -> list[Record]:
+        """Several records, in the order of ``record_ids``; they may differ in shape."""
+        return self._reader.read_items(*self._located(record_ids))
+
     def cached_files(self, record_ids: RecordIds) -> list[hooks.CachedFile] | None:
         """Returns the files that hold these records and are read through a cache; None if no component has one."""
         return self._reader.cached_files(*split_ids(record_ids))

@@ -64,7 +64,7 @@ class Strided:
     """Every ``step``-th record from ``start`` on."""
 
     def __init__(self, start: int, step: int, length: int) -> None:
-        self.start, self.step, self._length = start, step, length
+        self.start, self.step, self._length = start, step if length > 1 else 1, length
 
     def __len__(self) -> int:
         return self._length
