@@ -10,9 +10,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from meshfeed._src.base.settings import ShardShuffle
 from meshfeed._src.order import packing
 from meshfeed._src.order.blocks import PACKING_VERSION, Packing, PackingStats, SequenceOrder
-from meshfeed._src.order.epochs import EpochOrder
 from meshfeed._src.order.packing import PackingMethod, best_fit
 
 RNG = np.random.default_rng(0)
@@ -134,9 +134,7 @@ def test_statistics_are_those_of_all_blocks() -> None:
 
 
 def test_the_order_of_sequences_is_that_of_their_places() -> None:
-    order, endless = (
-        SequenceOrder(EpochOrder(5, shuffle=False, seed=7, num_epochs=num_epochs), 5, 7) for num_epochs in (2, None)
-    )
+    order, endless = (SequenceOrder(np.array([2, 3]), 7, num_epochs) for num_epochs in (2, None))
     assert (order.total, endless.total) == (10, None)
     assert order.config() == {"algorithm": "packing", "version": 1, "shuffle": True, "seed": 7}
     for found in (order.ids_between(3, 7), order.ids_at(np.array([3, 4, 5, 6], np.int32))):
@@ -236,3 +234,23 @@ def test_windows_of_shards_are_packed_together(method: str) -> None:
 def test_sequences_of_a_list_count_for_the_shard_in_which_their_block_begins() -> None:
     source = packed(np.full(200, SIZE), "split", block=64)  # a sequence per document
     assert source.in_shards(np.array([10, 60, 0, 70, 60])).tolist() == [64, 64, 0, 64, 8]
+
+
+def test_fixed_values_by_shards() -> None:
+    """Pins the order of windows in lanes: a changed output requires a new version."""
+    lengths = np.arange(1, 200) % 23
+    digests = []
+    for method in ("split", "fit"):
+        source = packed(lengths, method).by_windows(np.array([50, 0, 49, 30, 70]), 2, 5)
+        shuffle = ShardShuffle(affinity=True)
+        order = SequenceOrder(source.counts, 5, 2, shuffle=shuffle, num_lanes=2, segments=[(0, 4)])
+        pieces = source.pieces_at(order.ids_between(0, order.total or 0)[0])
+        weights = np.arange(1, len(pieces.starts) + 1)
+        digests.append(int(np.bitwise_xor.reduce((pieces.documents * 1_000_003 + pieces.starts) * weights)))
+    config = order.config()
+    assert config.pop("shards")
+    assert config == {
+        "algorithm": "packing", "version": 1, "shuffle": "shards", "affinity": True, "seed": 5,
+        "num_lanes": 2, "places": ["shard-windows", 1],
+    }  # fmt: skip
+    assert digests == [55463060212, 101797094765]

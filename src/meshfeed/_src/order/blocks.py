@@ -9,16 +9,18 @@ by shards packs windows of shards instead, which lanes then read one after the o
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 
+from meshfeed._src.base.settings import ShardShuffle
 from meshfeed._src.base.types import JsonValue, RecordIds
 from meshfeed._src.order.caching import cached
 from meshfeed._src.order.epochs import EpochOrder
 from meshfeed._src.order.packing import PackedBlock, PackingMethod, Pieces, join_pieces
 from meshfeed._src.order.permutation import derive_key, sorted_permutation
-from meshfeed._src.order.shards import ShardOrder
+from meshfeed._src.order.shards import ShardOrder, shards_config
 
 PACKING_VERSION = 1
 _BLOCKS, _DOCUMENTS, _SEQUENCES = 111, 112, 113  # purpose of a derived key
@@ -168,22 +170,46 @@ class SequenceOrder:
     """The order of sequences of a :class:`Packing`, whose ids are ``epoch * num_sequences + place``.
 
     Args:
-      places: the order of the places: the one by shards, or the places as they are.
-      num_sequences: sequences per epoch.
+      counts: int64[blocks], the sequences of each block.
       seed: seed of the packing.
+      num_epochs: number of epochs, or None for an endless stream.
+      shuffle: settings of the order by shards, whose windows are the blocks; None to leave the places as they are.
+      num_lanes, segments: by shards, see :class:`ShardOrder`.
     """
 
-    def __init__(self, places: EpochOrder | ShardOrder, num_sequences: int, seed: int) -> None:
-        self._places, self._num_sequences, self._seed = places, num_sequences, seed
-        self.total = places.total
+    def __init__(
+        self,
+        counts: RecordIds,
+        seed: int,
+        num_epochs: int | None,
+        *,
+        shuffle: ShardShuffle | None = None,
+        num_lanes: int = 1,
+        segments: Sequence[tuple[int, int]] = (),
+    ) -> None:
+        self._num_sequences, self._seed, self._shuffle = int(counts.sum()), seed, shuffle
+        if shuffle is None:
+            self._places = EpochOrder(self._num_sequences, shuffle=False, seed=seed, num_epochs=num_epochs)
+        else:
+            self._places = ShardOrder(
+                counts,
+                shuffle=dataclasses.replace(shuffle, window_shards=1),
+                num_lanes=num_lanes,
+                seed=seed,
+                num_epochs=num_epochs,
+                segments=segments,
+                shuffles_windows=False,  # packing has done that; neighbors share documents
+            )
+        self.total = self._places.total
 
     def config(self) -> dict[str, JsonValue]:
         """The part of the fingerprint that describes the order."""
         name = {"algorithm": "packing", "version": PACKING_VERSION}
-        if isinstance(self._places, EpochOrder):
+        if self._shuffle is None or isinstance(self._places, EpochOrder):
             return {**name, "shuffle": True, "seed": self._seed}
-        config = self._places.config()
-        return {**config, **name, "places": [config["algorithm"], config["version"]]}
+        places = self._places.config()
+        of_places = {"places": [places["algorithm"], places["version"]], "shards": places["shards"]}
+        return {**shards_config(self._shuffle, self._seed, self._places.num_lanes), **of_places, **name}
 
     def ids_at(self, positions: RecordIds) -> tuple[RecordIds, RecordIds]:
         """Returns the ids of sequences, and their epochs; int64[n] each.

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import operator
 from collections.abc import Callable, Mapping, Sequence
@@ -16,9 +15,7 @@ from meshfeed._src.base.settings import ShardShuffle, shard_shuffle
 from meshfeed._src.base.types import JsonValue, RecordIds, public
 from meshfeed._src.order import permutation
 from meshfeed._src.order.blocks import Packing, PackingStats, SequenceOrder
-from meshfeed._src.order.epochs import EpochOrder
 from meshfeed._src.order.packing import PackingMethod, Pieces
-from meshfeed._src.order.shards import ShardOrder
 from meshfeed._src.reading.identity import source_identity
 from meshfeed._src.reading.records import file_of
 from meshfeed._src.reading.stacking import check_unmasked
@@ -312,22 +309,18 @@ class ShuffledPacked(Packed):
 
     def make_order(self, **settings: Unpack[hooks.OrderSettings]) -> SequenceOrder:
         """Returns the order of the sequences: of their ids as they are, or of windows of shards in lanes."""
-        shuffle, seed, num_lanes = settings["shuffle"], settings["seed"], settings["num_lanes"]
-        if not isinstance(shuffle, ShardShuffle):
-            places = EpochOrder(len(self), shuffle=False, seed=seed, num_epochs=settings["num_epochs"])
-            return SequenceOrder(places, len(self), seed)
-        assert num_lanes is not None
-        self._packing = self._packing.keeping(2 * num_lanes)  # a batch has rows of one or two windows of each lane
-        places = ShardOrder(
+        shuffle, num_lanes = settings["shuffle"], settings["num_lanes"] or 1
+        by_shards = shuffle if isinstance(shuffle, ShardShuffle) else None
+        if by_shards is not None:
+            self._packing = self._packing.keeping(2 * num_lanes)  # a batch has rows of one or two windows of each lane
+        return SequenceOrder(
             self._packing.counts,
-            shuffle=dataclasses.replace(shuffle, window_shards=1),
+            settings["seed"],
+            settings["num_epochs"],
+            shuffle=by_shards,
             num_lanes=num_lanes,
-            seed=seed,
-            num_epochs=settings["num_epochs"],
             segments=settings["segments"],
-            shuffles_windows=False,  # packing has done that; neighbors share documents
         )
-        return SequenceOrder(places, len(self), seed)
 
     def check_record_ids(self, record_ids: RecordIds) -> None:
         """Raises SourceError for a negative id; every other id is a place in some epoch."""
