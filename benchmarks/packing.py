@@ -105,7 +105,8 @@ def grains(documents: Documents, options: argparse.Namespace, name: str, **setti
 
 def resume(options: argparse.Namespace) -> Table:
     """From a file of lengths to the batch at 90 % of an epoch."""
-    from meshfeed._src.order.packing import Packing
+    from meshfeed._src.order.blocks import Packing
+    from meshfeed._src.order.packing import PackingMethod
 
     count, rows = int(options.resume), []
     with tempfile.TemporaryDirectory() as folder:
@@ -116,7 +117,7 @@ def resume(options: argparse.Namespace) -> Table:
         for method in ("split", "fit"):
             begin, cpu = time.perf_counter(), time.process_time()
             lengths = np.memmap(path, np.uint32, "r")
-            packing = Packing(lengths, options.length, method=method, block=65_536, long="split").shuffled(0)
+            packing = Packing(lengths, PackingMethod(options.length, method, "split"), block=65_536).shuffled(0)
             packing.pieces_at(int(0.9 * packing.num_sequences) + np.arange(options.batch))
             rows.append(
                 {

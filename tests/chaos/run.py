@@ -21,6 +21,7 @@ os.environ.setdefault("XLA_FLAGS", "--xla_force_host_platform_device_count=8")
 
 import campaign
 import checkpoint_cases
+import compositions
 import convert_cases
 import real
 import shared_cache
@@ -49,6 +50,7 @@ def main() -> int:
     parser.add_argument("--caches", type=int, default=50, help="kills of a process that shares a shard cache")
     parser.add_argument("--checkpoints", type=int, default=100, help="checkpoints that are damaged and restored")
     parser.add_argument("--conversions", type=int, default=100, help="conversions with kills and changes of the input")
+    parser.add_argument("--compositions", type=int, default=0, help="sources and orders against plain definitions")
     parser.add_argument("--configurations", type=int, default=0, help="against the reference model, on simulated hosts")
     parser.add_argument("--real-configurations", type=int, default=0, help="the same on real processes")
     parser.add_argument("--seconds", type=float, default=1e9, help="begin no further scenario after this time")
@@ -59,7 +61,7 @@ def main() -> int:
     if options.configurations or options.real_configurations:
         wrong = campaign.run(options.configurations, options.real_configurations, options.seed, options.seconds)
         failed += ["configurations"] * wrong
-    for kind in ("simulated", "real", "caches", "checkpoints", "conversions"):
+    for kind in ("compositions", "simulated", "real", "caches", "checkpoints", "conversions"):
         totals: collections.Counter[str] = collections.Counter()
         for seed in range(options.seed, options.seed + vars(options)[kind]):
             if time.monotonic() - begun > options.seconds:
@@ -69,6 +71,10 @@ def main() -> int:
                 if kind == "conversions":
                     with tempfile.TemporaryDirectory() as folder:
                         totals.update(convert_cases.play(scenario, pathlib.Path(folder)))
+                elif kind == "compositions":
+                    node, settings = compositions.play(seed, (1, 2, 4))
+                    by_shards = not isinstance(settings["shuffle"], int)
+                    totals.update({f"with {node.levels + 1} levels": 1, "by shards": int(by_shards)})
                 elif kind == "simulated":
                     totals.update(simulated.play(scenario))
                 elif kind == "checkpoints":

@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from meshfeed._src.base.settings import ShardShuffle
 from meshfeed._src.order.buckets import BucketOrder
 
 RNG = np.random.default_rng(0)
@@ -111,3 +112,27 @@ def test_golden_values() -> None:
     ids, _ = order_of(np.arange(30) % 4, 4).ids_between(0, 24)
     golden = [25, 29, 13, 21, 1, 5, 9, 17, 19, 11, 7, 27, 4, 28, 8, 12, 26, 2, 6, 10, 24, 16, 20, 0]
     assert ids.tolist() == golden
+
+
+def test_golden_values_by_shards() -> None:
+    """Pins the order by shards and its form in states."""
+    ids = np.arange(60)
+    buckets = [ids[ids % 3 > 0], ids[ids % 3 == 0]]
+    ends = np.array([20, 20, 30, 45, 60])
+    order = BucketOrder(
+        buckets, num_records=60, global_batch_size=4, shuffle=ShardShuffle(), seed=5, num_epochs=2, num_lanes=2,
+        shard_lengths=[np.diff(np.searchsorted(bucket, ends), prepend=0) for bucket in buckets],
+    )  # fmt: skip
+    config = order.config()
+    assert config.pop("shards")
+    assert config == {
+        "algorithm": "length-buckets", "version": 1, "shuffle": "shards", "seed": 5, "num_lanes": 2,
+        "places": "shard-windows", "buckets": {"global_batch_size": 4, "num_epochs": 2},
+    }  # fmt: skip
+    found, _ = order.ids_between(0, 120)
+    assert sorted(found % 60) == sorted([*range(60)] * 2)
+    for lane in (0, 1):  # a lane moves along the shards with all buckets at once
+        shards = np.searchsorted(ends, (found % 60).reshape(-1, 2, 2)[:12, lane].ravel(), side="right")
+        assert len(set(shards[:12].tolist())) <= 3
+    golden = [19, 53, 41, 56, 51, 9, 30, 42, 17, 10, 37, 35, 14, 1, 40, 44, 18, 15, 57, 39, 2, 16, 43, 31]
+    assert found[:24].tolist() == golden

@@ -9,9 +9,10 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 
+from meshfeed._src.order.blocks import Packing
 from meshfeed._src.order.buckets import BucketOrder
 from meshfeed._src.order.mixture import MixtureOrder, Stage
-from meshfeed._src.order.packing import Packing
+from meshfeed._src.order.packing import PackingMethod
 from meshfeed._src.order.shards import ShardOrder
 
 POSITIONS = np.arange(8)
@@ -19,7 +20,7 @@ EPOCHS = {"seed": 0, "num_epochs": 2}
 
 
 def used_packing() -> object:
-    packing = Packing(np.ones(200), 16, method="fit", block=64, long="split").shuffled(1)
+    packing = Packing(np.ones(200), PackingMethod(16, "fit", "split"), block=64).shuffled(1)
     packing.pieces_at(POSITIONS)
     return packing
 

@@ -10,8 +10,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from meshfeed._src.base.settings import ShardShuffle
 from meshfeed._src.order import packing
-from meshfeed._src.order.packing import Packing, PackingStats, PlaceOrder, best_fit
+from meshfeed._src.order.blocks import PACKING_VERSION, Packing, PackingStats, SequenceOrder
+from meshfeed._src.order.packing import PackingMethod, best_fit
 
 RNG = np.random.default_rng(0)
 DISTRIBUTIONS = {
@@ -26,7 +28,7 @@ SIZE = 16
 
 
 def packed(lengths: np.ndarray, method: str, long: str = "split", block: int = 64, size: int = SIZE) -> Packing:
-    return Packing(lengths, size, method=method, block=block, long=long)
+    return Packing(lengths, PackingMethod(size, method, long), block=block)
 
 
 def sequences(source: Packing, epoch: int = 0) -> list[list[tuple[int, int, int]]]:
@@ -132,7 +134,7 @@ def test_statistics_are_those_of_all_blocks() -> None:
 
 
 def test_the_order_of_sequences_is_that_of_their_places() -> None:
-    order, endless = PlaceOrder(5, 7, 2), PlaceOrder(5, 7, None)
+    order, endless = (SequenceOrder(np.array([2, 3]), 7, num_epochs) for num_epochs in (2, None))
     assert (order.total, endless.total) == (10, None)
     assert order.config() == {"algorithm": "packing", "version": 1, "shuffle": True, "seed": 7}
     for found in (order.ids_between(3, 7), order.ids_at(np.array([3, 4, 5, 6], np.int32))):
@@ -204,4 +206,51 @@ def test_fixed_values() -> None:
                 )
             )
         )
-    assert (packing.PACKING_VERSION, digests) == (1, [136066015613, 23828440401])
+    assert (PACKING_VERSION, digests) == (1, [136066015613, 23828440401])
+
+
+@pytest.mark.parametrize("method", ["split", "fit"])
+def test_windows_of_shards_are_packed_together(method: str) -> None:
+    lengths = DISTRIBUTIONS["lognormal"]
+    shards = np.array([0, 100, 120, 0, 80, 200, 90, 110])
+    list_order = packed(lengths, method)
+    source = list_order.by_windows(shards, 2, seed=3)
+    assert sum(list_order.in_shards(shards)) == list_order.num_sequences
+    bounds = [0, 220, 500, 700]
+    assert len(source.counts) == 3
+    first = 0
+    for window, count in enumerate(source.counts.tolist()):
+        for epoch in (0, 4):
+            found = source.pieces_at(epoch * source.num_sequences + first + np.arange(count))
+            documents = set(found.documents.tolist())
+            used = np.flatnonzero(lengths[bounds[window] : bounds[window + 1]]) + bounds[window]
+            assert documents == set(used.tolist())
+            by_sequence = np.split(found.documents, found.splits[1:-1])
+            assert any(min(d) < bounds[window] + 100 < max(d) for d in by_sequence)  # of several shards in a sequence
+        first += count
+    assert sequences(source, 0) != sequences(source, 1)
+
+
+def test_sequences_of_a_list_count_for_the_shard_in_which_their_block_begins() -> None:
+    source = packed(np.full(200, SIZE), "split", block=64)  # a sequence per document
+    assert source.in_shards(np.array([10, 60, 0, 70, 60])).tolist() == [64, 64, 0, 64, 8]
+
+
+def test_fixed_values_by_shards() -> None:
+    """Pins the order of windows in lanes: a changed output requires a new version."""
+    lengths = np.arange(1, 200) % 23
+    digests = []
+    for method in ("split", "fit"):
+        source = packed(lengths, method).by_windows(np.array([50, 0, 49, 30, 70]), 2, 5)
+        shuffle = ShardShuffle(affinity=True)
+        order = SequenceOrder(source.counts, 5, 2, shuffle=shuffle, num_lanes=2, segments=[(0, 4)])
+        pieces = source.pieces_at(order.ids_between(0, order.total or 0)[0])
+        weights = np.arange(1, len(pieces.starts) + 1)
+        digests.append(int(np.bitwise_xor.reduce((pieces.documents * 1_000_003 + pieces.starts) * weights)))
+    config = order.config()
+    assert config.pop("shards")
+    assert config == {
+        "algorithm": "packing", "version": 1, "shuffle": "shards", "affinity": True, "seed": 5,
+        "num_lanes": 2, "places": ["shard-windows", 1],
+    }  # fmt: skip
+    assert digests == [55463060212, 101797094765]

@@ -12,7 +12,7 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import meshfeed
-from meshfeed.sources import Buckets, Map, Memory, Mixture, Padded, Stream
+from meshfeed.sources import Buckets, Map, Mixture, Packed, Padded, Stream
 from meshfeed.testing import check_resumable
 
 RNG = np.random.default_rng(0)
@@ -264,10 +264,10 @@ def test_wrong_records() -> None:
         Padded([{"tokens": np.arange(2), "x": x} for x in (np.zeros(2), np.zeros(3))], 4).read_batch([0, 1])
     with pytest.raises(meshfeed.SourceError, match="Pad the records of streams with Padded"):
         Buckets(Stream(lambda lane_index, num_lanes: iter([])), (8,))
-    with pytest.raises(meshfeed.SourceError, match="Pad the records of mixtures"):
-        Buckets(Mixture({"a": Memory({"tokens": np.zeros((4, 4), int)})}, {"a": 1}), (8,))
-    with pytest.raises(meshfeed.SourceError, match="kind 'buckets'"):
-        Mixture({"a": Buckets(RECORDS, (60,), **KEYS), "b": Buckets(RECORDS, (60,), **KEYS)}, {"a": 1, "b": 1})
+    with pytest.raises(meshfeed.SourceError, match=r"Mixture got 'b' and others .* not grouped alike"):
+        Mixture({"a": Buckets(RECORDS, (60,), **KEYS), "b": Buckets(RECORDS, (30, 60), **KEYS)}, {"a": 1, "b": 1})
+    with pytest.raises(meshfeed.SourceError, match="kind 'buckets', whose records differ in shape"):
+        Packed(Buckets(RECORDS, (60,), **KEYS), 8)
 
 
 class InFiles:

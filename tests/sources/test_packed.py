@@ -265,8 +265,8 @@ def test_wrong_documents() -> None:
         packed({"tokens": np.arange(3)}, {"tokens": np.arange(3), "mask": np.arange(3)}).read_batch([0])
     with pytest.raises(meshfeed.SourceError, match="which is read in order"):
         Packed(Stream(lambda lane_index, num_lanes: iter([])), 8)
-    with pytest.raises(meshfeed.SourceError, match="Pack the components"):
-        Packed(Mixture({"a": Memory({"tokens": np.zeros((4, 4), int)})}, {"a": 1}), 8)
+    with pytest.raises(meshfeed.SettingsError, match=r"weights of the mixture change at step 5, .* Mix last"):
+        Packed(Mixture({"a": Memory({"tokens": np.zeros((4, 4), int)})}, [(0, {"a": 1}), (5, {"a": 2})]), 8)
     with pytest.raises(meshfeed.SettingsError, match="rng="):
         Packed(Map([np.arange(3)], lambda record, rng: record), 8)
     with pytest.raises(IndexError, match="record id 1 is out of range"):

@@ -489,9 +489,9 @@ def test_samples_are_read_by_shards_file_after_file(tmp_path: Path) -> None:
         (lambda: Subset(numbers(5), []), SourceError, "Subset selects none of the 5 records"),
         (lambda: Subset(Stream(lambda lane_index, num_lanes: iter([])), slice(2)), SourceError, "read in order"),
         (
-            lambda: Subset(Mixture({"a": numbers(4)}, {"a": 1}), slice(2)),
-            SourceError,
-            r"of kind 'mixture', which orders its records itself\. .* Mixture\({name: Subset\(…\)}, weights=…\)",
+            lambda: Subset(Mixture({"a": numbers(4)}, [(0, {"a": 1}), (5, {"a": 2})]), slice(2)),
+            SettingsError,
+            r"weights of the mixture change at step 5, .* Mix last, as in Mixture\({name: Packed\(…\)}, weights=…\)",
         ),
         (lambda: Concat([]), SourceError, r"Concat got \[\]\. Expected a list of at least one source"),
         (lambda: Zip({}), SourceError, "Expected a dict of at least one source"),

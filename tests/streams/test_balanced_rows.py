@@ -7,7 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from meshfeed._src.order.packing import Packing
+from meshfeed._src.order.blocks import Packing
+from meshfeed._src.order.packing import PackingMethod
 from meshfeed._src.streams.balance import balanced_rows
 
 
@@ -27,7 +28,7 @@ def spread(costs: np.ndarray, shards: int) -> float:
 def test_64_shards_of_8_rows_cost_the_same(method: str, mean: float, sigma: float) -> None:
     rng = np.random.default_rng(0)
     lengths = np.minimum(rng.lognormal(mean, sigma, 50_000), 100_000).astype(np.uint32) + 1
-    packing = Packing(lengths, 4096, method=method, block=4096, long="split").shuffled(1)
+    packing = Packing(lengths, PackingMethod(4096, method, "split"), block=4096).shuffled(1)
     for step in range(4):
         pieces = packing.pieces_at(step * 512 + np.arange(512))
         costs = np.array(

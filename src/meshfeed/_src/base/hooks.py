@@ -246,6 +246,30 @@ class NumbersRecords(Protocol):
         ...
 
 
+class ListsRecords(NumbersRecords, Protocol):
+    """Orders its records itself when a feed reads it, but is a list to what is built over it."""
+
+    def as_list(self) -> RandomAccessSource:
+        """Returns one epoch of its records in order, with the ids 0 to n − 1."""
+        ...
+
+
+class GroupsRecords(NumbersRecords, Protocol):
+    """Decides which records share a batch, which must come last: what selects among its records selects below it."""
+
+    @property
+    def grouping(self) -> object:
+        """What determines the groups, apart from the records; compared with that of another source."""
+
+    def ungrouped(self) -> RandomAccessSource:
+        """Returns its records, before they are grouped."""
+        ...
+
+    def regrouped(self, records: RandomAccessSource) -> RandomAccessSource:
+        """Returns other records, grouped in the same way."""
+        ...
+
+
 class Unconverted(Protocol):
     """Converts its records to arrays, and can also give them as they are stored, such as with text."""
 

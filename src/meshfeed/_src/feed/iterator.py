@@ -141,9 +141,10 @@ class Feed(Checkpointable):
         NamedShardings. A single NamedSharding applies to all leaves, with its spec truncated to each leaf's rank.
       global_batch_size: rows per step over all hosts, or a :class:`BatchSchedule`. Optional for HostBatches.
       shuffle: False; True (uniform over the epoch); an int, the records per block of a two-level shuffle of blocks and
-        of the records in each block; or ``"shards"``, for sources over files, and ``Map``, ``Padded``, views and mixtures
-        over them: shards in random order, divided into ``num_lanes`` lanes, each shuffled in windows of two shards, so
-        about one host needs each shard in an epoch. :class:`ShardShuffle` is the same with settings.
+        of the records in each block; or ``"shards"``, for sources over files, and ``Map``, ``Padded``, ``Packed``,
+        ``Buckets``, views and mixtures over them: shards in random order, divided into ``num_lanes`` lanes, each
+        shuffled in windows of two shards, so about one host needs each shard in an epoch. :class:`ShardShuffle` is the
+        same with settings.
       seed: 0 to 2**64 - 1.
       num_epochs: passes over the source, with no gap between them; None to repeat forever.
       end: ``"drop"`` the last partial batch or ``"pad"`` it with zeros. All hosts stop at the same step. With ``"drop"`` a

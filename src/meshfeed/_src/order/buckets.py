@@ -6,7 +6,9 @@ batches of a bucket of n records, and both the number of batches before an epoch
 follow from the sizes of the buckets alone.
 
 With ``shuffle``, the batches of an epoch are permuted. Without it, they come in the order in which a sequential read of the
-records would complete them.
+records would complete them. By shards, each bucket has the order of :class:`ShardOrder` over its records in each shard, all
+with the same permutation of the shards, and each batch comes at a random place within its share of the epoch: all buckets
+are then at about the same shards.
 
 A finite stream ends with the records that fill no batch of their bucket, from the longest bucket to the shortest. They share
 batches, which have the shape of the longest bucket in them. Every record therefore occurs exactly once per epoch.
@@ -15,19 +17,22 @@ batches, which have the shape of the longest bucket in them. Every record theref
 from __future__ import annotations
 
 import bisect
+import hashlib
 from collections.abc import Sequence
 
 import numpy as np
 
+from meshfeed._src.base.settings import ShardShuffle
 from meshfeed._src.base.types import JsonValue, RecordIds
 from meshfeed._src.order.caching import cached
 from meshfeed._src.order.epochs import EpochOrder, checked_positions
-from meshfeed._src.order.permutation import derive_key, permute
+from meshfeed._src.order.permutation import derive_key, mix64_array, permute
+from meshfeed._src.order.shards import ShardOrder, shards_config
 
 ALGORITHM = "length-buckets"
 VERSION = 1
 
-_RECORDS, _BATCHES = 121, 122  # purpose of a derived key
+_RECORDS, _BATCHES, _LINE = 121, 122, 123  # purpose of a derived key
 _CHUNK = 4096  # batches whose places are computed together: a few take a third as long
 
 
@@ -39,9 +44,12 @@ class BucketOrder:
         shortest records to the longest.
       num_records: records of the source, in a bucket or not.
       global_batch_size: rows of every batch.
-      shuffle: False, True, or records per block; applied within each bucket, see :class:`EpochOrder`.
+      shuffle: False, True, or records per block, applied within each bucket, see :class:`EpochOrder`; or the settings of
+        an order by shards.
       seed: 0 to 2**64 - 1.
       num_epochs: number of epochs, or None for an endless stream.
+      shard_lengths: by shards, records of each bucket in each shard, int64[shards] each.
+      num_lanes: by shards, the number of lanes, which divides the batch size.
     """
 
     def __init__(
@@ -50,32 +58,52 @@ class BucketOrder:
         *,
         num_records: int,
         global_batch_size: int,
-        shuffle: bool | int,
+        shuffle: bool | int | ShardShuffle,
         seed: int,
         num_epochs: int | None,
+        shard_lengths: Sequence[RecordIds] = (),
+        num_lanes: int | None = None,
     ) -> None:
         self._buckets, self._num_records, self._size = tuple(buckets), num_records, global_batch_size
         self._shuffle, self._seed, self._num_epochs = shuffle, seed, num_epochs
         self._counts = np.array([len(ids) for ids in buckets], np.int64)
         self._used = np.flatnonzero(self._counts)
         self._per_epoch = int(self._counts.sum())
-        self._orders = {
-            bucket: EpochOrder(
-                int(self._counts[bucket]), shuffle=shuffle, seed=derive_key(seed, _RECORDS, bucket), num_epochs=None
-            )
-            for bucket in self._used.tolist()  # an EpochOrder rejects an empty bucket
-        }
+        self._shard_lengths, self._num_lanes = shard_lengths, num_lanes
+        # An EpochOrder rejects an empty bucket.
+        self._orders = {bucket: self._order_of(bucket) for bucket in self._used.tolist()}
         self.total = None if num_epochs is None else self._per_epoch * num_epochs
         self._num_full = None if num_epochs is None else self._num_before(num_epochs)
         self._places = cached(self._compute_places, 4)  # two for the reader, and for the plan of files to fetch
 
+    def _order_of(self, bucket: int) -> EpochOrder | ShardOrder:
+        """The order of the records of a bucket, as places among its records."""
+        seed = derive_key(self._seed, _RECORDS, bucket)
+        if not isinstance(self._shuffle, ShardShuffle):
+            return EpochOrder(int(self._counts[bucket]), shuffle=self._shuffle, seed=seed, num_epochs=None)
+        assert self._num_lanes is not None
+        return ShardOrder(
+            self._shard_lengths[bucket],
+            shuffle=self._shuffle,
+            num_lanes=self._num_lanes,
+            seed=seed,
+            num_epochs=self._num_epochs,
+            segments=[(0, self._size)],
+            line=(self._seed, _LINE, self._per_epoch),
+        )
+
     def config(self) -> dict[str, JsonValue]:
         """The part of the fingerprint that describes the order."""
+        config: dict[str, JsonValue] = {"shuffle": self._shuffle, "seed": self._seed}
+        if isinstance(self._shuffle, ShardShuffle):
+            assert self._num_lanes is not None
+            config = shards_config(self._shuffle, self._seed, self._num_lanes)
+            lengths = np.stack(self._shard_lengths).astype("<i8").tobytes()
+            config |= {"shards": hashlib.sha256(lengths).hexdigest()[:16], "places": config.pop("algorithm")}
         return {
+            **config,
             "algorithm": ALGORITHM,
             "version": VERSION,
-            "shuffle": self._shuffle,
-            "seed": self._seed,
             "buckets": {"global_batch_size": self._size, "num_epochs": self._num_epochs},
         }
 
@@ -129,9 +157,19 @@ class BucketOrder:
         """The batches at the places of one chunk of an epoch, numbered bucket by bucket; int64[places]."""
         count = self._num_before(epoch + 1) - self._num_before(epoch)
         places = np.arange(chunk * _CHUNK, min((chunk + 1) * _CHUNK, count))
-        if not self._shuffle:
-            return self._as_completed(epoch)[places]
-        return permute(places, count, derive_key(self._seed, _BATCHES, self._per_epoch, epoch))
+        key = derive_key(self._seed, _BATCHES, self._per_epoch, epoch)
+        if isinstance(self._shuffle, ShardShuffle):
+            return self._spread(epoch, key)[places]
+        return permute(places, count, key) if self._shuffle else self._as_completed(epoch)[places]
+
+    def _spread(self, epoch: int, key: int) -> np.ndarray:
+        """The batches of an epoch in the order of the share of the bucket's records before each, at random within it."""
+        begins = self._begins(epoch)
+        counts = self._begins(epoch + 1) - begins
+        numbers: np.ndarray = np.arange(int(counts.sum())) + np.repeat(begins - np.cumsum(counts) + counts, counts)
+        hashes = mix64_array(mix64_array(np.arange(len(numbers), dtype=np.uint64)) ^ np.uint64(key))
+        within = (hashes >> np.uint64(11)).astype(np.float64) / (1 << 53)
+        return np.argsort((numbers + within) / np.repeat(self._counts, counts), kind="stable")
 
     def _as_completed(self, epoch: int) -> np.ndarray:
         """The batches of an epoch in the order of their last records."""

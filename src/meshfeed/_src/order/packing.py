@@ -1,8 +1,7 @@
-"""Computes which parts of which documents make up each sequence, from the documents' lengths.
+"""Computes which parts of the documents of one block make up each sequence, from the documents' lengths.
 
-Documents are packed in blocks of consecutive documents. The number of sequences of a block depends only on its
-documents' lengths, so one search in a table of 8 bytes per block finds the block of a sequence. The sequence's documents
-follow from that block alone: shuffling permutes the blocks, and the documents within each.
+The number of sequences of a block depends only on its documents' lengths, not on their order; ``blocks.py`` chooses the
+documents of a block and orders them.
 
 ``method="split"`` puts the documents of a block end to end and cuts at multiples of the sequence length. ``"fit"`` takes
 pieces from the longest to the shortest and puts each into the fullest sequence that has room for it (best-fit
@@ -15,25 +14,18 @@ from __future__ import annotations
 import bisect
 import dataclasses
 import logging
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 
-from meshfeed._src.base.types import JsonValue, RecordIds
-from meshfeed._src.order.caching import cached
-from meshfeed._src.order.epochs import checked_positions
-from meshfeed._src.order.permutation import derive_key, permute, sorted_permutation
+from meshfeed._src.base.types import RecordIds
+from meshfeed._src.order.permutation import permute
 
 try:
     from meshfeed._src.order import _best_fit as extension  # pyright: ignore[reportAttributeAccessIssue, reportUnknownVariableType] # built from C
 except ImportError as error:  # installed without a C compiler, or built for another system
     logging.getLogger("meshfeed").debug("documents are packed by Python code, which is slower: %s", error)
     extension: Any = None
-
-PACKING_VERSION = 1
-_BLOCKS, _DOCUMENTS, _SEQUENCES = 111, 112, 113  # purpose of a derived key
-_CACHED_BLOCKS = 8  # threads read batches of neighboring blocks at the same time; 3 MiB per block of 65,536 documents
-_CACHED_EPOCHS = 2  # a batch may touch two epochs
 
 
 @dataclasses.dataclass(frozen=True)
@@ -54,143 +46,67 @@ class Pieces:
 
 
 @dataclasses.dataclass(frozen=True)
-class PackingStats:
-    """Statistics of packing the documents of one epoch.
+class PackingMethod:
+    """How the documents of a block become sequences.
 
     Attributes:
-      sequences: number of sequences.
-      documents: number of documents, including empty and dropped ones.
-      tokens: tokens in the sequences.
-      padding_fraction: fraction of the sequences' tokens that is padding, from 0 to 1.
-      cut_documents: number of documents that are in more than one sequence.
-      lost_tokens: tokens lost because documents were truncated or dropped.
-    """
-
-    sequences: int
-    documents: int
-    tokens: int
-    padding_fraction: float
-    cut_documents: int
-    lost_tokens: int
-
-
-class Packing:
-    """The sequences of all epochs.
-
-    Args:
-      lengths: unsigned or signed integers [documents], the tokens of each; may be memory-mapped, and is not copied.
       sequence_length: tokens per sequence.
       method: "split" or "fit".
-      block: documents per block.
       long: what to do with a document longer than a sequence: "split", "truncate" or "drop".
-      shuffle: whether documents and blocks are permuted, differently in each epoch.
-      seed: 0 to 2**64 - 1.
     """
 
-    def __init__(
-        self,
-        lengths: np.ndarray,
-        sequence_length: int,
-        *,
-        method: str,
-        block: int,
-        long: str,
-        shuffle: bool = False,
-        seed: int = 0,
-    ) -> None:
-        self.lengths, self.sequence_length = lengths, sequence_length
-        self._fits, self._block, self._long = method == "fit", block, long
-        self._shuffle, self._seed = shuffle, seed
-        self._counts = np.array([self._count(number) for number in range(-(-len(lengths) // block))], np.int64)
-        self.num_sequences = int(self._counts.sum())
-        self._forget()
+    sequence_length: int
+    method: str
+    long: str
 
-    def _forget(self) -> None:
-        self._plan = cached(self._compute_plan, _CACHED_BLOCKS)
-        self._order_of = cached(self._compute_order, _CACHED_EPOCHS)
+    def used_lengths(self, lengths: np.ndarray) -> np.ndarray:
+        """Returns the number of tokens of each document that sequences contain, int64[documents]."""
+        lengths = lengths.astype(np.int64)
+        if self.long == "truncate":
+            return np.minimum(lengths, self.sequence_length)
+        return np.where(lengths > self.sequence_length, 0, lengths) if self.long == "drop" else lengths
 
-    def __getstate__(self) -> dict[str, Any]:
-        return {name: value for name, value in self.__dict__.items() if name not in ("_plan", "_order_of")}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__dict__.update(state)
-        self._forget()
-
-    def copy(self) -> Packing:
-        """Returns the same packing with a separate cache of blocks."""
-        return self._with()
-
-    def shuffled(self, seed: int) -> Packing:
-        """Returns the same packing with documents and blocks permuted; reuses the sequence counts."""
-        return self._with(_shuffle=True, _seed=seed)
-
-    def _with(self, **changes: object) -> Packing:
-        other = object.__new__(Packing)
-        other.__setstate__({**self.__getstate__(), **changes})
-        return other
-
-    def pieces_at(self, positions: RecordIds) -> Pieces:
-        """Returns the pieces of the sequences at ``positions``, in that order.
+    def count(self, first: int, lengths: np.ndarray) -> int:
+        """Returns the number of sequences of a block, in any order of its documents.
 
         Args:
-          positions: int64[n], ``epoch * num_sequences + place``, in any order, repeats allowed.
+          first: the first document of the block.
+          lengths: integers [n], the tokens of the documents from there on.
         """
-        epochs, places = np.divmod(positions, self.num_sequences)
-        found: list[tuple[np.ndarray, Pieces]] = []
-        for epoch in np.unique(epochs).tolist():
-            # Without shuffle all epochs are equal and share the cached blocks.
-            blocks, ends = self._order_of(epoch if self._shuffle else 0)
-            in_epoch = np.flatnonzero(epochs == epoch)
-            slots = np.searchsorted(ends, places[in_epoch], side="right")
-            for slot in np.unique(slots).tolist():
-                rows, block = in_epoch[slots == slot], int(blocks[slot])
-                numbers = places[rows] - (ends[slot] - self._counts[block])
-                found.append((rows, self._plan(epoch if self._shuffle else 0, block).pieces(numbers)))
-        return found[0][1] if len(found) == 1 else _join(found, len(positions))
-
-    def stats(self, epoch: int = 0) -> PackingStats:
-        """Returns the statistics of one epoch; reads all lengths."""
-        tokens = cut = total = 0
-        for block in range(len(self._counts)):
-            plan = self._plan(epoch, block)
-            tokens, cut = tokens + plan.num_tokens, cut + plan.num_cut()
-            total += int(self._lengths_of(block).sum())
-        padding = 1 - tokens / (self.num_sequences * self.sequence_length)
-        return PackingStats(self.num_sequences, len(self.lengths), tokens, padding, cut, total - tokens)
-
-    def _lengths_of(self, block: int) -> np.ndarray:
-        return self.lengths[block * self._block : (block + 1) * self._block].astype(np.int64)
-
-    def _used_lengths(self, block: int) -> np.ndarray:
-        """Number of tokens of each document of a block that sequences contain, int64[documents of the block]."""
-        lengths = self._lengths_of(block)
-        if self._long == "truncate":
-            return np.minimum(lengths, self.sequence_length)
-        return np.where(lengths > self.sequence_length, 0, lengths) if self._long == "drop" else lengths
-
-    def _count(self, block: int) -> int:
-        lengths = self._used_lengths(block)
-        if not self._fits:
+        del first  # limits on other leaves of the documents would need it
+        lengths = self.used_lengths(lengths)
+        if self.method == "split":
             return -(-int(lengths.sum()) // self.sequence_length)
         whole, rest = np.divmod(lengths, self.sequence_length)
         return int(whole.sum()) + best_fit(_descending(rest), self.sequence_length)[1]
 
-    def _compute_order(self, epoch: int) -> tuple[np.ndarray, np.ndarray]:
-        """The blocks of an epoch in order, and the cumulative number of their sequences; int64[blocks] each."""
-        blocks = np.arange(len(self._counts))
-        if self._shuffle:
-            blocks = sorted_permutation(derive_key(self._seed, _BLOCKS, len(self.lengths), epoch), len(blocks))
-        return blocks, np.cumsum(self._counts[blocks])
+    def pack(self, first: int, lengths: np.ndarray, order: RecordIds, key: int | None) -> PackedBlock:
+        """Packs a block.
 
-    def _compute_plan(self, epoch: int, block: int) -> _SplitBlock | _FitBlock:
-        used, first = self._used_lengths(block), block * self._block
-        order, key = np.arange(len(used)), None
-        if self._shuffle:
-            order = sorted_permutation(derive_key(self._seed, _DOCUMENTS, epoch, block), len(used))
-            key = derive_key(self._seed, _SEQUENCES, epoch, block)
-        if self._fits:
-            return _FitBlock(first + order, used[order], self.sequence_length, key)
-        return _SplitBlock(first + order, used[order], self.sequence_length)
+        Args:
+          first: the first document of the block.
+          lengths: integers [n], the tokens of the documents from there on.
+          order: int64[n], the order in which to pack them.
+          key: key by which sequences are permuted that the method leaves sorted; None not to permute them.
+        """
+        documents, lengths = first + order, self.used_lengths(lengths)[order]
+        if self.method == "split":
+            return _SplitBlock(documents, lengths, self.sequence_length)
+        return _FitBlock(documents, lengths, self.sequence_length, key)
+
+
+class PackedBlock(Protocol):
+    """The sequences of one block of documents."""
+
+    num_tokens: int
+
+    def pieces(self, numbers: np.ndarray) -> Pieces:
+        """Returns the pieces of the sequences ``numbers`` of the block, int64[n]."""
+        ...
+
+    def num_cut(self) -> int:
+        """Returns the number of documents in more than one sequence."""
+        ...
 
 
 class _SplitBlock:
@@ -214,7 +130,7 @@ class _SplitBlock:
         stops = np.minimum(starts + self._size, self.num_tokens)
         first = np.searchsorted(self._ends, starts, side="right")
         counts = np.searchsorted(self._ends, stops, side="left") + 1 - first
-        splits, sequence, within = _expand(counts)
+        splits, sequence, within = expand(counts)
         at = first[sequence] + within
         begins = np.maximum(starts[sequence], self._ends[at] - self._lengths[at])
         lengths = np.minimum(stops[sequence], self._ends[at]) - begins
@@ -264,7 +180,7 @@ class _FitBlock:
             bins = self._by_first[bins]
         ends = np.append(self._splits, 1)  # if there are no bins, bin 0 is read below but not used
         counts = np.where(is_whole, 1, ends[bins + 1] - ends[bins])
-        splits, sequence, within = _expand(counts)
+        splits, sequence, within = expand(counts)
         documents, starts, lengths = (np.zeros(len(sequence), np.int64) for _ in range(3))
         part = is_whole[sequence]
         number = numbers[sequence[part]]
@@ -327,14 +243,14 @@ def _descending(lengths: np.ndarray) -> np.ndarray:
     return np.sort(used, kind="stable")[::-1]
 
 
-def _expand(counts: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+def expand(counts: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Returns, for groups of the given sizes, their first members, and each member's group and index within it."""
     splits = np.concatenate([[0], np.cumsum(counts)])
     group = np.repeat(np.arange(len(counts)), counts)
     return splits, group, np.arange(int(splits[-1]), dtype=np.int64) - splits[group]
 
 
-def _join(parts: list[tuple[np.ndarray, Pieces]], num_sequences: int) -> Pieces:
+def join_pieces(parts: list[tuple[np.ndarray, Pieces]], num_sequences: int) -> Pieces:
     """Merges the pieces of several blocks; each part consists of row numbers and the pieces of those rows."""
     counts = np.zeros(num_sequences, np.int64)
     for rows, pieces in parts:
@@ -342,45 +258,8 @@ def _join(parts: list[tuple[np.ndarray, Pieces]], num_sequences: int) -> Pieces:
     splits = np.concatenate([[0], np.cumsum(counts)])
     fields = [np.empty(int(splits[-1]), np.int64) for _ in range(3)]
     for rows, pieces in parts:
-        _, group, within = _expand(np.diff(pieces.splits))
+        _, group, within = expand(np.diff(pieces.splits))
         at = splits[rows][group] + within
         for field, values in zip(fields, (pieces.documents, pieces.starts, pieces.lengths), strict=True):
             field[at] = values
     return Pieces(splits, *fields)
-
-
-@dataclasses.dataclass(frozen=True)
-class PlaceOrder:
-    """The order of sequences whose record ids are their positions in the stream, ``epoch * num_records + place``.
-
-    Attributes:
-      num_records: sequences per epoch.
-      seed: seed of the packing, for the fingerprint.
-      num_epochs: number of epochs, or None for an endless stream.
-    """
-
-    num_records: int
-    seed: int
-    num_epochs: int | None
-
-    @property
-    def total(self) -> int | None:
-        """Number of sequences in the whole stream; None if it never ends."""
-        return None if self.num_epochs is None else self.num_records * self.num_epochs
-
-    def config(self) -> dict[str, JsonValue]:
-        """The part of the fingerprint that describes the order."""
-        return {"algorithm": "packing", "version": PACKING_VERSION, "shuffle": True, "seed": self.seed}
-
-    def ids_at(self, positions: RecordIds) -> tuple[RecordIds, RecordIds]:
-        """Returns the positions themselves, and their epochs; int64[n] each.
-
-        Raises:
-          IndexError: a position is outside the stream.
-        """
-        positions = checked_positions(positions, self.total)
-        return positions, positions // self.num_records
-
-    def ids_between(self, start: int, stop: int) -> tuple[RecordIds, RecordIds]:
-        """Returns :meth:`ids_at` for positions ``[start, stop)``."""
-        return self.ids_at(np.arange(start, stop, dtype=np.int64))

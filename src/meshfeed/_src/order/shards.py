@@ -143,6 +143,9 @@ class ShardOrder(LanedOrder):
       seed: 0 to 2**64 - 1.
       num_epochs: number of epochs, at least 1, or None to repeat forever.
       segments: first position and batch size of each run of steps.
+      shuffles_windows: whether the records of a window are permuted.
+      line: parts of the key of the permutation of shards, from the seed on, to share it between orders over the same
+        shards; by default it follows from ``seed`` and the number of records.
     """
 
     def __init__(
@@ -154,19 +157,30 @@ class ShardOrder(LanedOrder):
         seed: int,
         num_epochs: int | None,
         segments: Sequence[tuple[int, int]],
+        shuffles_windows: bool = True,
+        line: tuple[int, ...] = (),
     ) -> None:
-        records = ShardLanes(lengths, shuffle, num_lanes, seed)
+        records = ShardLanes(lengths, shuffle, num_lanes, seed, shuffles_windows, line)
         super().__init__(records, None if num_epochs is None else records.num_records * num_epochs, segments)
 
 
 class ShardLanes:
     """The records of lanes that read shards; see :class:`ShardOrder` for the arguments."""
 
-    def __init__(self, lengths: RecordIds, shuffle: ShardShuffle, num_lanes: int, seed: int) -> None:
-        self._lengths, self._shuffle = lengths, shuffle
+    def __init__(
+        self,
+        lengths: RecordIds,
+        shuffle: ShardShuffle,
+        num_lanes: int,
+        seed: int,
+        shuffles_windows: bool = True,
+        line: tuple[int, ...] = (),
+    ) -> None:
+        self._lengths, self._shuffle, self._shuffles_windows = lengths, shuffle, shuffles_windows
         self._shard_ids = np.cumsum(self._lengths) - self._lengths
         self.num_records = int(self._lengths.sum())
         self.num_lanes, self._seed = num_lanes, seed
+        self._line = line or (seed, _SHARDS, self.num_records)
         self._shards = hashlib.sha256(self._lengths.astype("<i8").tobytes()).hexdigest()[:16]
         self._layout = cached(self._lay_out, 2)  # a batch may touch two epochs
         self._chunk = cached(self._compute_chunk, 512)  # at most 16 MiB; each lane reads in a chunk of its own
@@ -211,7 +225,7 @@ class ShardLanes:
         lane_starts = np.cumsum(self._first_cells(epoch + 1) - first_cell)
         lane_starts = np.concatenate([[0], lane_starts[:-1]])
         # With affinity, the line is that of every epoch; the cuts move by less than one record per lane between epochs.
-        dealt = derive_key(self._seed, _SHARDS, self.num_records, 0 if self._shuffle.affinity else epoch)
+        dealt = derive_key(*self._line, 0 if self._shuffle.affinity else epoch)
         shards = sorted_permutation(dealt, self._lengths.size)
         shard_starts = np.cumsum(self._lengths[shards]) - self._lengths[shards]
         piece_starts = np.unique(np.concatenate([shard_starts, lane_starts]))
@@ -235,7 +249,8 @@ class ShardLanes:
         layout = self._layout(epoch)
         start, stop = int(layout.window_starts[window]), int(layout.window_starts[window + 1])
         offsets = np.arange(chunk << _CHUNK_BITS, min((chunk + 1) << _CHUNK_BITS, stop - start), dtype=np.int64)
-        key = derive_key(self._seed, _WINDOW, self.num_records, epoch, window)
-        at = start + permute(offsets, stop - start, key)
+        if self._shuffles_windows:
+            offsets = permute(offsets, stop - start, derive_key(self._seed, _WINDOW, self.num_records, epoch, window))
+        at = start + offsets
         piece = np.searchsorted(layout.piece_starts, at, side="right") - 1
         return layout.piece_ids[piece] + at - layout.piece_starts[piece]

@@ -12,13 +12,11 @@ import numpy as np
 from meshfeed._src.base import hooks
 from meshfeed._src.base.errors import SourceError, hides_own_frames
 from meshfeed._src.base.types import ColumnSlices, JsonValue, PyTree, Record, RecordIds, Rngs, public
-from meshfeed._src.order.mixture import group_by
 from meshfeed._src.reading.identity import source_identity
 from meshfeed._src.sources.checks import check_ids
-from meshfeed._src.sources.documents import read_items
 from meshfeed._src.sources.joined import JoinedReader
-from meshfeed._src.sources.recognize import describe_source
-from meshfeed._src.sources.selection import plain_records
+from meshfeed._src.sources.lists import plain_records, select_all
+from meshfeed._src.sources.recognize import as_source, describe_source
 
 R = TypeVar("R")
 
@@ -37,30 +35,45 @@ def Concat(sources: Sequence[object]) -> Any:
       A random-access source of all their records.
 
     Raises:
-      SourceError: there is no record, a source is a stream or orders its records itself, as a mixture does, or records of
-        two sources differ, which may not be known before they are read; names the sources.
+      SourceError: there is no record, a source is a stream, or records of two sources differ, which may not be known before
+        they are read; names the sources.
+      SettingsError: a source is a mixture whose weights change at steps.
     """
     if not isinstance(sources, Sequence) or isinstance(sources, str | bytes) or not len(sources):
         raise SourceError(f"Concat got {sources!r:.80}. Expected a list of at least one source.")
-    records = [plain_records(source, "Concat") for source in sources]
+    return select_all({str(number): as_source(source) for number, source in enumerate(sources)}, "Concat", _concat)
+
+
+def _concat(sources: dict[str, Any]) -> Any:
+    records = [plain_records(source, "Concat") for source in sources.values()]
     if not any(map(len, records)):
         raise SourceError(f"Concat got {len(records)} source(s) with 0 records in all. Expected at least one record.")
     joinable = hooks.find(records[0], hooks.Concatenates)
     joined = None if joinable is None or not records[1:] else joinable.concatenate(records[1:])
-    return ConcatenatedRecords(records) if joined is None else joined
+    return ConcatenatedRecords(dict(zip(sources, records, strict=True))) if joined is None else joined
 
 
 class ConcatenatedRecords:
-    """A :func:`Concat` of sources that do not all read alike; made by that function."""
+    """A :func:`Concat` of sources that do not all read alike; made by that function.
+
+    Args:
+      sources: name → source.
+      noun: what one of them is, for messages.
+      whole: what they make, for messages.
+
+    Attributes:
+      starts: int64[sources], the id of the first record of each.
+    """
 
     kind = "concat"
     fresh_arrays = True  # JoinedReader copies memory that a source may reuse
 
-    def __init__(self, sources: Sequence[Any]) -> None:
-        self._sources = list(sources)
-        self._ends = np.cumsum([len(source) for source in sources], dtype=np.int64)
-        self._starts = np.concatenate([[0], self._ends[:-1]])
-        self._reader = JoinedReader({str(number): source for number, source in enumerate(sources)}, "source", "Concat")
+    def __init__(self, sources: dict[str, Any], noun: str = "source", whole: str = "Concat") -> None:
+        self._named, self._words = sources, (noun, whole)
+        self._sources = list(sources.values())
+        self._ends = np.cumsum([len(source) for source in self._sources], dtype=np.int64)
+        self.starts = np.concatenate([[0], self._ends[:-1]])
+        self._reader = JoinedReader(sources, noun, whole)
         self.wants_rng, self.reads_columns = self._reader.wants_rng, self._reader.reads_columns
 
     def __repr__(self) -> str:
@@ -75,22 +88,14 @@ class ConcatenatedRecords:
 
     def __getitems__(self, record_ids: Sequence[int]) -> list[Record]:
         """Several records, in the order of ``record_ids``; they may differ in shape."""
-        numbers, ids = self._located(record_ids)
-        return self._in_order(numbers, lambda source, rows: read_items(source, ids[rows]))
+        return self._reader.read_items(*self._located(record_ids))
 
     def _located(self, record_ids: RecordIds | Sequence[int]) -> tuple[RecordIds, RecordIds]:
         """Numbers of the sources, and ids within them; checks them."""
         ids = np.asarray(record_ids, np.int64)
         check_ids(ids, len(self), "source")
         numbers = np.searchsorted(self._ends, ids, side="right")
-        return numbers, ids - self._starts[numbers]
-
-    def _in_order(self, numbers: RecordIds, read: Callable[[Any, RecordIds], Sequence[R]]) -> list[R]:
-        """What ``read(source, rows)`` returns for the rows of each source, by row."""
-        by_row: dict[int, R] = {}
-        for number, rows in group_by(numbers):
-            by_row |= zip(rows.tolist(), read(self._sources[number], rows), strict=True)
-        return [by_row[row] for row in range(len(numbers))]
+        return numbers, ids - self.starts[numbers]
 
     def element_shapes(self) -> PyTree:
         """Pytree of ``jax.ShapeDtypeStruct`` of one record; only if ``reads_columns``."""
@@ -196,14 +201,15 @@ class ConcatenatedRecords:
                 bounds = zip((ends - lengths[rows]).tolist(), ends.tolist(), strict=True)
                 return [jax.tree.map(lambda leaf, a=a, b=b: leaf[a:b], flat) for a, b in bounds]
 
-            slices = self._in_order(numbers, read)
+            slices = self._reader.in_order(numbers, read)
             return jax.tree.map(lambda *leaves: np.concatenate(leaves), *slices)
 
         return of_all
 
     def unconverted(self) -> ConcatenatedRecords:
         """The same records as they are stored, if the sources convert them."""
-        return ConcatenatedRecords([hooks.unconverted(source) for source in self._sources])
+        sources = {name: hooks.unconverted(source) for name, source in self._named.items()}
+        return ConcatenatedRecords(sources, *self._words)
 
     def fingerprint(self) -> JsonValue:
         """Identity: those of all sources."""

@@ -17,6 +17,7 @@ from meshfeed._src.base.stats import Dropping
 from meshfeed._src.base.types import RandomAccessSource, Record
 from meshfeed._src.reading.records import file_of, wants_rng
 from meshfeed._src.sources.host_batches import HostBatches
+from meshfeed._src.sources.lists import listed
 from meshfeed._src.sources.recognize import as_source
 
 _log = logging.getLogger("meshfeed.sources.documents")
@@ -25,21 +26,19 @@ _RECORDS_PER_READ = 4096
 _RECORDS_PER_DIGEST = 1 << 20
 
 
-def documents_of(source: object, name: str, of_stream: str, of_mixture: str) -> RandomAccessSource:
+def documents_of(source: object, name: str, of_stream: str) -> RandomAccessSource:
     """Returns a random-access source whose records have fixed lengths, from what the user passed to the source ``name``.
 
     Raises:
-      SourceError: the source is a stream (do ``of_stream`` instead) or a mixture (``of_mixture``), or has no records.
-      SettingsError: the records depend on random numbers.
+      SourceError: the source is a stream (do ``of_stream`` instead), has no records, or groups them itself.
+      SettingsError: the records depend on random numbers, or it is a mixture whose weights change at steps.
     """
     documents = hooks.unconverted(as_source(source))
     if isinstance(documents, HostBatches) or not hasattr(documents, "__getitem__"):
         raise SourceError(
             f"{name} got a {type(documents).__name__}, which is read in order. Expected random-access records. {of_stream}"
         )
-    if hooks.find(documents, hooks.NumbersRecords) is not None:
-        kind = getattr(documents, "kind", type(documents).__name__)
-        raise SourceError(f"{name} got a source of kind {kind!r}. Expected records of one source. {of_mixture}")
+    documents = hooks.unconverted(listed(documents, name))
     if wants_rng(documents):
         raise SettingsError(
             f"{name} got records whose function takes rng=, so their lengths may differ between epochs. Expected fixed "

@@ -3,23 +3,25 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
 
 import jax
 import numpy as np
 
 from meshfeed._src.base import hooks
 from meshfeed._src.base.errors import SettingsError, SourceError
-from meshfeed._src.base.types import ColumnSlices, PyTree, RecordIds, Rngs
+from meshfeed._src.base.types import ColumnSlices, PyTree, Record, RecordIds, Rngs
 from meshfeed._src.order.mixture import group_by
 from meshfeed._src.reading.host_batch import spec_of_batch
 from meshfeed._src.reading.records import SourceReader, file_of, reads_columns, wants_rng
 from meshfeed._src.reading.stacking import RecordSpec
+from meshfeed._src.sources.documents import read_items
 
 Part = tuple[str, np.ndarray[Any, Any], PyTree]
 """Name of a source, its rows of the batch (int64[k], ascending), and its records, a pytree of arrays ``[k, ...]``."""
 
+R = TypeVar("R")
 NO_IDS = np.empty(0, np.int64)
 
 
@@ -110,6 +112,26 @@ class JoinedReader:
                 raise
             parts.append((name, rows, tree))
         return self._joiner.join(parts, len(ids), whole=columns is None)
+
+    def in_order(self, numbers: RecordIds, read: Callable[[Any, RecordIds], Sequence[R]]) -> list[R]:
+        """Returns what ``read(source, rows)`` returns for the rows of each source, by row.
+
+        Raises:
+          Any error that a source raises, with a note naming it.
+        """
+        by_row: dict[int, R] = {}
+        for number, rows in group_by(numbers):
+            try:
+                found = read(self._sources[number], rows)
+            except Exception as error:
+                error.add_note(f"in {self._noun} {self._names[number]!r} of the {self._whole}")
+                raise
+            by_row |= zip(rows.tolist(), found, strict=True)
+        return [by_row[row] for row in range(len(numbers))]
+
+    def read_items(self, numbers: RecordIds, ids: RecordIds) -> list[Record]:
+        """Reads records without stacking them; they may differ in shape. For arguments and errors, see :meth:`read`."""
+        return self.in_order(numbers, lambda source, rows: read_items(source, ids[rows]))
 
     def cached_files(self, numbers: RecordIds, ids: RecordIds) -> list[hooks.CachedFile] | None:
         """Returns the files that hold records and are read through a cache; None if no source has one."""

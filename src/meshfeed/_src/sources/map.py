@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, SupportsIndex
+from typing import Any, SupportsIndex, cast
 
 import jax
 import numpy as np
@@ -14,7 +14,16 @@ from meshfeed._src.base.errors import SettingsError, SourceError, hides_own_fram
 from meshfeed._src.base.ownership import own_batch
 from meshfeed._src.base.rng import philox
 from meshfeed._src.base.settings import Retry
-from meshfeed._src.base.types import JsonValue, LaneIterator, PyTree, Record, RecordIds, Rngs, public
+from meshfeed._src.base.types import (
+    JsonValue,
+    LaneIterator,
+    PyTree,
+    RandomAccessSource,
+    Record,
+    RecordIds,
+    Rngs,
+    public,
+)
 from meshfeed._src.order.permutation import derive_key
 from meshfeed._src.reading.host_batch import num_rows, spec_of_batch
 from meshfeed._src.reading.identity import content_digest, source_identity
@@ -196,6 +205,27 @@ class MappedRecords(_Mapped):
         if hooks.find(source, hooks.ItemsReader) is None and hooks.find(source, hooks.BatchReader) is not None:
             return _rows(source.read_batch(ids))
         return read_items(source, ids)
+
+    @property
+    def as_list(self) -> Callable[[], MappedRecords]:
+        """See :class:`meshfeed._src.base.hooks.ListsRecords`."""
+        below = cast("hooks.ListsRecords", self._source).as_list
+        return lambda: self.regrouped(below())
+
+    @property
+    def grouping(self) -> object:
+        """See :class:`meshfeed._src.base.hooks.GroupsRecords`."""
+        return cast("hooks.GroupsRecords", self._source).grouping, self._function, self._batched
+
+    @property
+    def ungrouped(self) -> Callable[[], RandomAccessSource]:
+        """See :class:`meshfeed._src.base.hooks.GroupsRecords`."""
+        return cast("hooks.GroupsRecords", self._source).ungrouped
+
+    def regrouped(self, records: RandomAccessSource) -> MappedRecords:
+        """Returns other records, grouped as those of the source if it groups them, and mapped."""
+        groups = hooks.find(self._source, hooks.GroupsRecords)
+        return MappedRecords(records if groups is None else groups.regrouped(records), self._function, self._batched)
 
     def fingerprint(self) -> JsonValue:
         """Identity: that of the source, and a digest of 4 mapped records unless the function takes ``rng=``."""

@@ -52,10 +52,12 @@ from meshfeed._src.reading.identity import source_identity
 from meshfeed._src.reading.records import SourceReader, wants_rng
 from meshfeed._src.reading.stacking import RecordSpec, RecordStack
 from meshfeed._src.sources.checks import checked_count, is_count
+from meshfeed._src.sources.concat import ConcatenatedRecords
 from meshfeed._src.sources.host_batches import HostBatches
 from meshfeed._src.sources.joined import JoinedReader, Joiner, Part, caching
+from meshfeed._src.sources.lists import listed, select_all
 from meshfeed._src.sources.recognize import as_source
-from meshfeed._src.sources.selection import Sample, Subset
+from meshfeed._src.sources.selection import Sample, Subset, View
 from meshfeed._src.state.state import digest_of
 
 T = TypeVar("T")
@@ -73,7 +75,7 @@ def Mixture(
     shuffle: bool | int = False,
     take: Mapping[str, int | float] | None = None,
     repeat: Mapping[str, int | float] | None = None,
-) -> RandomMixture | StreamMixture:
+) -> Any:
     """Mixes several sources into one, by weight.
 
     Every block of ``block`` records holds the same number of records of each component (the weights' shares, rounded by
@@ -105,6 +107,10 @@ def Mixture(
         mixture ends, and the weights how often records are drawn. A float such as 1.5, for random access, reads a
         :func:`Sample` of that size.
 
+    The components may be :class:`Buckets` with equal settings: the mixture is then ``Buckets`` of the mixed records, and
+    the shares are exact in an epoch. What is built over a mixture, such as ``Packed`` or a view, has the records of one epoch
+    of the mixture in order.
+
     A component may be a mixture itself: its components become those of this mixture, named ``outer/inner``, and share
     the weight of the inner mixture by its own weights. ``block`` and ``on_end`` are those of the outer mixture.
 
@@ -121,6 +127,9 @@ def Mixture(
             'such as Mixture({"web": web, "code": code}, weights={"web": 3, "code": 1}).'
         )
     sources = {name: _component(name, component) for name, component in components.items()}
+    if any(hooks.find(source, hooks.GroupsRecords) for source in sources.values()):
+        settings: Any = {"block": block, "on_end": on_end, "shuffle": shuffle, "take": take, "repeat": repeat}
+        return select_all(sources, "Mixture", lambda records: Mixture(records, weights, **settings).as_list())
     mixed = Components.of(sources, parse_weights(weights, list(sources)), take, repeat).flattened()
     block = checked_count(block, "block")
     for _, stage_weights in mixed.stages:
@@ -146,13 +155,8 @@ def _component(name: object, component: object) -> Any:
     source = as_source(component)
     if isinstance(source, HostBatches):
         raise SourceError(f"component {name!r} is host batches. Expected a source of records. Pass records.")
-    if hooks.find(source, hooks.NumbersRecords) is not None and not isinstance(source, RandomMixture):
-        raise SourceError(
-            f"component {name!r} is of kind {getattr(source, 'kind', type(source).__name__)!r}, which orders its records "
-            "itself. Expected a source of plain records: pad them with Padded instead of Buckets, and map the "
-            "components of a mixture instead of the mixture."
-        )
-    return source
+    grouped = hooks.find(source, hooks.GroupsRecords) is not None
+    return source if grouped or isinstance(source, RandomMixture) else listed(source, "Mixture")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -351,6 +355,37 @@ class RandomMixture(_Mixture):
                 raise AttributeError(f"component {name!r} is not made of files")
         return lambda: np.concatenate([*self._shard_lengths().values()])
 
+    def as_list(self) -> View:
+        """One epoch of the mixture, not shuffled, as a view of the components one after the other.
+
+        Raises:
+          SettingsError: the weights change at steps, which a list does not have.
+        """
+        stages, components = self.components.stages, self.components
+        if len(stages) > 1:
+            raise SettingsError(
+                f"the weights of the mixture change at step {stages[1][0]}, so only a feed can order its records: steps "
+                "count the records of the feed, not those below what is built over the mixture. Mix last, as in "
+                "Mixture({name: Packed(…)}, weights=…).",
+                setting="weights",
+            )
+        order = MixtureOrder(
+            dict(zip(self._names, self._lengths.tolist(), strict=True)),
+            stages=self._stages_at([0]),
+            block=self._block,
+            shuffle=False,
+            seed=0,
+            num_epochs=1,
+            on_end=self._on_end,
+            repeat=components.repeat,
+            identities={},
+        )
+        whole = ConcatenatedRecords(components.sources, "component", "mixture")
+        lengths = self._lengths.tolist()
+        weights = next(iter(stages))[1]
+        identity: JsonValue = [self._block, self._on_end, dict(weights), lengths, dict(components.repeat)]
+        return View(whole, MixedInOrder(order, whole.starts), "mixture", identity)
+
     def check_record_ids(self, record_ids: RecordIds) -> None:
         """Checks that ids exist.
 
@@ -407,6 +442,10 @@ class RandomMixture(_Mixture):
         numbers, ids = self._located(record_ids)
         return self._reader.read(numbers, ids, columns, rngs)
 
+    def __getitems__(self, record_ids: Sequence[int]) -> list[Record]:
+        """Several records, in the order of ``record_ids``; they may differ in shape."""
+        return self._reader.read_items(*self._located(record_ids))
+
     def cached_files(self, record_ids: RecordIds) -> list[hooks.CachedFile] | None:
         """Returns the files that hold these records and are read through a cache; None if no component has one."""
         return self._reader.cached_files(*split_ids(record_ids))
@@ -429,6 +468,28 @@ class RandomMixture(_Mixture):
     def fingerprint(self) -> JsonValue:
         """Identity without the components, since a later stage may add some; the order's stages compare them."""
         return {"kind": "mixture", "records": "by component"}
+
+
+class MixedInOrder:
+    """The records of a mixture in order; a :class:`meshfeed._src.sources.selection.Selection`."""
+
+    def __init__(self, order: MixtureOrder, starts: RecordIds) -> None:
+        self._order, self._starts = order, starts
+
+    def __len__(self) -> int:
+        assert self._order.total is not None
+        return self._order.total
+
+    def ids(self, record_ids: RecordIds) -> RecordIds:
+        """See :class:`meshfeed._src.sources.selection.Selection`."""
+        numbers, ids = split_ids(self._order.ids_at(record_ids)[0])
+        return self._starts[numbers] + ids
+
+    def counts(self, ends: RecordIds) -> RecordIds:
+        """Equal runs, as many as the components have shards on average: they advance together, so a run needs few of each."""
+        num_shards = int(np.count_nonzero(np.diff(ends, prepend=0)))
+        runs = max(1, num_shards // len(self._starts))
+        return np.diff(np.arange(runs + 1) * len(self) // runs)
 
 
 class StreamMixture(_Mixture):

@@ -4,17 +4,18 @@ from __future__ import annotations
 
 import functools
 import operator
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, SupportsIndex, Unpack
 
 import numpy as np
 
 from meshfeed._src.base import hooks, memory
 from meshfeed._src.base.errors import SettingsError, SourceError, hides_own_frames
-from meshfeed._src.base.settings import ShardShuffle
+from meshfeed._src.base.settings import ShardShuffle, shard_shuffle
 from meshfeed._src.base.types import JsonValue, RecordIds, public
 from meshfeed._src.order import permutation
-from meshfeed._src.order.packing import Packing, PackingStats, Pieces, PlaceOrder
+from meshfeed._src.order.blocks import Packing, PackingStats, SequenceOrder
+from meshfeed._src.order.packing import PackingMethod, Pieces
 from meshfeed._src.reading.identity import source_identity
 from meshfeed._src.reading.records import file_of
 from meshfeed._src.reading.stacking import check_unmasked
@@ -22,7 +23,6 @@ from meshfeed._src.sources.checks import check_choice, check_ids, is_count
 from meshfeed._src.sources.documents import digest_of_lengths, documents_of, lengths_of, read_items
 
 _OF_STREAM = "Pack streams with Grain's packing, or convert them to files that are read at random."
-_OF_MIXTURE = "Pack the components: Mixture({name: Packed(documents, sequence_length)}, weights=…)."
 
 
 @public("meshfeed.sources")
@@ -38,7 +38,11 @@ class Packed:
     once. The sequence at a place of the stream follows from the documents' lengths, the seed and the place alone, so a
     state is one number, and resuming takes no longer at the end of an epoch than at its start.
 
-    In a ``Mixture``, the sequences are those of the documents in order, and the mixture shuffles sequences.
+    By shards, the documents of a window of shards are packed together, and a lane reads one window after the other.
+
+    In a ``Mixture``, a view or a ``Map``, the sequences are those of the documents in order, and what is built over them
+    shuffles sequences. Over a ``Mixture``, a sequence holds documents of several components: an epoch reads every component
+    in full, with exact shares in every block of the mixture.
 
     Args:
       source: random-access documents, or any object that the feed accepts as such: dicts with the leaf ``key`` of shape
@@ -89,12 +93,12 @@ class Packed:
         for index, (setting, name) in enumerate(names.items()):
             if not isinstance(name, str) or not name or name in list(names.values())[:index]:
                 raise SettingsError(f"{setting}={name!r}; it takes the name of a leaf of its own.", setting=setting)
-        self._source = documents_of(source, "Packed", _OF_STREAM, _OF_MIXTURE)
+        self._source = documents_of(source, "Packed", _OF_STREAM)
         self._key, self._pad_id, self._length = key, int(pad_id), int(sequence_length)
         self._written = (segment_ids, positions)
         self._settings: dict[str, Any] = {"method": method, "block": int(block), "long": long}
         lengths = lengths_of(self._source, lambda record: len(self._leaves(record)[key]), key)
-        self._packing = Packing(lengths, self._length, **self._settings)
+        self._packing = Packing(lengths, PackingMethod(self._length, method, long), block=int(block))
         if not self._packing.num_sequences:
             raise SourceError(
                 f"Packed: the {len(self._source):,} document(s) leave no token to pack into sequences of "
@@ -147,19 +151,36 @@ class Packed:
         """Returns the source with documents in the order of a feed.
 
         Raises:
-          SettingsError: ``shuffle`` is a number of records or ``"shards"``.
+          SettingsError: ``shuffle`` is a number of records.
         """
-        if shuffle is False:
+        by_shards, packing = shard_shuffle(shuffle), self._packing
+        if shuffle is False or (by_shards is not None and self._shards is None):
             return self
-        if shuffle is not True:
+        if by_shards is not None and self._shards is not None:
+            packing = packing.by_windows(self._shards.shard_lengths(), by_shards.window_shards, seed)
+        elif shuffle is True:
+            packing = packing.shuffled(seed)
+        else:
             raise SettingsError(
                 f"shuffle={shuffle!r}, but packed documents are shuffled within the blocks of Packed(block="
                 f"{self._settings['block']}). Pass shuffle=True, and block= to Packed.",
                 setting="shuffle",
             )
         other = object.__new__(ShuffledPacked)
-        other.__dict__.update(self.__dict__, _packing=self._packing.shuffled(seed), _planned=None)
+        other.__dict__.update(self.__dict__, _packing=packing, _planned=None)
         return other
+
+    @property
+    def _shards(self) -> hooks.Sharded | None:
+        return hooks.find(self._source, hooks.Sharded)
+
+    @property
+    def shard_lengths(self) -> Callable[[], RecordIds]:
+        """Number of sequences whose block begins in each file; only if the documents are in files."""
+        sharded = self._shards
+        if sharded is None:
+            raise AttributeError("the documents are not in files")
+        return lambda: self._packing.in_shards(sharded.shard_lengths())
 
     def fingerprint(self) -> JsonValue:
         """Identity: documents, all lengths, and how they are packed."""
@@ -277,13 +298,29 @@ class Packed:
 
 
 class ShuffledPacked(Packed):
-    """A :class:`Packed` in the order of a feed: the record id of a sequence is its place in the endless stream."""
+    """A :class:`Packed` in the order of a feed: the record id of a sequence is ``epoch * len + place``."""
 
     first_record_id = 0
 
-    def make_order(self, **settings: Unpack[hooks.OrderSettings]) -> PlaceOrder:
-        """Returns the order of the sequences, which is that of their ids."""
-        return PlaceOrder(len(self), settings["seed"], settings["num_epochs"])
+    @property
+    def shard_lengths(self) -> Callable[[], RecordIds]:
+        """Number of sequences of each window of shards."""
+        return lambda: self._packing.counts
+
+    def make_order(self, **settings: Unpack[hooks.OrderSettings]) -> SequenceOrder:
+        """Returns the order of the sequences: of their ids as they are, or of windows of shards in lanes."""
+        shuffle, num_lanes = settings["shuffle"], settings["num_lanes"] or 1
+        by_shards = shuffle if isinstance(shuffle, ShardShuffle) else None
+        if by_shards is not None:
+            self._packing = self._packing.keeping(2 * num_lanes)  # a batch has rows of one or two windows of each lane
+        return SequenceOrder(
+            self._packing.counts,
+            settings["seed"],
+            settings["num_epochs"],
+            shuffle=by_shards,
+            num_lanes=num_lanes,
+            segments=settings["segments"],
+        )
 
     def check_record_ids(self, record_ids: RecordIds) -> None:
         """Raises SourceError for a negative id; every other id is a place in some epoch."""

@@ -5,15 +5,15 @@ from __future__ import annotations
 import contextlib
 import functools
 import operator
-from collections.abc import Iterator, Mapping, Sequence
-from typing import SupportsIndex, Unpack
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, SupportsIndex, Unpack, cast
 
 import numpy as np
 
 from meshfeed._src.base import hooks, memory
 from meshfeed._src.base.errors import SettingsError, SourceError, hides_own_frames
 from meshfeed._src.base.settings import ShardShuffle
-from meshfeed._src.base.types import JsonValue, PyTree, Record, RecordIds, public
+from meshfeed._src.base.types import JsonValue, PyTree, RandomAccessSource, Record, RecordIds, public
 from meshfeed._src.order import permutation
 from meshfeed._src.order.buckets import BucketOrder
 from meshfeed._src.reading.identity import source_identity
@@ -30,6 +30,7 @@ from meshfeed._src.sources.documents import (
     read_items,
 )
 from meshfeed._src.sources.map import Map, MappedRecords, MappedStream
+from meshfeed._src.sources.selection import Subset
 
 
 @public("meshfeed.sources")
@@ -243,9 +244,8 @@ class Buckets:
         self.boundaries = _checked_boundaries(boundaries)
         check_choice(long, "long", "raise", "truncate", "drop")
         self._pad = Pad(key, mask_key, pad_value, self.boundaries[-1], long == "truncate", "the last boundary")
-        self._settings = [list(self._pad.keys), mask_key, pad_value, long]
-        other = "Pad the records of {} with Padded."
-        self._source = documents_of(source, "Buckets", other.format("streams"), other.format("mixtures"))
+        self._settings: list[Any] = [list(self._pad.keys), mask_key, pad_value, long]
+        self._source = documents_of(source, "Buckets", "Pad the records of streams with Padded.")
         self._lengths = lengths_of(self._source, self._pad.length_of, self._pad.keys[0])
         self._buckets = self._split(long)
 
@@ -351,7 +351,6 @@ class Buckets:
                 setting="global_batch_size",
             )
         shuffle = settings["shuffle"]
-        assert not isinstance(shuffle, ShardShuffle)  # only for sources that are Sharded
         return BucketOrder(
             self._buckets,
             num_records=len(self._lengths),
@@ -359,7 +358,26 @@ class Buckets:
             shuffle=shuffle,
             seed=settings["seed"],
             num_epochs=settings["num_epochs"],
+            shard_lengths=self._shard_lengths() if isinstance(shuffle, ShardShuffle) else (),
+            num_lanes=settings["num_lanes"],
         )
+
+    def _shard_lengths(self) -> list[RecordIds]:
+        """The records of each bucket in each file; the source is made of files."""
+        ends = np.cumsum(cast("hooks.Sharded", self._source).shard_lengths())
+        return [np.diff(np.searchsorted(ids, ends.astype(ids.dtype)), prepend=0) for ids in self._buckets]
+
+    @property
+    def shard_lengths(self) -> Callable[[], RecordIds]:
+        """Number of records in each file, of all buckets; only if the source is made of files."""
+        if hooks.find(self._source, hooks.Sharded) is None:
+            raise AttributeError("the records are not in files")
+        return lambda: np.sum(self._shard_lengths(), axis=0)
+
+    def cached_files(self, record_ids: RecordIds) -> Sequence[hooks.CachedFile] | None:
+        """Returns the files that hold these records and are read through a cache; None without one."""
+        source = hooks.find(self._source, hooks.CachesFiles)
+        return None if source is None else source.cached_files(np.asarray(record_ids, np.int64) % len(self._lengths))
 
     def check_record_ids(self, record_ids: RecordIds) -> None:
         """Raises SourceError for an id that does not exist."""
@@ -378,6 +396,22 @@ class Buckets:
         place = int(np.searchsorted(ids, own))
         other = int(ids[permutation.replacement_id(seed, epoch, place, attempt, len(ids))])
         return other + times * len(self._lengths)
+
+    @property
+    def grouping(self) -> object:
+        """See :class:`meshfeed._src.base.hooks.GroupsRecords`."""
+        return self.boundaries, self._settings
+
+    def ungrouped(self) -> RandomAccessSource:
+        """Returns the records before they are padded, without those that are too long with ``long="drop"``."""
+        if len(self) == len(self._lengths):
+            return self._source
+        return Subset(self._source, np.sort(np.concatenate(self._buckets)))
+
+    def regrouped(self, records: RandomAccessSource) -> Buckets:
+        """Returns other records in buckets with the same settings."""
+        key, mask_key, pad_value, long = self._settings
+        return Buckets(records, self.boundaries, key=key, mask_key=mask_key, pad_value=pad_value, long=long)
 
     def fingerprint(self) -> JsonValue:
         """Identity: the source, all lengths, and how records are padded."""

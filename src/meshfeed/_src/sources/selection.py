@@ -27,33 +27,13 @@ from meshfeed._src.reading.identity import source_identity
 from meshfeed._src.reading.records import wants_rng
 from meshfeed._src.sources.checks import check_choice, check_ids, checked_count, checked_id, is_count
 from meshfeed._src.sources.documents import empty
+from meshfeed._src.sources.lists import plain_records, select
 from meshfeed._src.sources.recognize import as_source, describe_source
 
 _SPLIT, _SPLIT_SHARDS, _SAMPLE = 131, 132, 133  # purposes of derived keys
 _IDS_PER_PASS = 1 << 20
 
 Ids: TypeAlias = "np.ndarray[Any, np.dtype[Any]]"
-
-
-def plain_records(source: object, name: str) -> Any:
-    """Returns the source over which the view ``name`` is made, from what the user passed.
-
-    Raises:
-      SourceError: it is read in order, or numbers its records itself.
-    """
-    records = as_source(source)
-    if not hasattr(records, "__getitem__"):
-        raise SourceError(
-            f"{name} got a {type(records).__name__}, which is read in order. Expected random-access records. Select the "
-            "records of a stream in the function that opens it."
-        )
-    if hooks.find(records, hooks.NumbersRecords) is not None:
-        kind = getattr(records, "kind", type(records).__name__)
-        raise SourceError(
-            f"{name} got a source of kind {kind!r}, which orders its records itself. Expected records with the ids 0 to "
-            f"len − 1. Apply {name} to the sources below it, such as Mixture({{name: {name}(…)}}, weights=…)."
-        )
-    return records
 
 
 # ---------------------------------------------------------------------- ids of a view → ids of its source
@@ -69,10 +49,10 @@ class Selection(Protocol):
         ...
 
     def counts(self, ends: RecordIds) -> RecordIds | None:
-        """Returns how many records of the view lie in each shard of the source, int64 ``[shards]``.
+        """Returns how many records of the view lie in each shard of the source, int64 ``[shards]``, in the view's order.
 
-        A shard that is repeated after others counts again. None if the view leaves the order of the source, so its shards
-        do not follow one another.
+        A shard that is repeated after others counts again. A mixture returns runs of records that lie in few shards. None if
+        the view leaves the order of the source, so its shards do not follow one another.
 
         Args:
           ends: the record id after each shard's last record, int64 ``[shards]``, ascending.
@@ -84,7 +64,7 @@ class Strided:
     """Every ``step``-th record from ``start`` on."""
 
     def __init__(self, start: int, step: int, length: int) -> None:
-        self.start, self.step, self._length = start, step, length
+        self.start, self.step, self._length = start, step if length > 1 else 1, length
 
     def __len__(self) -> int:
         return self._length
@@ -340,7 +320,7 @@ class View:
 
 @public("meshfeed.sources")
 @hides_own_frames
-def Subset(source: object, indices: slice | Sequence[int] | np.ndarray) -> View:
+def Subset(source: object, indices: slice | Sequence[int] | np.ndarray) -> Any:
     """Selects records of a source, by a slice or by their ids.
 
     Record i of the subset is record ``indices[i]`` of the source, read by the same calls and with the same decoder.
@@ -356,9 +336,12 @@ def Subset(source: object, indices: slice | Sequence[int] | np.ndarray) -> View:
 
     Raises:
       SettingsError: ``indices`` is neither, or an id is not in the source; names the id.
-      SourceError: the source is a stream, orders its records itself, as a mixture does, or no record is selected.
+      SourceError: the source is a stream, or no record is selected.
     """
-    records = plain_records(source, "Subset")
+    return select(source, "Subset", lambda records: _subset(records, indices))
+
+
+def _subset(records: Any, indices: slice | Sequence[int] | np.ndarray) -> View:
     length = len(records)
     if isinstance(indices, slice):
         try:
@@ -417,7 +400,7 @@ def _chosen(num_records: int, first: int, stop: int, key: int) -> Ids:
 
 @public("meshfeed.sources")
 @hides_own_frames
-def Sample(source: object, num_records: int, *, seed: int = 0) -> View:
+def Sample(source: object, num_records: int, *, seed: int = 0) -> Any:
     """Repeats the records of a source evenly, up or down to a given number of them.
 
     Of n records, each comes ``num_records // n`` times, and a random ``num_records % n`` of them once more. The first n
@@ -434,12 +417,16 @@ def Sample(source: object, num_records: int, *, seed: int = 0) -> View:
 
     Raises:
       SettingsError: ``num_records`` or ``seed`` is out of range.
-      SourceError: the source is a stream, has no records, or orders its records itself, as a mixture does.
+      SourceError: the source is a stream, or has no records.
     """
-    records = plain_records(source, "Sample")
-    count, seed, length = checked_count(num_records, "num_records"), _checked_seed(seed), len(records)
+    count, seed = checked_count(num_records, "num_records"), _checked_seed(seed)
     if count > MAX_POSITION:
         raise SettingsError(f"num_records={num_records!r}; it takes at most 2**62.", setting="num_records")
+    return select(source, "Sample", lambda records: _sample(records, count, seed))
+
+
+def _sample(records: Any, count: int, seed: int) -> View:
+    length = len(records)
     if not length:
         raise SourceError(f"Sample got a {type(records).__name__} with 0 records.")
     times, more = divmod(count, length)
@@ -451,7 +438,7 @@ def Sample(source: object, num_records: int, *, seed: int = 0) -> View:
 @hides_own_frames
 def random_split(
     source: object, fractions: Mapping[str, float], *, seed: int = 0, by: str = "record"
-) -> dict[str, View]:
+) -> dict[str, Any]:
     """Splits a source at random into parts that have no record in common.
 
     The parts depend only on the number of records (with ``by="shard"``, on those of each shard), the fractions in their
@@ -471,10 +458,15 @@ def random_split(
 
     Raises:
       SettingsError: ``fractions``, ``seed`` or ``by`` is invalid, or a part would have no record; names the part.
-      SourceError: the source is a stream, orders its records itself, as a mixture does, or has no files to split by.
+      SourceError: the source is a stream, or has no files to split by.
     """
-    records = plain_records(source, "random_split")
     check_choice(by, "by", "record", "shard")
+    records = as_source(source)
+    groups = hooks.find(records, hooks.GroupsRecords)
+    if groups is not None:
+        parts = random_split(groups.ungrouped(), fractions, seed=seed, by=by)
+        return {name: groups.regrouped(part) for name, part in parts.items()}
+    records = plain_records(records, "random_split")
     sizes = _sizes(fractions, len(records))
     seed = _checked_seed(seed)
     ends = np.cumsum([0, *sizes.values()]).tolist()

@@ -18,8 +18,8 @@ from meshfeed._src.reading.records import SourceReader, file_of, reads_columns, 
 from meshfeed._src.sources.checks import check_ids, check_lengths
 from meshfeed._src.sources.documents import read_items
 from meshfeed._src.sources.joined import caching
+from meshfeed._src.sources.lists import plain_records
 from meshfeed._src.sources.recognize import describe_source
-from meshfeed._src.sources.selection import plain_records
 
 _OWN_NUMBERS = 134  # purpose of a derived key: each source's decoder draws numbers of its own
 
@@ -34,8 +34,8 @@ class Zip:
       sources: name → random-access source, or any object that the feed accepts as such; all of one length.
 
     Raises:
-      SourceError: there is no source, two differ in length, or one is a stream or orders its records itself, as a mixture
-        does; names the sources.
+      SourceError: there is no source, two differ in length, or one is a stream or groups its records, as Buckets does;
+        names the sources.
     """
 
     kind = "zip"

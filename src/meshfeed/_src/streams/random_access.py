@@ -90,8 +90,8 @@ class RandomAccessStream:
         if sharded is None:
             raise SettingsError(
                 "shuffle='shards' needs a source whose files are downloaded whole (ArrayRecord, MDS, Parquet, Tokens, "
-                f"WebDataset, and Map, Padded, Mixture and views over them); this one is of kind {kind_of(self.source)!r}. "
-                "Pass shuffle=True, or a number of records per block.",
+                "WebDataset, and Map, Padded, Packed, Buckets, Mixture and views over them, in the order of the files); this "
+                f"one is of kind {kind_of(self.source)!r}. Pass shuffle=True, or a number of records per block.",
                 setting="shuffle",
             )
         return sharded.shard_lengths()
