@@ -61,9 +61,8 @@ class _Handler(RangeHandler):
             return
         with path.open("rb") as file:
             size = os.fstat(file.fileno()).st_size
-            part = self.wanted_range()
-            start, end = part or (0, size)
-            stop = size if end is None else end
+            part = self.wanted_range(size)
+            start, stop = part or (0, size)
             ranged = {"Content_Range": f"bytes {start}-{stop - 1}/{size}"} if part else {}
             self.head(206 if part else 200, stop - start, ETag=f'"{self.path}"', **_HEADERS, **ranged)
             file.seek(start)

@@ -45,12 +45,15 @@ class _Server(asyncio.Protocol):
     def _answer(self, head: bytes) -> None:
         method, path, _ = head.split(b" ", 2)
         content = self._files.get(path.decode())
-        wanted = re.search(rb"range: bytes=(\d+)-(\d+)", head.lower())
+        wanted = re.search(rb"range: bytes=(\d*)-(\d+)", head.lower())
         if content is None:
             answer = b"HTTP/1.1 404 Not Found\r\nContent-Length: 0\r\n\r\n"
         elif wanted:
-            body = content[int(wanted[1]) : int(wanted[2]) + 1]
-            answer = b"HTTP/1.1 206 Partial Content\r\nContent-Length: %d\r\n\r\n" % len(body) + body
+            first, last = (int(wanted[1]), int(wanted[2])) if wanted[1] else (-int(wanted[2]), len(content))
+            body = content[first : last + 1]
+            start = first % len(content)
+            answer = b"HTTP/1.1 206 Partial Content\r\nContent-Length: %d\r\n" % len(body)
+            answer += b"Content-Range: bytes %d-%d/%d\r\n\r\n" % (start, start + len(body) - 1, len(content)) + body
         else:
             answer = b"HTTP/1.1 200 OK\r\nAccept-Ranges: bytes\r\nContent-Length: %d\r\n\r\n" % len(content)
             answer += b"" if method == b"HEAD" else content

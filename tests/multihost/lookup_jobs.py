@@ -23,14 +23,27 @@ def outcome(urls: list[str], folder: str) -> Any:
     return len(source)
 
 
+def read_first(urls: list[str], folder: str) -> tuple[int, bytes]:
+    """Number of records, and the first one, whose file every host fetches."""
+    source = ArrayRecord(urls, cache=ShardCache(f"{folder}/first/{jax.process_index()}"))
+    return len(source), source[0]
+
+
 def look(
-    once: list[str], good: list[str], other: list[str], missing: list[str], corrupt: list[str], folder: str
+    once: list[str],
+    first: list[str],
+    good: list[str],
+    other: list[str],
+    missing: list[str],
+    corrupt: list[str],
+    folder: str,
 ) -> dict[str, Any]:
     host = jax.process_index()
     # The server counts by this header.
     fsspec.config.conf["http"] = {"client_kwargs": {"headers": {"X-Host": str(host)}}}
     found: dict[str, Any] = {}
     found["once"] = outcome(once, folder)
+    found["first"] = read_first(first, folder)
     pairs = [("good", good), ("other", other)]
     for name, urls in pairs if host % 2 else pairs[::-1]:  # in any order
         found[name] = outcome(urls, folder)

@@ -46,24 +46,28 @@ def test_each_file_is_looked_at_by_one_host(tmp_path: Path) -> None:
     for name in ("other-1", "other-2", "after", "last"):
         store.put(name, store.files["good-00"])
     once = [store.put(name.replace("good", "once"), content) for name, content in list(store.files.items())[:FILES]]
+    first = [store.put("first", store.files["good-00"]), store.url("good-01")]
     other = [store.url(name) for name in ("other-1", "other-2")]
     missing = [*other, store.url("gone"), store.url("also-gone")]
     corrupt = [store.url("after"), store.put("damaged", b"x" * 100_000), store.url("last")]
     results = run_hosts(
-        lookup_jobs.look, once, urls, other, missing, corrupt, str(tmp_path), num_hosts=HOSTS, devices_per_host=1
+        lookup_jobs.look, once, first, urls, other, missing, corrupt, str(tmp_path), num_hosts=HOSTS, devices_per_host=1
     )
     values = [result.value for result in results]
 
     records = sum(1 + part % 5 for part in range(FILES))
     names = ("once", "good", "other", "again")
     assert [[value[name] for name in names] for value in values] == [[records, records, 2, records]] * HOSTS
-    once = [count for (_, path, _), count in CountingHandler.counts.items() if path.startswith("/once")]
-    assert once == [1] * 2 * FILES  # the size and the footer of each, by one host
-    for method in ("HEAD", "GET"):
-        by_host = collections.Counter(
-            by for kind, path, by in CountingHandler.counts if kind == method and path.startswith("/once")
-        )
-        assert sorted(by_host.values()) == [4] * 4 + [5] * 4
+    asked = {key: count for key, count in CountingHandler.counts.items() if key[1].startswith("/once")}
+    assert list(asked.values()) == [1] * FILES  # the size and the footer of each in one request, by one host
+    assert {method for method, _, _ in asked} == {"GET"}
+    assert sorted(collections.Counter(by for _, _, by in asked).values()) == [4] * 4 + [5] * 4
+    # The host that looked at it tells the others what it found: they ask only for its bytes, and whether it has changed.
+    assert [value["first"] for value in values] == [(3, b"abc")] * HOSTS
+    heads = [
+        count for (method, path, _), count in CountingHandler.counts.items() if (method, path) == ("HEAD", "/first")
+    ]
+    assert heads == [1] * HOSTS
     kind, message, path = values[0]["missing"]
     assert (kind, "there is no file" in message, "gone" in message) == ("SourceError", True, True)
     assert [value["missing"] for value in values] == [[kind, message, path]] * HOSTS

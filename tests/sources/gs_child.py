@@ -10,15 +10,17 @@ from gcp_storage_emulator.handlers import objects
 
 from meshfeed import SourceError
 from meshfeed._src.sources.files import direct
+from meshfeed._src.sources.files.paths import stored_file
 
 plain_download = objects.download
 
 
 def download(request: Any, response: Any, storage: Any, *args: Any, **kwargs: Any) -> None:
-    """Adds the header that Google sends and the emulator leaves out."""
+    """Adds the headers that Google sends and the emulator leaves out."""
     plain_download(request, response, storage, *args, **kwargs)
     entry = storage.get_file_obj(request.params["bucket_name"], request.params["object_id"])
     response["x-goog-generation"] = entry["generation"]
+    response["x-goog-hash"] = f"crc32c={entry['crc32c']},md5={entry['md5Hash']}"
 
 
 def main() -> None:
@@ -32,6 +34,10 @@ def main() -> None:
         fsspec.config.conf["gs"] = {"token": "anon", "endpoint_url": endpoint, "project": "test"}
         files = fsspec.filesystem("gs")
         files.pipe_file("bucket/x", b"1" * 100)
+        with_part = direct._look_up_with("gs://bucket/x", "test", slice(-10, None))
+        assert with_part is not None, "no answer to a look-up by range"
+        assert with_part.file == stored_file(files.info("bucket/x")), with_part
+        assert with_part.content[-10:] == b"1" * 10
         file, version = direct.identify("gs://bucket/x", None, source="test")
         assert version.startswith("generation=")
         assert file.read(3, 5) == b"11"

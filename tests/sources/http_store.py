@@ -21,7 +21,11 @@ class Store(http.server.ThreadingHTTPServer):
         self.files: dict[str, bytes] = {}
         self.fetches: list[str] = []
         self.ranges = True
+        self.suffix = (
+            0  # status of the answer to "the last bytes": of the whole file, an error, or the first bytes; 0: right
+        )
         self.range_requests = 0
+        self.asked: list[tuple[str, str]] = []  # method and name of each request
         self.fail = 0  # so many fetches answer 503
         self.cut = 0  # so many fetches break off half-way
         self.broken: dict[tuple[str, int], str] = {}  # (name, first byte) → "cut" or "stall": once, half-way; or "busy"
@@ -64,13 +68,15 @@ class RangeHandler(http.server.BaseHTTPRequestHandler):
     def _answer(self, *, body: bool) -> None:
         raise NotImplementedError
 
-    def wanted_range(self) -> tuple[int, int | None] | None:
-        """First byte and the one after the last, None for the end of the file; None if the whole file is wanted."""
+    def wanted_range(self, num_bytes: int) -> tuple[int, int] | None:
+        """First byte and the one after the last of those wanted of so many; None if the whole file is wanted."""
         wanted = self.headers.get("Range")
         if not wanted:
             return None
         start, _, end = wanted.removeprefix("bytes=").partition("-")
-        return int(start), int(end) + 1 if end else None
+        if not start:
+            return max(0, num_bytes - int(end)), num_bytes
+        return int(start), min(int(end) + 1, num_bytes) if end else num_bytes
 
     def head(self, status: int, length: int, **headers: str) -> None:
         self.send_response(status)
@@ -84,17 +90,24 @@ class _Handler(RangeHandler):
 
     def _answer(self, *, body: bool) -> None:
         store, name = self.server, self.path.lstrip("/")
+        store.asked.append((self.command, name))
         content = store.files.get(name)
         if content is None:
             self.head(404, 0)
             return
         whole, wanted = len(content), self.headers.get("Range")
         etag = hashlib.md5(content).hexdigest()
-        first, stop = (store.ranges and self.wanted_range()) or (0, None)
-        ranged = store.ranges and wanted is not None
-        if body and ranged and store.shifted and (stop or whole) < whole:
+        suffix = wanted is not None and wanted.startswith("bytes=-")
+        ranged = store.ranges and wanted is not None and not (suffix and store.suffix == 200)
+        first, stop = (self.wanted_range(whole) if ranged else None) or (0, whole)
+        if suffix and store.suffix in (400, 416, 501):
+            self.head(store.suffix, 0)
+            return
+        if suffix and store.suffix == 206:  # taken for the first bytes
+            first, stop = 0, stop - first
+        if body and ranged and store.shifted and stop < whole:
             store.shifted -= 1
-            first, stop = first + 1, (stop or whole) + 1
+            first, stop = first + 1, stop + 1
         content = content[first:stop]
         ends = first + len(content) == whole
         fetched = body and wanted in (None, "bytes=0-", f"bytes=0-{BLOCK - 1}")

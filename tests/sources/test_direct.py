@@ -29,6 +29,7 @@ from meshfeed._src.base.settings import Retry
 from meshfeed._src.reading.identity import digest_tree, source_identity
 from meshfeed._src.sources import webdataset
 from meshfeed._src.sources.files import direct
+from meshfeed._src.sources.files.paths import stored_file
 from meshfeed._src.sources.manifest import make_manifest
 from meshfeed.sources import MDS, ArrayRecord, DecodeRaw, Parquet, Tokens, WebDataset
 
@@ -392,6 +393,10 @@ def test_s3(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
         write_records(tmp_path)
         for path in tmp_path.iterdir():
             files.put_file(str(path), f"direct/{path.name}")
+        with_part = direct._look_up_with("s3://direct/1.array_record", "test", slice(-100, None))
+        assert with_part is not None
+        assert with_part.file == stored_file(files.info("direct/1.array_record"))
+        assert with_part.content[-100:] == (tmp_path / "1.array_record").read_bytes()[-100:]
         source = ArrayRecord("s3://direct/*.array_record")
         same(ArrayRecord(f"{tmp_path}/*.array_record"), source)
         other = fsspec.filesystem(

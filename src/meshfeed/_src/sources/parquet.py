@@ -233,7 +233,7 @@ def inspect(name: str, cache: ShardCache | None) -> ParquetShard:
     """Counts the rows of a file from its footer, without fetching the rest of a remote one."""
     if cache is not None and compression_of(name):
         return inspect_copy(name, cache, lambda copy: inspect(copy, None))
-    opened, version = look_at(name, cache, source="Parquet")
+    opened, version = look_at(name, cache, source="Parquet", part=slice(-_TAIL_BYTES, None))
     with _open_footer(opened) if isinstance(opened, RemoteBytes) else ParquetFile(name) as file:
         schema = file.schema.remove_metadata().serialize().to_pybytes()
         return ParquetShard(name, opened.num_bytes, version, file.metadata.num_rows, schema)

@@ -372,7 +372,7 @@ def _inspect_url(url: str, cache: ShardCache | None) -> ShardFile:
       CorruptDataError: if the file is empty, truncated, or not an ArrayRecord file.
       OSError: if it cannot be read.
     """
-    remote, version = identify(url, cache, source="ArrayRecord")
+    remote, version = identify(url, cache, source="ArrayRecord", part=slice(-_TAIL_BYTES - _BLOCK_BYTES, None))
     sparse = _copy_footer(remote)
     path = f"/proc/self/fd/{sparse.number}"
     try:

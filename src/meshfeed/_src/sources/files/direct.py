@@ -11,6 +11,7 @@ import asyncio
 import contextlib
 import contextvars
 import functools
+import logging
 import os
 import re
 import threading
@@ -27,6 +28,7 @@ from meshfeed._src.base.retry import call_with_retry
 from meshfeed._src.base.settings import Retry
 from meshfeed._src.sources.files import paths as file_paths
 
+_log = logging.getLogger("meshfeed.sources.direct")
 _GAP_BYTES = 64 << 10  # transferred in less time than a request takes to be answered
 _JOINED_BYTES = 8 << 20
 _IN_FLIGHT_BYTES = 64 << 20  # per read; bounds its memory
@@ -48,17 +50,31 @@ class RemoteBytes:
     """A remote file that is read without a copy. Thread-safe.
 
     An empty ``version`` becomes that of the first answer. ``source``, which reads the file, and ``manifest``, the path of the
-    manifest that lists its size, if any, are for errors.
+    manifest that lists its size, if any, are for errors. ``known`` is the offset of bytes that need no request, and
+    these bytes.
     """
 
-    def __init__(self, url: str, num_bytes: int, version: str, source: str, manifest: str = "") -> None:
+    def __init__(
+        self,
+        url: str,
+        num_bytes: int,
+        version: str,
+        source: str,
+        manifest: str = "",
+        known: tuple[int, bytes] = (0, b""),
+    ) -> None:
         self.url, self.num_bytes, self.version, self.source = url, num_bytes, version, source
+        self._known_start, self._known = known
         self._manifest = manifest
         self._looked_up = time.monotonic()
 
     def read(self, start: int, stop: int) -> bytes:
         """Reads bytes ``[start, stop)``; fewer if the file ends before."""
-        return read_ranges([ByteRange(self, start, min(stop, self.num_bytes))])[0]
+        stop = min(stop, self.num_bytes)
+        low, high = start - self._known_start, stop - self._known_start
+        if low >= 0 and high <= len(self._known):
+            return self._known[low:high]
+        return read_ranges([ByteRange(self, start, stop)])[0]
 
     def check_answer(self, headers: Mapping[str, str]) -> None:
         """Compares the headers of an answer, found in lower case, with the version.
@@ -103,6 +119,12 @@ class RemoteBytes:
 
 # Field of a version → header of an answer.
 _VERSION_HEADERS = {"ETag": "etag", "generation": "x-goog-generation", "Last-Modified": "last-modified"}
+# Protocol → the fields that fsspec's info() has of those, so that a look-up by range finds the same version.
+_LOOK_UP_FIELDS = {
+    **dict.fromkeys(("http", "https"), ("ETag", "Last-Modified")),
+    **dict.fromkeys(("s3", "s3a"), ("ETag",)),
+    **dict.fromkeys(("gs", "gcs"), ("generation",)),
+}
 
 
 class ByteRange(NamedTuple):
@@ -120,20 +142,116 @@ class IdentifiesFiles(Protocol):
         """Returns the size of a remote file in bytes, and the key of its content."""
         ...
 
+    def looked_up(self, url: str) -> file_paths.StoredFile | None:
+        """Returns what it has found about a file; None if nothing yet."""
+        ...
 
-def identify(url: str, cache: IdentifiesFiles | None, *, source: str) -> tuple[RemoteBytes, str]:
+    def remember(self, url: str, found: file_paths.StoredFile) -> None:
+        """Takes what was found about a file elsewhere, in place of a look-up."""
+        ...
+
+
+def identify(
+    url: str, cache: IdentifiesFiles | None, *, source: str, part: slice | None = None
+) -> tuple[RemoteBytes, str]:
     """Looks up a remote file, with retries; returns it, and a version, which changes if the content at the URL changes.
+
+    Args:
+      url: the URL.
+      cache: the cache through which the file is read, if any.
+      source: name of the source, for errors.
+      part: the bytes that are read next: the first, ``slice(0, n)``, or the last, ``slice(-n, None)``. They come with the
+        look-up, in one request, where the store's answers can be seen and it serves such ranges.
 
     Raises:
       SourceError: if the file does not exist, or the server does not report its size.
       OSError: if the store does not answer.
     """
+    is_known = cache is not None and cache.looked_up(url) is not None
+    first = None if part is None or is_known else _look_up_with(url, source, part)
+    known = (0, b"") if first is None else (first.start, first.content)
     if cache is not None:
+        if first is not None:
+            cache.remember(url, first.file)
         num_bytes, key = cache.identify(url)
-        return RemoteBytes(url, num_bytes, "", source), key
-    num_bytes, info = file_paths.look_up(url, source, _RETRY)
-    version = file_paths.version_of(info)
-    return RemoteBytes(url, num_bytes, version, source), version
+        return RemoteBytes(url, num_bytes, "" if first is None else first.file.version, source, known=known), key
+    found = file_paths.stored_file(file_paths.look_up(url, source, _RETRY)[1]) if first is None else first.file
+    return RemoteBytes(url, found.num_bytes, found.version, source, known=known), found.version
+
+
+class _FirstAnswer(NamedTuple):
+    """What a store reports of a file, and some of its bytes with their offset."""
+
+    file: file_paths.StoredFile
+    start: int
+    content: bytes
+
+
+def _look_up_with(url: str, source: str, part: slice) -> _FirstAnswer | None:
+    """Requests the first or the last bytes of a file that has not been looked up.
+
+    Returns None if that does not answer the question, for whatever reason: the file is then looked up as any other, which
+    raises what there is to raise.
+    """
+    protocol = url.partition("://")[0]
+    if protocol not in _LOOK_UP_FIELDS:  # the headers of answers, and so the size, are not visible
+        return None
+    files, path = _file_system(url, source)
+    from fsspec.asyn import sync
+
+    try:
+        headers, content = sync(files.loop, _get_part, files, path, protocol, part, timeout=_SILENT_SECONDS)
+        return _parse_first(headers, content, _LOOK_UP_FIELDS[protocol], part)
+    except Exception as error:
+        _log.debug("%s does not answer a look-up by range: %s: %s", url, type(error).__name__, error)
+        return None
+
+
+def _parse_first(
+    headers: Mapping[str, str], content: bytes | None, fields: Sequence[str], part: slice
+) -> _FirstAnswer | None:
+    """Returns what an answer says about its file; ``content`` is None if it is the whole file and was not read."""
+    found = _CONTENT_RANGE.match(headers.get("content-range", ""))
+    if found is not None:
+        start, stop, total = int(found[1]), int(found[2]) + 1, found[3]
+    else:  # a server without ranges
+        start, total = 0, headers.get("content-length", "")
+        stop = int(total) if total.isdecimal() else -1
+    if not total.isdecimal() or (content is not None and len(content) != stop - start):
+        return None
+    if start if part.start == 0 else stop != int(total):  # a server that takes the last bytes for the first
+        return None
+    info: dict[str, Any] = {field: headers[name] for field in fields if (name := _VERSION_HEADERS[field]) in headers}
+    for digest in headers.get("x-goog-hash", "").split(","):
+        name, _, value = digest.strip().partition("=")
+        info |= {"md5Hash": value} if name == "md5" else {}
+    return _FirstAnswer(file_paths.stored_file({"size": total, **info}), start, content or b"")
+
+
+async def _get_part(files: Any, path: str, protocol: str, part: slice) -> tuple[Mapping[str, str], bytes | None]:
+    """Requests ``part``; returns the headers and the bytes, or None for those of a whole file that is larger."""
+    if not protocol.startswith("http"):
+        if protocol.startswith("s3"):
+            await _prepare_s3(files, [path])
+        noted: list[Mapping[str, str]] = []
+        _headers.set(noted)
+        # One more: some versions of fsspec leave a byte out.
+        content = await files._cat_file(path, start=part.start and part.start - 1, end=part.stop)
+        headers = noted[-1]
+        digests = headers.getall("x-goog-hash", []) if hasattr(headers, "getall") else []  # type: ignore[attr-defined]
+        return {**{name.lower(): value for name, value in headers.items()}, "x-goog-hash": ",".join(digests)}, content
+    # Not _cat_file, which reads the answer of a server that ignores ranges to its end.
+    settings, session = dict(files.kwargs), await files.set_session()
+    wanted = f"bytes={part.start or 0}-{part.stop - 1}" if part.stop else f"bytes={part.start}"
+    headers = {**settings.pop("headers", {}), "Range": wanted, "Accept-Encoding": "identity"}
+    async with session.get(files.encode_url(path), headers=headers, **settings) as answer:
+        answer.raise_for_status()
+        if answer.headers.get("Content-Encoding", "identity") != "identity":
+            raise ValueError(f"the answer is compressed: {answer.headers['Content-Encoding']}")
+        found = {name.lower(): value for name, value in answer.headers.items()}
+        length = int(found.get("content-length", _JOINED_BYTES))
+        is_small = length <= (part.stop or -part.start)
+        return found, await answer.read() if answer.status == 206 or is_small else None
 
 
 def read_ranges(ranges: Sequence[ByteRange]) -> list[bytes]:
@@ -256,11 +374,21 @@ def _checked(one: ByteRange, answer: bytes | Exception, headers: Mapping[str, st
     except Exception as error:
         return error
     if len(answer) == one.file.num_bytes != one.stop - one.start:  # a server without range requests
+        _warn_of_whole_files(one.file.url.partition("://")[2].partition("/")[0])
         answer = answer[one.start : one.stop]
     if len(answer) != one.stop - one.start:
         what = f"{len(answer):,} bytes came for the range [{one.start:,}, {one.stop:,})"
         return OSError(f"{one.file.source}: {one.file.url}: {what}")
     return answer
+
+
+@functools.cache
+def _warn_of_whole_files(server: str) -> None:
+    _log.warning(
+        "%s answers requests for a range of bytes with the whole file, so that reading a footer or a few records transfers "
+        "all of it. Serve the files with range requests, or copy them to a local disk",
+        server,
+    )
 
 
 def check_range(headers: Mapping[str, str], start: int, stop: int, url: str) -> None:
@@ -276,7 +404,7 @@ def check_range(headers: Mapping[str, str], start: int, stop: int, url: str) -> 
         )
 
 
-_CONTENT_RANGE = re.compile(r"\s*bytes\s+(\d{1,18})-(\d{1,18})/", re.IGNORECASE)
+_CONTENT_RANGE = re.compile(r"\s*bytes\s+(\d{1,18})-(\d{1,18})/(\d{0,18})", re.IGNORECASE)
 _Answer: TypeAlias = "tuple[bytes | Exception, Mapping[str, str]]"
 """The bytes of a range or the error, and the headers of the answer."""
 

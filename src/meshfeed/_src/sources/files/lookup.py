@@ -79,10 +79,12 @@ def find_files(paths: file_paths.Paths, cache: ShardCache | None, form: FileForm
     listed = {entry.path: (entry, one.path) for one in found for entry in one.files}
     if cache is not None:
         cache.expect({path: entry.digest for path, (entry, _) in listed.items() if entry.digest and is_url(path)})
-    return _find_each(names, listed, form), [one.path for one in found]
+    return _find_each(names, listed, form, cache), [one.path for one in found]
 
 
-def _find_each(names: Sequence[str], listed: Mapping[str, tuple[FileEntry, str]], form: FileFormat[S]) -> list[S]:
+def _find_each(
+    names: Sequence[str], listed: Mapping[str, tuple[FileEntry, str]], form: FileFormat[S], cache: ShardCache | None
+) -> list[S]:
     """Returns what is in each file, given those that manifests list, each with the path of its manifest."""
 
     def find(name: str) -> S:
@@ -94,12 +96,12 @@ def _find_each(names: Sequence[str], listed: Mapping[str, tuple[FileEntry, str]]
     # Local files are not divided among hosts: a look takes 0.1 ms, and each host may have its own disk.
     local = [name for name in names if not is_url(name)]
     remote = list(dict.fromkeys(name for name in names if is_url(name) and name not in listed))
-    known = {**dict(zip(local, file_paths.in_threads(find, local), strict=True)), **_look(remote, form)}
+    known = {**dict(zip(local, file_paths.in_threads(find, local), strict=True)), **_look(remote, form, cache)}
     # What remote files are listed with costs no request: 10,000 calls in threads would take 0.1 s.
     return [known[name] if name in known else find(name) for name in names]
 
 
-def _look(names: Sequence[str], form: FileFormat[S]) -> dict[str, S]:
+def _look(names: Sequence[str], form: FileFormat[S], cache: ShardCache | None) -> dict[str, S]:
     """Looks at remote files, together with the other hosts of the job."""
     here: dict[str, S] = {}
 
@@ -114,24 +116,34 @@ def _look(names: Sequence[str], form: FileFormat[S]) -> dict[str, S]:
         mine = [names[number] for number in numbers]
         found = file_paths.in_threads(inspect, mine)
         here.update(zip(mine, found, strict=True))
-        return [[file.num_bytes, file.num_records, file.version, file.details()] for file in found]
+        stored = [cache and cache.looked_up(name) for name in mine]
+        return [
+            [file.num_bytes, file.num_records, file.version, one and list(one), file.details()]
+            for file, one in zip(found, stored, strict=True)
+        ]
 
     found = look_together(names, form.source, look) if names else []
-    for name, (num_bytes, num_records, version, details) in zip(names, found, strict=True):
+    for name, (num_bytes, num_records, version, stored, details) in zip(names, found, strict=True):
         if name not in here:
+            if cache is not None and stored is not None:
+                cache.remember(name, file_paths.StoredFile(*stored))
             here[name] = form.rebuild(FileEntry(name, num_bytes, num_records, None, details), version, "")
     return here
 
 
-def look_at(name: str, cache: ShardCache | None, *, source: str) -> tuple[Descriptor | RemoteBytes, str]:
+def look_at(
+    name: str, cache: ShardCache | None, *, source: str, part: slice | None = None
+) -> tuple[Descriptor | RemoteBytes, str]:
     """Returns a file from which its header or footer can be read, without fetching the rest of a remote one, and its version.
+
+    ``part``, the header or the footer, is that of :func:`meshfeed._src.sources.files.direct.identify`.
 
     Raises:
       SourceError: if it does not exist, or the server does not report its size.
       OSError: if it cannot be opened, or the store does not answer.
     """
     if is_url(name):
-        return identify(name, cache, source=source)
+        return identify(name, cache, source=source, part=part)
     try:
         opened = Descriptor(name)
     except FileNotFoundError as error:

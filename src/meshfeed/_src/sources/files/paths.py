@@ -13,7 +13,7 @@ import glob
 import os
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any, TypeAlias, TypeVar
+from typing import Any, NamedTuple, TypeAlias, TypeVar
 
 import xxhash
 
@@ -289,6 +289,19 @@ def look_up(url: str, source: str, retry: Retry = _RETRY, *, fresh: bool = False
             "local disk."
         )
     return int(info["size"]), info
+
+
+class StoredFile(NamedTuple):
+    """What a store reports of a file: its size, its version (see :func:`version_of`), and its checksum if it has one."""
+
+    num_bytes: int
+    version: str
+    checksum: str | None = None
+
+
+def stored_file(info: Mapping[str, Any]) -> StoredFile:
+    """Returns what a :func:`file_info` with a size reports."""
+    return StoredFile(int(info["size"]), version_of(info), stored_md5(info))
 
 
 def version_of(info: Mapping[str, object]) -> str:

@@ -51,7 +51,7 @@ from meshfeed._src.base.types import public
 from meshfeed._src.sources.checks import is_count
 from meshfeed._src.sources.files.download import Download, Downloads
 from meshfeed._src.sources.files.formats import decompress
-from meshfeed._src.sources.files.paths import changed, describe_change, look_up, stored_md5, version_of
+from meshfeed._src.sources.files.paths import StoredFile, changed, describe_change, look_up, stored_file
 
 _T = TypeVar("_T")
 _LOCK_POLL_SECONDS = 0.001  # polls, because flock has no timeout
@@ -402,6 +402,7 @@ class ShardCache:
         self._verify = verify
         self._stall_seconds, self._read_timeout_seconds = stall_seconds, read_timeout_seconds
         self._entries: dict[tuple[str, str | None], _Entry] = {}
+        self._found: dict[str, StoredFile] = {}
         pickled = set(self.__dict__)
         self._forget_process()
         self._of_process = self.__dict__.keys() - pickled
@@ -511,6 +512,14 @@ class ShardCache:
         entry = self._entry(url)
         return entry.num_bytes, entry.key
 
+    def looked_up(self, url: str) -> StoredFile | None:
+        """Returns the size, version and checksum of a file that this cache has looked up, or None."""
+        return self._found.get(url)
+
+    def remember(self, url: str, found: StoredFile) -> None:
+        """Takes the size, version and checksum of a file from a look-up elsewhere, unless they are known."""
+        self._found.setdefault(url, found)
+
     def version_of(self, url: str) -> str:
         """Returns the version of a file as the store reports it; empty if it reports none."""
         return self._entry(url).version
@@ -529,6 +538,7 @@ class ShardCache:
         """
         path = self._entry(url, compression).path
         self._entries.pop((url, compression), None)
+        self._found.pop(url, None)
         self._known.pop(path.name, None)
         self._remove(path)
 
@@ -571,11 +581,12 @@ class ShardCache:
         """Returns the path and checksum of a file's copy; looks up the size and version once, and keeps them."""
         entry = self._entries.get((url, compression))
         if entry is None:
-            size, info = look_up(url, "ShardCache", self._retry)
-            version = version_of(info)
+            if url not in self._found:
+                self._found[url] = stored_file(look_up(url, "ShardCache", self._retry)[1])
+            size, version, stored_checksum = self._found[url]
             name = url.rstrip("/").rsplit("/", 1)[-1]
             key = xxhash.xxh3_128_hexdigest(f"{url}\n{size}\n{version}{compression or ''}".encode())
-            checksum = self._checksums.get(url) or self._checksums.get(name) or stored_md5(info)
+            checksum = self._checksums.get(url) or self._checksums.get(name) or stored_checksum
             path = self.directory / f"{_PREFIX}{key}-{_end_of_name(name)}"
             lock = self.directory / f"{_PREFIX}{key}.lock"
             copy_bytes = size if compression is None else copy_bytes or None
@@ -681,10 +692,11 @@ class ShardCache:
         self._check_version(entry, self._retry)
 
     def _check_version(self, entry: _Entry, retry: Retry) -> None:
-        num_bytes, info = look_up(entry.url, "ShardCache", retry, fresh=True)
-        found = (num_bytes, version_of(info))
-        if found != (entry.num_bytes, entry.version):
-            change = describe_change((entry.num_bytes, entry.version), found)
+        num_bytes, version, _ = stored_file(look_up(entry.url, "ShardCache", retry, fresh=True)[1])
+        if version.partition("=")[0] != entry.version.partition("=")[0]:  # reported for a range, or for HEAD, only
+            version = entry.version
+        if (num_bytes, version) != (entry.num_bytes, entry.version):
+            change = describe_change((entry.num_bytes, entry.version), (num_bytes, version))
             raise changed(f"ShardCache: {entry.url}", change)
 
     def _fetch(self, entry: _Entry, next_use: float | None) -> None:

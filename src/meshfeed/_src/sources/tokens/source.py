@@ -506,11 +506,12 @@ def inspect(path: str, dtype: np.dtype[Any] | None, cache: ShardCache | None) ->
     """
     if cache is not None and compression_of(path):
         return inspect_copy(path, cache, lambda copy: inspect(copy, dtype, None))
-    opened, version = look_at(path, cache, source="Tokens")
     index_path = f"{path[:-4]}.idx"
     if path.endswith(".bin") and _exists(index_path):
-        index = look_at(index_path, cache, source="Tokens")
+        opened, version = look_at(path, cache, source="Tokens")
+        index = look_at(index_path, cache, source="Tokens", part=slice(0, _MEGATRON_BYTES))
         return _checked_dtype(_inspect_megatron(path, opened.num_bytes, version, *index), dtype)
+    opened, version = look_at(path, cache, source="Tokens", part=slice(0, _HEAD_BYTES))
     head = opened.read(0, min(opened.num_bytes, _HEAD_BYTES))
     bare = TokenFile(path, opened.num_bytes, version, 0, dtype or np.dtype(np.uint8))
     if head.startswith(_NPY_MAGIC):
