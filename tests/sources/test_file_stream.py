@@ -84,6 +84,54 @@ def test_fewer_files_than_lanes_are_cut_evenly(groups, num_lanes):
     assert max(sizes) - min(sizes) <= 1
 
 
+@given(_GROUPS, st.integers(1, 13), st.integers(0, 30))
+def test_the_second_version_makes_lanes_even_and_reads_few_groups_twice(groups, num_lanes, first):
+    files = keep_rows(len(groups), first, None, lambda index: groups[index])
+    assert files is not None
+    cuts = {
+        version: [cut_files(files, lane, num_lanes, lambda index: groups[index], version) for lane in range(num_lanes)]
+        for version in (1, 2)
+    }
+    rows = {
+        version: [
+            [(piece.file_index, row) for piece in one.pieces for row in rows_of(piece, sum(groups[piece.file_index]))]
+            for one in found
+        ]
+        for version, found in cuts.items()
+    }
+    every = sorted(itertools.chain(*rows[1]))
+    assert sorted(itertools.chain(*rows[2])) == every
+    lengths = list(map(len, rows[2]))
+    if cuts[2][0].unit != "even":
+        assert cuts[2] == cuts[1]
+        assert num_lanes == 1 or (len(every) // num_lanes - min(lengths)) * num_lanes <= 0.01 * len(every)
+        return
+    assert max(lengths) - min(lengths) <= 1
+    assert list(itertools.chain(*rows[2])) == every  # in order, so a lane begins inside at most one group
+    group_of = {
+        (index, row): (index, number)
+        for index, sizes in enumerate(groups)
+        for row, number in enumerate(n for n, size in enumerate(sizes) for _ in range(size))
+    }
+    read = [{group_of[row] for row in lane} for lane in rows[2]]
+    again = sum(map(len, read)) - len(set().union(*read))
+    assert again < num_lanes
+
+
+def test_files_whose_rows_cannot_be_counted_are_cut_as_before():
+    files = [Piece(index) for index in range(3)]
+    for lane in range(2):
+        both = [cut_files(files, lane, 2, lambda index: None if index else [9], version) for version in (1, 2)]
+        assert both[0] == both[1]
+
+
+def test_the_second_version_says_how_much_is_read_twice():
+    groups = [[4, 4], [4]]  # 12 rows: the second of two lanes begins inside the second group
+    found = [cut_files([Piece(0), Piece(1)], lane, 2, lambda index: groups[index], 2) for lane in range(2)]
+    assert [one.pieces for one in found] == [(Piece(0, 0, 6),), (Piece(0, 6, 8), Piece(1))]
+    assert [one.times_read for one in found] == [pytest.approx(16 / 12)] * 2
+
+
 @given(_GROUPS, st.integers(0, 30), st.one_of(st.none(), st.integers(0, 30)), st.integers(1, 5))
 def test_ranges_of_rows_through_all_files(groups, first, length, num_lanes):
     stop = None if length is None else first + length

@@ -296,7 +296,9 @@ def test_the_state_says_how_files_were_cut(files):
     units = {"parquet": {1: "files", 2: "rows"}, "interleave map": {1: "datasets", 3: "records"}}
     for name, by_lanes in units.items():
         for num_lanes, unit in by_lanes.items():
-            assert Grain(make(name, files)).open(0, num_lanes).get_state()["cut"] == unit
+            source = Grain(make(name, files))
+            assert source.with_cut(1).open(0, num_lanes).get_state()["cut"] == unit
+    assert Grain(make("parquet", files)).open(0, 2).get_state()["cut"] == "even"  # its files differ in length
 
 
 def test_lanes_of_uneven_files_are_even_where_rows_can_be_counted(files):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import json
 import logging
@@ -32,6 +33,10 @@ from meshfeed.sources import HuggingFace  # noqa: E402
 LANES = [1, 2, 3, 4, 5, 12]
 SIZES = [20, 0, 35, 5]  # uneven, one of them without a row
 N = sum(SIZES)
+
+
+def one_device():
+    return Mesh(np.array(jax.devices()[:1]), ("data",))
 
 
 def double(row):
@@ -639,25 +644,67 @@ def test_an_arrow_file_that_is_truncated_while_it_is_read(tmp_path: Path, make_w
         list(tables)
 
 
-@pytest.mark.parametrize(("skipped", "end", "share"), [(0, "drop", 37), (33, "drop", None), (0, "pad", 0)])
-def test_a_lane_that_ends_an_epoch_early_is_named(tmp_path, caplog, skipped, end, share):
+def uneven_files(folder):
     sizes = [60, 60, 60, 36, 60, 60, 60, 60]
     for number, size in enumerate(sizes):
         first = sum(sizes[:number])
-        pq.write_table(pa.table({"id": range(first, first + size)}), tmp_path / f"{number}.parquet", row_group_size=20)
-    files = sorted(map(str, tmp_path.glob("*.parquet")))
-    dataset = load_dataset("parquet", data_files=files, split="train", streaming=True, cache_dir=str(tmp_path / "c"))
+        pq.write_table(pa.table({"id": range(first, first + size)}), folder / f"{number}.parquet", row_group_size=20)
+    files = sorted(map(str, folder.glob("*.parquet")))
+    return load_dataset("parquet", data_files=files, split="train", streaming=True, cache_dir=str(folder / "c"))
+
+
+def ids_of(feed, steps=None):
+    return [np.asarray(batch["id"]).tolist() for batch in itertools.islice(feed, steps)]
+
+
+@pytest.mark.parametrize("skipped", [0, 33])
+def test_lanes_of_uneven_files_lose_only_the_remainder(tmp_path, caplog, skipped):
+    dataset = uneven_files(tmp_path)
     source = HuggingFace(dataset.skip(skipped) if skipped else dataset)
-    mesh = Mesh(np.array(jax.devices()[:1]), ("data",))
-    with meshfeed.Feed(source, mesh, global_batch_size=8, num_lanes=8, end=end) as feed:
-        delivered = sum(1 for _ in feed)
-    lost = round(100 * (1 - delivered * 8 / (sum(sizes) - skipped)))
-    warnings = [text for text in caplog.messages if "will not be delivered" in text]
-    if end == "pad":
-        assert not warnings
-        return
-    assert warnings[0].startswith(f"{lost} % of the records")
-    assert len(warnings) == 1
-    if share is not None:
-        assert (lost, delivered) == (round(100 * (1 - 36 * 8 / sum(sizes))), 36)
-        assert "lane 3 of 8 has 36 records" in warnings[0]
+    with meshfeed.Feed(source, one_device(), global_batch_size=8, num_lanes=8) as feed:
+        delivered = sorted(itertools.chain(*ids_of(feed)))
+        assert feed.get_state()["fingerprint"]["cut"] == 2
+    total = 456 - skipped
+    assert len(delivered) == len(set(delivered)) == total - total % 8
+    assert delivered[0] >= skipped
+    assert max(source.lane_lengths(8)) - min(source.lane_lengths(8)) <= 1
+    assert sum(source.lane_lengths(8)) == total
+    assert not [text for text in caplog.messages if "delivered" in text]
+    by_files = source.with_cut(1)
+    assert min(by_files.lane_lengths(8)) * 8 <= 0.65 * total  # what was delivered before
+
+
+WRAPPERS = {
+    "plain": lambda source: source,
+    "map": lambda source: meshfeed.sources.Map(source, lambda record: {"id": record["id"] + 1}),
+    "shuffle buffer": lambda source: meshfeed.sources.ShuffleBuffer(source, 64),
+    "mixture": lambda source: meshfeed.sources.Mixture(
+        {"a": source, "b": [{"id": np.int64(-i)} for i in range(1, 65)]}, {"a": 3, "b": 1}, block=16
+    ),
+}
+
+
+@pytest.mark.parametrize("wrap", WRAPPERS)
+def test_a_state_from_before_lanes_were_even_continues_with_its_lanes(tmp_path, monkeypatch, wrap):
+    source = HuggingFace(uneven_files(tmp_path))
+    make = functools.partial(meshfeed.Feed, sharding=one_device(), global_batch_size=8, num_epochs=2)
+    with monkeypatch.context() as patch:
+        patch.setattr(type(source), "cut_version", lambda self, num_lanes: 1)
+        with make(WRAPPERS[wrap](source)) as feed:
+            first = ids_of(feed, 20)
+            state = feed.get_state()
+            rest = ids_of(feed)
+    assert "cut" not in state["fingerprint"]
+    if wrap == "plain":
+        assert sorted(np.transpose(first)[3].tolist()) == list(range(180, 200))  # the lane reads the short file
+    with make(WRAPPERS[wrap](source)) as feed:
+        assert ids_of(feed, 20) != first
+        feed.set_state(state)
+        again = ids_of(feed)
+        assert again == rest
+        feed.reset()
+        assert ids_of(feed, 20) == first
+        new = json.loads(json.dumps(state))
+        new["fingerprint"]["cut"] = 3
+        with pytest.raises(StateMismatchError, match="cut"):
+            feed.set_state(new)

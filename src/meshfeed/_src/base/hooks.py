@@ -348,6 +348,18 @@ class CountsLanes(Protocol):
         ...
 
 
+class CutsLanes(Protocol):
+    """Divides its records into lanes by a rule that may change between versions; a state continues under its own."""
+
+    def cut_version(self, num_lanes: int) -> int:
+        """Returns the version for a new stream; 1 if no later version gives other lanes. May count records."""
+        ...
+
+    def with_cut(self, version: int) -> StreamSource:
+        """Returns a copy of the source whose lanes are cut by a version; the source itself cuts new streams."""
+        ...
+
+
 class StagedStream(StreamSource, ChecksSaved, Protocol):
     """A stream that may change after the saved position: a mixture with stages. Its lanes cover all epochs."""
 

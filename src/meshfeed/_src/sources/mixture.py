@@ -528,6 +528,52 @@ class StreamMixture(_Mixture):
             if limited is not None:
                 limited.check_lanes(num_lanes)
 
+    def cut_version(self, num_lanes: int) -> int:
+        """See :class:`meshfeed._src.base.hooks.CutsLanes`: the latest of the components."""
+        found = (hooks.find(source, hooks.CutsLanes) for source in self.components.sources.values())
+        return max((cuts.cut_version(num_lanes) for cuts in found if cuts is not None), default=1)
+
+    def with_cut(self, version: int) -> StreamMixture:
+        """See :class:`meshfeed._src.base.hooks.CutsLanes`."""
+        sources = dict(self.components.sources)
+        for name, source in sources.items():
+            cuts = hooks.find(source, hooks.CutsLanes)
+            if cuts is not None:
+                sources[name] = cuts.with_cut(version)
+        clone = copy.copy(self)  # keeps the identities
+        clone.components = dataclasses.replace(self.components, sources=sources)
+        return clone
+
+    def lane_lengths(self, num_lanes: int) -> list[int] | None:
+        """See :class:`meshfeed._src.base.hooks.CountsLanes`: about, since components are drawn in blocks.
+
+        Of all epochs alike: a lane of a mixture ends once, after its components have been read ``num_epochs`` times.
+        """
+        if len(self.components.stages) != 1:
+            return None
+        weights = self.components.stages[0][1]
+        total = sum(weights.values())
+        ends: list[list[float]] = []  # component → records of each lane when it has been read once
+        for name, weight in weights.items():
+            lengths = self._component_lengths(name, num_lanes) if weight else None
+            if lengths is None and weight:
+                return None
+            repeat = self.components.repeat.get(name, 1)
+            ends += [] if lengths is None else [[length * repeat * total / weight for length in lengths]]
+        decides = min if self._on_end == "stop" else max
+        return [int(decides(lane)) for lane in zip(*ends, strict=True)]
+
+    def _component_lengths(self, name: str, num_lanes: int) -> Sequence[int] | None:
+        source, components = self.components.sources[name], self.components
+        if not hooks.is_stream(source):
+            length = components.length(name)
+            return [(length + num_lanes - 1 - lane) // num_lanes for lane in range(num_lanes)]
+        counted = hooks.find(source, hooks.CountsLanes)
+        lengths = None if counted is None else counted.lane_lengths(num_lanes)
+        if lengths is None or name not in components.take:
+            return lengths
+        return [min(length, components.of_lane(name, lane, num_lanes) or 0) for lane, length in enumerate(lengths)]
+
     def open(self, lane_index: int, num_lanes: int) -> MixtureLane:
         """Lane ``lane_index`` of ``num_lanes``, mixed from that lane of every component.
 

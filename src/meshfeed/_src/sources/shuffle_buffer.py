@@ -5,6 +5,7 @@ Apart from ``window_shuffle.py``, which streams that ``recognize.py`` makes use 
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 from meshfeed._src.base import hooks
@@ -16,7 +17,7 @@ from meshfeed._src.sources.host_batches import HostBatches
 from meshfeed._src.sources.recognize import as_source
 from meshfeed._src.sources.window_shuffle import WindowShuffle, shuffle_windows, window_of
 
-_HOOKS = ("decode", "check_lanes", "file_names")
+_HOOKS = ("decode", "check_lanes", "file_names", "cut_version", "lane_lengths")
 
 
 @public("meshfeed.sources")
@@ -72,6 +73,12 @@ class ShuffleBuffer:
         """Lane ``lane_index`` of ``num_lanes`` of the stream, shuffled."""
         lane = hooks.open_lane(self._source, lane_index, num_lanes, epoch=epoch, seed=seed)
         return shuffle_windows(lane, window_of(self._size, num_lanes), (seed, epoch, lane_index))
+
+    def with_cut(self, version: int) -> ShuffleBuffer:
+        """See :class:`meshfeed._src.base.hooks.CutsLanes`; other streams lack the rest of that hook."""
+        other = copy.copy(self)
+        other._source = self._source.with_cut(version)
+        return other
 
     def fingerprint(self) -> JsonValue:
         """Identity: that of the stream, and the size."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 import operator
 import os
@@ -25,7 +26,7 @@ from meshfeed._src.sources.array_record.source import ArrayRecord
 from meshfeed._src.sources.checks import check_ids, stopped
 from meshfeed._src.sources.files import paths as file_paths
 from meshfeed._src.sources.files.formats import reader_hint
-from meshfeed._src.sources.files.stream import FileCut, Piece, cut_files
+from meshfeed._src.sources.files.stream import CUT_BY_FILES, CUT_EVENLY, FileCut, Piece, cut_files
 from meshfeed._src.sources.tf_internals import import_tensorflow
 
 if TYPE_CHECKING:
@@ -122,15 +123,34 @@ _RECORDS_AT_ONCE = 32  # records per call of the tf.data iterator
 class TFDSShards(_Split):
     """A split of a dataset prepared as TFRecord, read as lanes; see :class:`_Split`."""
 
+    _version = CUT_EVENLY
+
     def open(self, lane_index: int, num_lanes: int, epoch: int = 0, seed: int = 0) -> TFDSLane:
         """The records of lane ``lane_index`` of ``num_lanes``, from the beginning, in the same order in every epoch.
 
         ``epoch`` and ``seed`` only seed the ``rng`` of ``decode``.
         """
+        return TFDSLane(self, self._cut(lane_index, num_lanes, self._version), lane_index, epoch, seed)
+
+    def _cut(self, lane_index: int, num_lanes: int, version: int) -> FileCut:
         bounds = zip(self.starts.tolist(), self.stops.tolist(), strict=True)
         parts = [Piece(index, start, stop) for index, (start, stop) in enumerate(bounds)]
-        cut = cut_files(parts, lane_index, num_lanes, lambda index: [int(self.rows[index])])
-        return TFDSLane(self, cut, lane_index, epoch, seed)
+        return cut_files(parts, lane_index, num_lanes, lambda index: [int(self.rows[index])], version)
+
+    def cut_version(self, num_lanes: int) -> int:
+        """See :class:`meshfeed._src.base.hooks.CutsLanes`."""
+        return CUT_EVENLY if self._cut(0, num_lanes, CUT_EVENLY).unit == "even" else CUT_BY_FILES
+
+    def with_cut(self, version: int) -> TFDSShards:
+        """See :class:`meshfeed._src.base.hooks.CutsLanes`."""
+        other = copy.copy(self)
+        other._version = version
+        return other
+
+    def lane_lengths(self, num_lanes: int) -> list[int]:
+        """See :class:`meshfeed._src.base.hooks.CountsLanes`."""
+        cuts = [self._cut(lane, num_lanes, self._version) for lane in range(num_lanes)]
+        return [sum((piece.stop or 0) - piece.start for piece in cut.pieces) for cut in cuts]
 
     def fingerprint(self) -> JsonValue:
         """Identity: dataset, version, split, files and number of records."""

@@ -37,11 +37,13 @@ class LaneCursor(Cursor):
         at steps.
       entries: lane → its state.
       ended: lane → length in records, for the lanes of all hosts known to have ended.
+      cut: the version of the rule that divides the records into lanes; see :class:`meshfeed._src.base.hooks.CutsLanes`.
     """
 
     source: StreamSource
     entries: Mapping[str, LaneEntry]
     ended: Mapping[int, int] = dataclasses.field(default_factory=dict[int, int])
+    cut: int = 1
 
     def records_after(self, step: int, ended: Mapping[int, int]) -> int:
         """Returns the records up to and including ``step``, from the lengths of the ended lanes."""
@@ -339,6 +341,7 @@ class LaneReader:
             cursor.source,
             batch.entries,
             {**cursor.ended, **ended} if ended else cursor.ended,
+            cursor.cut,
             num_lanes=cursor.num_lanes,
             skipped=cursor.skipped.after(batch.bad, batch.step) if batch.bad else cursor.skipped,
             num_skipped=num_skipped,

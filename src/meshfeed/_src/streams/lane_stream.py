@@ -33,6 +33,7 @@ from meshfeed._src.streams.protocol import (
 )
 
 _log = logging.getLogger("meshfeed.lanes")
+_CUTS = (1, 2)  # versions of the rule by which sources of files divide them into lanes
 _WORTH_A_WARNING = 0.01  # share of the records; lanes always differ by a few
 
 
@@ -65,9 +66,11 @@ class LaneStream:
             )
         self.source = source
         self._staged = find(source, hooks.StagedStream)  # a mixture's stages begin at steps
+        self._cuts = find(source, hooks.CutsLanes)
         self._settings = settings
         self.num_lanes = settings.num_lanes or default_num_lanes(self.schedule.sizes)
         self._check_lanes(self.num_lanes)
+        self._cut = 1 if self._cuts is None else self._cuts.cut_version(self.num_lanes)
         # Computed here because it may read records, which taking a state must not.
         self._identity = identify_within(source, settings.retry, settings.timeout_seconds)
         if self._staged is not None:
@@ -83,7 +86,7 @@ class LaneStream:
             return
         shortest = min(lengths)
         lost = 1 - shortest * self.num_lanes / sum(lengths)
-        if lost > _WORTH_A_WARNING:
+        if lost > _WORTH_A_WARNING and max(lengths) > shortest + 1:  # equal lanes cannot deliver the remainder either
             _log.warning(
                 "%.0f %% of the records will not be delivered: with end='drop' a stream ends with its shortest lane, and "
                 "lane %d of %d has %d records an epoch where the longest has %d. Use end='pad' with mask_key=, another "
@@ -111,7 +114,7 @@ class LaneStream:
     # ------------------------------------------------------------------ state
 
     def fingerprint(self, cursor: LaneCursor) -> dict[str, JsonValue]:
-        """Source, seed, epochs, end and number of lanes."""
+        """Source, seed, epochs, end, number of lanes, and how they are cut unless by the first rule."""
         staged = find(cursor.source, hooks.StagedStream)
         return {
             "source": self._identity,
@@ -119,23 +122,27 @@ class LaneStream:
             "num_epochs": self._settings.num_epochs,
             "end": self._settings.end,
             "num_lanes": cursor.num_lanes,
+            **({} if cursor.cut == 1 else {"cut": cursor.cut}),
             **({} if staged is None else {"mixture": staged.mixture_config()}),
         }
 
-    def _source_under(self, step_schedule: StepSchedule) -> StreamSource:
-        if self._staged is None:
-            return self.source
+    def _source_under(self, step_schedule: StepSchedule, cut: int) -> StreamSource:
+        source = self.source if self._cuts is None else self._cuts.with_cut(cut)
+        staged = find(source, hooks.StagedStream)
+        if staged is None:
+            return source
         settings = self._settings
-        return self._staged.bind(
+        return staged.bind(
             seed=settings.seed, num_epochs=settings.num_epochs, position_of_step=step_schedule.position_of_step
         )
 
     def start(self, like: LaneCursor | None = None) -> LaneCursor:
-        """Returns the cursor at step 0, every lane at its beginning; keeps ``num_lanes`` of ``like``."""
-        num_lanes = self.num_lanes if like is None else like.num_lanes
+        """Returns the cursor at step 0, every lane at its beginning; keeps the lanes of ``like``."""
+        num_lanes, cut = (self.num_lanes, self._cut) if like is None else (like.num_lanes, like.cut)
         entries = {str(lane): LaneEntry() for lane in range(num_lanes)}
         step_schedule = StepSchedule(self.schedule)
-        return LaneCursor(step_schedule, 0, 0, self._source_under(step_schedule), entries, num_lanes=num_lanes)
+        source = self._source_under(step_schedule, cut)
+        return LaneCursor(step_schedule, 0, 0, source, entries, cut=cut, num_lanes=num_lanes)
 
     def restore(self, state: FeedState) -> LaneCursor:
         """Returns the state's cursor, with the lanes that the state contains."""
@@ -143,14 +150,17 @@ class LaneStream:
         if state.num_lanes is None or state.step is None or state.lanes is None or not num_lanes:
             raise StateMismatchError("lanes", None, "num_lanes, step and lanes of a stream", DAMAGED_STATE)
         # Without num_lanes=, the number in the state is the one to compare fingerprints with.
-        here = dataclasses.replace(self.start(), num_lanes=num_lanes)
+        # A state from before cuts had versions names none.
+        cut = state.fingerprint.get("cut", 1)
+        cut = cut if self._cuts is not None and type(cut) is int and cut in _CUTS else self._cut
+        here = dataclasses.replace(self.start(), num_lanes=num_lanes, cut=cut)
         mixture = check_fingerprint(state, self.fingerprint(here), self.source)
         self._check_num_lanes(num_lanes, state.num_lanes)
         segments = parse_segments(state.segments)
         nominal = self._nominal_position(segments, state.step, state.position)
         entries = _parse_entries(state.lanes, num_lanes, nominal // num_lanes, state.position)
         step_schedule = StepSchedule(self.schedule, past=segments, step=state.step, position=nominal)
-        source = self._source_under(step_schedule)
+        source = self._source_under(step_schedule, cut)
         if self._staged is not None:
             cast("hooks.StagedStream", source).check_saved(mixture, nominal, state.step)
         return LaneCursor(
@@ -160,6 +170,7 @@ class LaneStream:
             source,
             entries,
             {int(key): entry.records for key, entry in entries.items() if entry.ended},
+            cut,
             num_lanes=num_lanes,
             skipped=Ledgers.of_state(state),
             num_skipped=count_skipped(state),
@@ -243,7 +254,7 @@ class LaneStream:
         del cursor
         if self._spec is None:
             settings = dataclasses.replace(self.lane_settings(self.num_lanes), num_epochs=1)
-            source = self._source_under(StepSchedule(self.schedule))
+            source = self._source_under(StepSchedule(self.schedule), self._cut)
             for lane_index in range(self.num_lanes):
                 lane = Lane(source, lane_index, settings, LaneEntry())
                 taken = lane.take(1)

@@ -9,6 +9,10 @@ divided further to keep lanes even:
   some slots of each round. A lane reads at most two such files, and if r files remain, each is read by L / r lanes or one
   more.
 
+If that leaves the lanes unequal, because whole files differ in length, and all rows can be counted, cut version 2 divides
+the rows of all files, end to end, into equal ranges: lanes differ by one row, and each begins inside at most one row group.
+Version 1 leaves the lanes unequal. States name the version, so that one saved under version 1 continues with its lanes.
+
 The division depends only on the order of the files and their row counts: it is the same on every host, and known before
 any row is read.
 """
@@ -17,7 +21,14 @@ from __future__ import annotations
 
 import bisect
 import dataclasses
+import itertools
 from collections.abc import Callable, Sequence
+
+CUT_BY_FILES, CUT_EVENLY = 1, 2  # versions
+MAX_COUNTED = 4096  # files; with more, every lane has several, and opening each to count its rows would take too long
+# Lanes of whole files stay if equal lanes would deliver less than this share of the records more: to move a few rows, a
+# lane would decode a row group of another file, or read past a whole TFRecord file.
+_TOLERATED_LOSS = 0.01
 
 
 @dataclasses.dataclass(frozen=True)
@@ -59,7 +70,8 @@ class FileCut:
 
     Attributes:
       pieces: pieces in reading order.
-      unit: the finest unit of division over all lanes: ``files``, ``row_groups``, ``rows`` or ``turns`` (round-robin).
+      unit: the finest unit of division over all lanes: ``files``, ``row_groups``, ``rows``, ``turns`` (round-robin), or
+        ``even`` if whole files were divided further, which only version 2 does.
       left: indices of the files that were divided further, because fewer files than lanes remained.
       times_read: average number of lanes that read each part of these files; 1.0 if no file or row group is read twice.
     """
@@ -75,6 +87,7 @@ def cut_files(
     lane_index: int,
     num_lanes: int,
     group_rows: Callable[[int], Sequence[int] | None],
+    version: int = CUT_BY_FILES,
 ) -> FileCut:
     """Returns the pieces of ``files`` that lane ``lane_index`` of ``num_lanes`` reads.
 
@@ -84,11 +97,15 @@ def cut_files(
       lane_index: index of the lane, 0 … num_lanes - 1.
       num_lanes: number of lanes.
       group_rows: maps a file index to the number of rows of each row group, or None if they cannot be counted. Called
-        only for files after the last complete round, fewer than ``num_lanes``.
+        only for files after the last complete round, fewer than ``num_lanes``; by version 2 for up to ``MAX_COUNTED`` files.
+      version: see the module's description.
 
     Returns:
       The pieces of the lane. The pieces of all lanes cover every row of every file exactly once.
     """
+    even = _cut_evenly(files, lane_index, num_lanes, group_rows) if version >= CUT_EVENLY else None
+    if even is not None:
+        return even
     whole = len(files) // num_lanes * num_lanes
     # Whole files first: a file that is divided may be opened, and its row groups read, by several lanes.
     pieces = list(files[lane_index:whole:num_lanes])
@@ -106,19 +123,70 @@ def cut_files(
     return FileCut(tuple(_join([*pieces, *ranges])), unit, indices, times_read)
 
 
+def _cut_evenly(
+    files: Sequence[Piece], lane_index: int, num_lanes: int, group_rows: Callable[[int], Sequence[int] | None]
+) -> FileCut | None:
+    """Returns the lane's equal share of all rows; None if rows cannot be counted, or lanes of whole files will do."""
+    if num_lanes == 1 or len(files) > MAX_COUNTED:
+        return None
+    counts = [group_rows(file.file_index) for file in files]
+    counted = [rows for rows in counts if rows is not None]
+    if len(counted) < len(files):
+        return None
+    stops = [sum(rows) if file.stop is None else file.stop for file, rows in zip(files, counted, strict=True)]
+    parts = [dataclasses.replace(file, stop=stop) for file, stop in zip(files, stops, strict=True)]
+    total, whole = sum(map(_size, parts)), len(parts) // num_lanes * num_lanes
+    left = [group for file, rows in zip(parts[whole:], counted[whole:], strict=True) for group in _groups(file, rows)]
+    shortest = min(
+        sum(map(_size, parts[lane:whole:num_lanes])) + rows for lane, rows in enumerate(_shares(left, num_lanes))
+    )
+    if (total // num_lanes - shortest) * num_lanes <= _TOLERATED_LOSS * total:
+        return None
+    mine, _ = _ranges(parts, lane_index, num_lanes)
+    given = dict(zip(parts, files, strict=True))  # a whole file stays as it was given: its stop may be None
+    pieces = tuple(given.get(piece, piece) for piece in mine)
+    indices = tuple(file.file_index for file in files)
+    return FileCut(pieces, "even", indices, 1 + _rows_shared(parts, counted, num_lanes) / total)
+
+
+def _rows_shared(parts: Sequence[Piece], counts: Sequence[Sequence[int]], num_lanes: int) -> int:
+    """Returns the rows that are read again because a lane begins inside a row group."""
+    first_rows = [0, *itertools.accumulate(map(_size, parts))]
+    shared = 0
+    for first_row in {first_rows[-1] * lane // num_lanes for lane in range(num_lanes)}:
+        number = bisect.bisect_right(first_rows, first_row) - 1
+        groups = [0, *itertools.accumulate(counts[number])]
+        row = parts[number].start + first_row - first_rows[number]
+        group = bisect.bisect_right(groups, row) - 1
+        shared += (groups[group + 1] - groups[group]) * (row not in (groups[group], parts[number].start))
+    return shared
+
+
 def _by_groups(groups: Sequence[Piece], lane_index: int, num_lanes: int) -> tuple[list[Piece], str, float]:
     """Returns the lane's pieces of row groups, the unit of division, and how often rows are read on average."""
-    # The last group of a file is usually shorter: only full-size groups are assigned whole, to keep lanes even.
-    largest = max(map(_size, groups), default=0)
-    full = [group for group in groups if _size(group) == largest]
-    assigned = full[: len(full) // num_lanes * num_lanes]
-    taken = set(assigned)
-    rest = [group for group in groups if group not in taken]
+    assigned, rest = _full_rounds(groups, num_lanes)
     ranges, rows_read = _ranges(rest, lane_index, num_lanes)
     mine = sorted([*assigned[lane_index::num_lanes], *ranges], key=lambda piece: (piece.file_index, piece.start))
     rows = sum(map(_size, groups))
     times_read = (rows - sum(map(_size, rest)) + rows_read) / max(rows, 1)
     return mine, "rows" if rest else "row_groups", times_read
+
+
+def _full_rounds(groups: Sequence[Piece], num_lanes: int) -> tuple[list[Piece], list[Piece]]:
+    """Returns the full-size groups of whole rounds over the lanes, and all other groups."""
+    # The last group of a file is usually shorter: only full-size groups are assigned whole, to keep lanes even.
+    largest = max(map(_size, groups), default=0)
+    full = [group for group in groups if _size(group) == largest]
+    assigned = full[: len(full) // num_lanes * num_lanes]
+    taken = set(assigned)
+    return assigned, [group for group in groups if group not in taken]
+
+
+def _shares(groups: Sequence[Piece], num_lanes: int) -> list[int]:
+    """Returns the rows of each lane by :func:`_by_groups`."""
+    assigned, rest = _full_rounds(groups, num_lanes)
+    each, total = sum(map(_size, assigned)) // num_lanes, sum(map(_size, rest))
+    return [each + total * (lane + 1) // num_lanes - total * lane // num_lanes for lane in range(num_lanes)]
 
 
 def keep_rows(

@@ -27,6 +27,7 @@ from meshfeed._src.base.errors import MeshfeedError, SourceError, StateMismatchE
 from meshfeed._src.base.types import JsonValue, RandomAccessSource, Record
 from meshfeed._src.sources.checks import check_ids
 from meshfeed._src.sources.files import paths as file_paths
+from meshfeed._src.sources.files.stream import CUT_EVENLY
 from meshfeed._src.sources.grain import internals, lanes
 from meshfeed._src.sources.grain.internals import GrainIterator, Node, Pipeline, Records, is_named, private
 from meshfeed._src.sources.grain.lanes import Datasets
@@ -123,6 +124,8 @@ class GrainStream:
         lanes.check(self._dataset, 1)
         # Grain's rebatch yields an empty batch when it resumes from a state saved at the end.
         self._exact = not any(internals.is_named(node, internals.REBATCH) for node in lanes.walk(self._dataset))
+        self._counts: dict[str, list[int] | None] = {}
+        self._version = CUT_EVENLY
 
     def __repr__(self) -> str:
         return f"Grain({type(self._dataset).__name__})"
@@ -145,11 +148,30 @@ class GrainStream:
         Raises:
           SourceError: a node cannot be split into ``num_lanes`` lanes; the message shows how to write ``Stream(open)``.
         """
-        place = lanes.Place(lane_index, num_lanes, epoch, num_lanes, (lane_index, epoch))
-        dataset = lanes.cut(self._dataset, place)
+        dataset = lanes.cut(self._dataset, self._place(lane_index, num_lanes, epoch))
         iterator = dataset.__iter__()
         stateful = self._exact and _has_state(iterator)
         return (StatefulGrainLane if stateful else GrainLane)(dataset, iterator, lane_index)
+
+    def _place(self, lane_index: int, num_lanes: int, epoch: int = 0) -> lanes.Place:
+        salt = (lane_index, epoch)
+        return lanes.Place(lane_index, num_lanes, epoch, num_lanes, salt, self._counts, self._version)
+
+    def cut_version(self, num_lanes: int) -> int:
+        """See :class:`meshfeed._src.base.hooks.CutsLanes`; opens each Parquet file to count its rows."""
+        return lanes.cut_version(self._dataset, self.with_cut(CUT_EVENLY)._place(0, num_lanes))
+
+    def with_cut(self, version: int) -> GrainStream:
+        """See :class:`meshfeed._src.base.hooks.CutsLanes`."""
+        other = copy.copy(self)
+        other._version = version
+        return other
+
+    def lane_lengths(self, num_lanes: int) -> list[int] | None:
+        """See :class:`meshfeed._src.base.hooks.CountsLanes`: records of the lane's sources, before any transform."""
+        lengths = [lanes.lane_length(self._dataset, self._place(lane, num_lanes)) for lane in range(num_lanes)]
+        known = [length for length in lengths if length is not None]
+        return known if len(known) == num_lanes else None
 
     def close(self) -> None:
         """Closes files that were opened for the pipeline."""

@@ -39,6 +39,7 @@ from meshfeed._src.sources.array_record.source import ArrayRecord
 from meshfeed._src.sources.checks import stopped
 from meshfeed._src.sources.files import stream as file_stream
 from meshfeed._src.sources.files.parquet import ParquetFile
+from meshfeed._src.sources.files.paths import in_threads
 from meshfeed._src.sources.grain import internals
 from meshfeed._src.sources.grain.internals import (
     NODES,
@@ -86,6 +87,10 @@ class Place:
     epoch: int
     all_lanes: int  # of the whole pipeline, which share the memory limits
     salt: tuple[int, ...]  # makes the seeds of this part differ from those of other parts
+    counts: dict[
+        str, list[int] | None
+    ]  # path of a Parquet file → rows of its row groups, once counted; shared by all lanes
+    version: int = file_stream.CUT_BY_FILES  # of the rule that cuts Parquet files
 
     @property
     def open_parts(self) -> int:
@@ -188,7 +193,9 @@ def _cut_interleave(node: Node, place: Place, _copy: Copy) -> Node:
         if part is None:
             return None
         salt = (*place.salt, index, lane_index)
-        inner = dataclasses.replace(place, lane_index=lane_index, num_lanes=num_lanes, salt=salt)
+        inner = dataclasses.replace(
+            place, lane_index=lane_index, num_lanes=num_lanes, salt=salt, version=file_stream.CUT_BY_FILES
+        )
         return cut(without_prefetch(part), inner)
 
     cycle = min(private(node, "cycle_length"), place.open_parts)
@@ -225,13 +232,8 @@ def _first_left(datasets: Datasets, num_lanes: int) -> Pipeline | None:
 def _cut_parquet(node: Node, place: Place, _copy: Copy) -> Node:
     paths, options = private(node, "paths"), private(node, "read_kwargs")
 
-    def rows_of(file_index: int) -> list[int]:
-        with ParquetFile(paths[file_index], **options) as file:
-            return file.group_rows
-
-    files = [file_stream.Piece(index) for index in range(len(paths))]
-    mine = file_stream.cut_files(files, place.lane_index, place.num_lanes, rows_of)
-    if mine.times_read > 1:
+    mine = _cut_paths(paths, options, place)
+    if round(mine.times_read, 1) > 1:
         _warn_shared(len(mine.left), len(paths), place.num_lanes, round(mine.times_read, 1), str(paths[0]))
     if not {"buffer_size", "pre_buffer", "filesystem"} & set(options):
         # By default Arrow buffers a whole row group of each file.
@@ -246,6 +248,59 @@ def _cut_parquet(node: Node, place: Place, _copy: Copy) -> Node:
         return LaneLeaf(ParquetIterator, path, piece.start, piece.stop, block_rows, options)
 
     return LaneLeaf(InterleaveIterator, make_part, len(mine.pieces), cycle, mine.unit)
+
+
+def _cut_paths(paths: Sequence[str], options: Mapping[str, Any], place: Place) -> file_stream.FileCut:
+    """The part of each Parquet file that a lane reads."""
+    counts = place.counts
+
+    def count(path: str) -> list[int] | None:
+        try:
+            with ParquetFile(path, **options) as file:
+                return file.group_rows
+        except CorruptDataError:
+            if place.version == file_stream.CUT_BY_FILES:
+                raise
+            return None  # the lane that reads the file raises
+
+    def rows_of(file_index: int) -> list[int] | None:
+        path = paths[file_index]
+        if counts.get(path) is None:
+            counts[path] = count(path)
+        return counts[path]
+
+    if place.version >= file_stream.CUT_EVENLY and place.num_lanes > 1 and len(paths) <= file_stream.MAX_COUNTED:
+        new = [path for path in paths if path not in counts]
+        counts.update(zip(new, in_threads(count, new), strict=True))
+    files = [file_stream.Piece(index) for index in range(len(paths))]
+    return file_stream.cut_files(files, place.lane_index, place.num_lanes, rows_of, place.version)
+
+
+def cut_version(dataset: Pipeline, place: Place) -> int:
+    """The version of the rule by which a new stream's Parquet files are cut: the second where it makes a difference."""
+    nodes = [node for node in walk(dataset) if is_named(node, internals.PARQUET)]
+    cuts = [_cut_paths(private(node, "paths"), private(node, "read_kwargs"), place) for node in nodes]
+    return file_stream.CUT_EVENLY if any(found.unit == "even" for found in cuts) else file_stream.CUT_BY_FILES
+
+
+def lane_length(dataset: Pipeline, place: Place) -> int | None:
+    """Records that a lane reads from its sources, where they are Parquet files or at random; None if not counted."""
+    total = 0
+    for node in walk(dataset):
+        if is_named(node, internals.PARQUET):
+            mine = _cut_paths(private(node, "paths"), private(node, "read_kwargs"), place)
+            for piece in mine.pieces:
+                groups = place.counts.get(private(node, "paths")[piece.file_index])
+                if piece.stop is None and groups is None:
+                    return None
+                total += (sum(groups or ()) if piece.stop is None else piece.stop) - piece.start
+        elif is_named(node, internals.READ):
+            records = internals.parent(node)
+            assert isinstance(records, grain.MapDataset)
+            total += len(range(place.lane_index, len(records), place.num_lanes))
+        elif not (parents(node) or isinstance(node, grain.MapDataset)) or is_named(node, internals.LIMIT):
+            return None
+    return total
 
 
 @functools.lru_cache(maxsize=1024)

@@ -26,7 +26,7 @@ from datasets import Dataset, DownloadConfig, Features
 from meshfeed._src.base.errors import CorruptDataError, SettingsError, SourceError
 from meshfeed._src.sources.files import paths as file_paths
 from meshfeed._src.sources.files.parquet import ParquetFile
-from meshfeed._src.sources.files.stream import Piece, cut_files, keep_rows
+from meshfeed._src.sources.files.stream import CUT_BY_FILES, MAX_COUNTED, Piece, cut_files, keep_rows
 from meshfeed._src.sources.huggingface import internals
 from meshfeed._src.sources.huggingface.internals import (
     Example,
@@ -49,9 +49,6 @@ _COSTLY = 1.5
 _ROWS_AS_PYTHON = 128
 _DRAWS = 1000  # random choices per block
 _NOT_READ, _END = object(), object()
-# A lane whose only file is empty would end the stream for all lanes, so empty files are not assigned to lanes. With
-# more files than this, every lane gets several, and checking each file would take too long.
-_MAX_LOOKED_INTO = 4096
 
 
 @dataclasses.dataclass
@@ -63,6 +60,7 @@ class LaneCut:
     seed: int = 0
     epoch: int = 0
     shuffle_files: bool = False  # by seed and epoch
+    version: int = CUT_BY_FILES  # of the rule; see files/stream.py
     units: list[str] = dataclasses.field(default_factory=list)  # how each list of files was split, in the tree's order
     costs: list[str] = dataclasses.field(default_factory=list)  # descriptions of what is read more than once
     counts: dict[int, Counts] = dataclasses.field(default_factory=dict)  # by id() of a leaf; shared by all lanes
@@ -136,7 +134,7 @@ def rows_of_lane(tree: Node, counts: Mapping[int, Counts]) -> int | None:
     Counts only what is known already or can be read from a moderate number of footers, of a tree with one leaf.
     """
     leaf = find_leaves(tree)[0]
-    if not isinstance(leaf, _Pieces) or len(counts) != 1 or leaf.files.count > _MAX_LOOKED_INTO:
+    if not isinstance(leaf, _Pieces) or len(counts) != 1 or leaf.files.count > MAX_COUNTED:
         return None
     known = next(iter(counts.values()))
     total = 0
@@ -219,7 +217,7 @@ def _cut_leaf(
     features: Features | None = None,
     columns: Sequence[str] | None = None,
 ) -> Node:
-    found = cut_files(parts, cut.lane_index, cut.num_lanes, lambda index: counts.group_rows(files, index))
+    found = cut_files(parts, cut.lane_index, cut.num_lanes, lambda index: counts.group_rows(files, index), cut.version)
     pieces = list(found.pieces)
     if cut.shuffle_files:
         key = (cut.seed, cut.epoch, cut.lane_index, cut.next_ordinal())
@@ -228,9 +226,10 @@ def _cut_leaf(
     if found.times_read >= _COSTLY:
         names = [files.paths[index].rsplit("/", 1)[-1] if files.paths else f"part {index}" for index in found.left]
         listed = ", ".join(names[:3]) + (", …" if len(names) > 3 else "")
+        unit = "rows" if found.unit == "even" else found.unit
         does = "parses all of a file and keeps its turns" if found.unit == "turns" else "decodes whole row groups"
         cut.costs.append(
-            f"{len(names)} of {files.count} files ({listed}) are cut among {cut.num_lanes} lanes by {found.unit}, so "
+            f"{len(names)} of {files.count} files ({listed}) are cut among {cut.num_lanes} lanes by {unit}, so "
             f"they are read {found.times_read:.1f} times (each lane {does})"
         )
     return TablePieces(files, pieces, features, columns) if files.is_table else ExamplePieces(files, pieces)
@@ -275,7 +274,7 @@ def _take_turns(node: Node, cut: LaneCut) -> Node:
     """Every L-th row of the whole output of ``node``, for nodes that depend on positions in the whole stream."""
     if cut.num_lanes == 1:
         return _without_threads(with_children(node, lambda child: cut_tree(child, cut, None)), cut)
-    inner = cut_tree(node, LaneCut(0, 1, cut.seed, cut.epoch, cut.shuffle_files, counts=cut.counts), None)
+    inner = cut_tree(node, LaneCut(0, 1, cut.seed, cut.epoch, cut.shuffle_files, cut.version, counts=cut.counts), None)
     cut.units.append("turns")
     name = internals.short_name(node)
     cut.costs.append(
@@ -667,9 +666,12 @@ class Counts:
         return self._group_rows[file_index]
 
     def filled(self, files: Files) -> list[int]:
-        """Indices of the files that are not known to be empty, ascending."""
+        """Indices of the files that are not known to be empty, ascending.
+
+        A lane whose only file is empty would end the stream for all lanes.
+        """
         if self._filled is None:
-            checked = range(files.count) if files.count <= _MAX_LOOKED_INTO else ()
+            checked = range(files.count) if files.count <= MAX_COUNTED else ()
             empty = file_paths.in_threads(lambda index: self._is_empty(files, index), checked)
             self._filled = [index for index in range(files.count) if not (checked and empty[index])]
         return self._filled

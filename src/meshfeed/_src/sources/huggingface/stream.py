@@ -19,6 +19,7 @@ from meshfeed._src.base.ownership import own
 from meshfeed._src.base.types import JsonValue, PyTree
 from meshfeed._src.sources.checks import stopped
 from meshfeed._src.sources.files import paths as file_paths
+from meshfeed._src.sources.files.stream import CUT_BY_FILES, CUT_EVENLY
 from meshfeed._src.sources.huggingface import internals
 from meshfeed._src.sources.huggingface.arrow import (
     check_columns,
@@ -81,6 +82,7 @@ class HuggingFaceStream:
         self._warned: set[int] = set()
         self._counts: dict[int, Counts] = {}
         self._converts = True
+        self._version = CUT_EVENLY
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_counts": {}}  # keyed by id(), which is only valid in this process
@@ -99,7 +101,8 @@ class HuggingFaceStream:
         With ``shuffle_buffer``, ``seed`` and ``epoch`` determine their order. The lane has ``get_state`` and
         ``set_state`` unless a node's state is not exact.
         """
-        cut = LaneCut(lane_index, num_lanes, seed, epoch, self._shuffle_buffer > 0, counts=self._counts)
+        shuffled = self._shuffle_buffer > 0
+        cut = LaneCut(lane_index, num_lanes, seed, epoch, shuffled, self._version, counts=self._counts)
         tree = cut_tree(self._tree, cut, self._columns)
         self._warn(cut)
         lane = self._lane(tree, cut)
@@ -123,11 +126,23 @@ class HuggingFaceStream:
         if num_lanes > 1:
             check_repeats(self._tree, num_lanes)
 
+    def cut_version(self, num_lanes: int) -> int:
+        """See :class:`meshfeed._src.base.hooks.CutsLanes`."""
+        cut = LaneCut(0, num_lanes, version=CUT_EVENLY, counts=self._counts)
+        cut_tree(self._tree, cut, self._columns)
+        return CUT_EVENLY if "even" in cut.units else CUT_BY_FILES
+
+    def with_cut(self, version: int) -> HuggingFaceStream:
+        """See :class:`meshfeed._src.base.hooks.CutsLanes`."""
+        other = copy.copy(self)
+        other._version = version
+        return other
+
     def lane_lengths(self, num_lanes: int) -> list[int] | None:
         """See :class:`meshfeed._src.base.hooks.CountsLanes`: rows of the lane's files, before any filter."""
         if len(find_leaves(self._tree)) != 1:
             return None
-        cuts = [LaneCut(lane, num_lanes, counts=self._counts) for lane in range(num_lanes)]
+        cuts = [LaneCut(lane, num_lanes, version=self._version, counts=self._counts) for lane in range(num_lanes)]
         lengths = [rows_of_lane(cut_tree(self._tree, cut, self._columns), self._counts) for cut in cuts]
         known = [length for length in lengths if length is not None]
         return known if len(known) == num_lanes else None
