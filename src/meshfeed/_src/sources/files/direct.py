@@ -200,7 +200,8 @@ def _look_up_with(url: str, source: str, part: slice) -> _FirstAnswer | None:
     from fsspec.asyn import sync
 
     try:
-        headers, content = sync(files.loop, _get_part, files, path, protocol, part, timeout=_SILENT_SECONDS)
+        answer: Any = sync(files.loop, _get_part, files, path, protocol, part, timeout=_SILENT_SECONDS)
+        headers, content = answer
         return _parse_first(headers, content, _LOOK_UP_FIELDS[protocol], part)
     except Exception as error:
         _log.debug("%s does not answer a look-up by range: %s: %s", url, type(error).__name__, error)
