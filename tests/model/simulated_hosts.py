@@ -12,8 +12,9 @@ import contextlib
 import dataclasses
 import sys
 import threading
+import time
 import types
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -42,6 +43,12 @@ class Blocks:
     dtype: np.dtype
     sharding: Any
     blocks: list[tuple[Any, np.ndarray]]  # device, block
+
+    @property
+    def addressable_shards(self) -> list[Any]:
+        """The blocks in the form that ``jax.Array`` has them."""
+        indices = self.sharding.devices_indices_map(self.shape)
+        return [types.SimpleNamespace(index=indices[device], data=block) for device, block in self.blocks]
 
 
 class _Put(device_put.BlockDevicePut):
@@ -208,32 +215,51 @@ def _check_shape(shape: tuple[int, ...], dtype: Any, wanted: np.ndarray) -> None
     assert np.dtype(dtype) == wanted.dtype, f"dtype {dtype}, not {wanted.dtype}"
 
 
-def play(case: Case) -> None:
-    """Plays a case on simulated hosts, within :func:`simulation`.
+def run(processes: int, function: Callable[[int], Any], seconds: float = JOIN_SECONDS) -> list[Any]:
+    """Calls ``function(host)`` as each host of a job, within :func:`simulation`; returns what each call returned.
 
     Raises:
-      AssertionError: something is not as the model says, or a host hangs.
+      AssertionError: a call raised, or has not returned within ``seconds``.
     """
-    here, job = _current[-1], Job(case.processes)
-    world = _World(case, here)
+    here, job = _current[-1], Job(processes)
+    results: dict[int, Any] = {}
     errors: dict[int, BaseException] = {}
 
-    def run(host: int) -> None:
+    def run_as(host: int) -> None:
         here.job, here.host = job, host
         try:
-            play_host(case, host, world, "case")
+            results[host] = function(host)
         except BaseException as error:
             errors[host] = error
-            world.give_up()
 
-    hosts = [threading.Thread(target=run, args=(host,), daemon=True) for host in range(case.processes)]
+    hosts = [threading.Thread(target=run_as, args=(host,), daemon=True) for host in range(processes)]
     for thread in hosts:
         thread.start()
+    deadline = time.monotonic() + seconds
     for thread in hosts:
-        thread.join(JOIN_SECONDS)
+        thread.join(max(0.0, deadline - time.monotonic()))
     hanging = [host for host, thread in enumerate(hosts) if thread.is_alive()]
     texts = [f"host {host}: {type(error).__name__}: {error}" for host, error in sorted(errors.items())]
     if hanging:
         texts.append(f"hosts {hanging} hang")
     if texts:
         raise AssertionError("\n".join(texts)) from next(iter(errors.values()), None)
+    return [results[host] for host in range(processes)]
+
+
+def play(case: Case) -> None:
+    """Plays a case on simulated hosts, within :func:`simulation`.
+
+    Raises:
+      AssertionError: something is not as the model says, or a host hangs.
+    """
+    world = _World(case, _current[-1])
+
+    def play_as(host: int) -> None:
+        try:
+            play_host(case, host, world, "case")
+        except BaseException:
+            world.give_up()
+            raise
+
+    run(case.processes, play_as)

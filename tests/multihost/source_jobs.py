@@ -1,14 +1,19 @@
-"""Every source and pipeline through the feed on real hosts, for tests/multihost/test_sources.py."""
+"""Sources through feeds on the hosts of a job: what tests with real hosts and with simulated hosts run on each host.
+
+``make_feed(name, **options)`` makes the feed of one source.
+"""
 
 from __future__ import annotations
 
 import itertools
 import json
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 from shared_workers import shared_workers
-from source_pipelines import make_feed
+
+MakeFeed = Callable[..., Any]
 
 
 def rows_of(batch: Any) -> dict[int, str]:
@@ -22,11 +27,11 @@ def rows_of(batch: Any) -> dict[int, str]:
     return rows
 
 
-def run(names: list[str], folder: str, save_at: int) -> dict[str, Any]:
-    """Each pipeline from the beginning to its end: rows of every step here, and this host's state after ``save_at``."""
+def run(make_feed: MakeFeed, names: Sequence[str], save_at: int) -> dict[str, Any]:
+    """Each source from the beginning to its end: rows of every step here, and this host's state after ``save_at``."""
     found: dict[str, Any] = {}
     for name in names:
-        with make_feed(name, folder) as feed:
+        with make_feed(name) as feed:
             steps, state = [], None
             for batch in feed:
                 steps.append(rows_of(batch))
@@ -36,34 +41,46 @@ def run(names: list[str], folder: str, save_at: int) -> dict[str, Any]:
     return found
 
 
-def go_on(names: list[str], folder: str, states: dict[str, dict[str, list[str]]]) -> dict[str, Any]:
-    """Each pipeline continued from the states of each other topology: rows of every further step here."""
-    import meshfeed
-
+def go_on(make_feed: MakeFeed, states: Mapping[str, Sequence[str]]) -> dict[str, list[list[dict[int, str]]]]:
+    """Each source continued from each of its states: rows of every further step here."""
     found: dict[str, Any] = {}
-    for name in names:
-        with make_feed(name, folder) as feed:
-            for origin, parts in states[name].items():
-                feed.set_state(meshfeed.merge_states([json.loads(part) for part in parts]))
-                found[f"{name} from {origin}"] = [rows_of(batch) for batch in feed]
+    for name, several in states.items():
+        with make_feed(name) as feed:
+            found[name] = []
+            for state in several:
+                feed.set_state(json.loads(state))
+                found[name].append([rows_of(batch) for batch in feed])
     return found
 
 
 def go_on_with_workers(
-    names: list[str], folder: str, states: dict[str, list[str]], num_workers: list[int], steps: list[int | None]
-) -> dict[str, Any]:
-    """Each pipeline continued with one number of workers for some steps, saved, and continued with the next number."""
-    import meshfeed
-
+    make_feed: MakeFeed, states: Mapping[str, str], num_workers: Sequence[int], steps: Sequence[int | None]
+) -> dict[str, list[dict[int, str]]]:
+    """Each source continued with one number of workers for some steps, saved, and continued with the next number."""
     found: dict[str, Any] = {}
     with shared_workers(max(num_workers)) as used:
-        for name in names:
-            state, rows = meshfeed.merge_states([json.loads(part) for part in states[name]]), []
+        for name, text in states.items():
+            state, found[name] = json.loads(text), []
             for number, count in zip(num_workers, steps, strict=True):
-                with make_feed(name, folder, num_workers=number) as feed:
+                with make_feed(name, num_workers=number) as feed:
                     feed.set_state(state)
-                    rows += [rows_of(batch) for batch in itertools.islice(feed, count)]
+                    found[name] += [rows_of(batch) for batch in itertools.islice(feed, count)]
                     state = json.loads(json.dumps(feed.get_state()))
-            found[name] = {"steps": rows, "state": json.dumps(state)}
         assert len(used) == max(num_workers), "the rows came from the workers"
     return found
+
+
+# ---------------------------------------------------------------------------------------------------- all hosts together
+
+
+def join(parts: Sequence[Sequence[dict[int, str]]]) -> list[dict[int, str]]:
+    """Steps of all hosts as steps of the global batch."""
+    assert len({len(part) for part in parts}) == 1, "all hosts end at the same step"
+    return [{row: text for part in step for row, text in part.items()} for step in zip(*parts, strict=True)]
+
+
+def merged(states: Sequence[str]) -> str:
+    """The states of all hosts as one, in a form that can be compared."""
+    import meshfeed
+
+    return json.dumps(meshfeed.merge_states([json.loads(state) for state in states]), sort_keys=True)

@@ -350,15 +350,15 @@ PACKED = ("grain concat then split", "grain first fit", "grain best fit", "packe
 NAMES = (*RANDOM, *STREAMS)
 
 
-def make_feed(name: str, folder: str, **options: Any) -> Any:
-    """A feed of one source over all devices."""
+def make_feed(source_name: str, folder: str, devices: Sequence[Any] | None = None, **options: Any) -> Any:
+    """A feed of one source over devices; all of the job by default."""
     import jax
     from jax.sharding import AxisType, Mesh
 
     import meshfeed
 
-    how = {"shuffle": RANDOM[name][1]} if name in RANDOM else {"num_lanes": NUM_LANES}
+    how = {"shuffle": RANDOM[source_name][1]} if source_name in RANDOM else {"num_lanes": NUM_LANES}
     settings = {"global_batch_size": BATCH, "end": "pad", "mask_key": "mask", "timeout_seconds": 100, "seed": 5}
-    mesh = Mesh(np.array(jax.devices()), ("data",), axis_types=(AxisType.Auto,))
-    source = (RANDOM[name] if name in RANDOM else STREAMS[name])[0](folder)
-    return meshfeed.MultiHostDataLoadIterator(source, mesh, **{**settings, **how, **options})
+    mesh = Mesh(np.array(jax.devices() if devices is None else devices), ("data",), axis_types=(AxisType.Auto,))
+    source = (RANDOM[source_name] if source_name in RANDOM else STREAMS[source_name])[0](folder)
+    return meshfeed.Feed(source, mesh, **{**settings, **how, **options})

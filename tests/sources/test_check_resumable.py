@@ -16,7 +16,7 @@ from jax.sharding import AxisType
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "multihost"))
 
-import tf_jobs
+import tf_pipelines
 from format_files import FOLDER
 from source_pipelines import BATCH, NAMES, make_feed, write_files
 
@@ -68,17 +68,17 @@ def tf_folder(tmp_path_factory: pytest.TempPathFactory) -> str:
     pytest.importorskip("tensorflow")
     pytest.importorskip("tensorflow_datasets")
     path = tmp_path_factory.mktemp("tf")
-    tf_jobs.write_files(str(path))
+    tf_pipelines.write_files(str(path))
     return str(path)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", tf_jobs.NAMES)
+@pytest.mark.parametrize("name", tf_pipelines.NAMES)
 def test_tfds_and_tf_data(name: str, tf_folder: str) -> None:
-    lanes = {} if name in tf_jobs.RANDOM else {"num_lanes": 2}  # a lane takes 30 ms to open
+    lanes = {} if name in tf_pipelines.RANDOM else {"num_lanes": 2}  # a lane takes 30 ms to open
 
     def feed() -> Any:
-        return tf_jobs.make_feed(name, tf_folder, jax.devices(), num_epochs=2, **lanes)
+        return tf_pipelines.make_feed(name, tf_folder, jax.devices(), num_epochs=2, **lanes)
 
     assert check_resumable(feed, max_steps=26, save_points=[3]) == 3
 

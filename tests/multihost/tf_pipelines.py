@@ -1,25 +1,16 @@
-"""TFDS and tf.data through the feed on real hosts, for tests/multihost/test_tf_sources.py.
-
-TensorFlow takes 10 s of a core to import, so one job of four processes plays every number of hosts: a feed over the
-devices of some of its processes.
-"""
+"""TFDS and pipelines of tf.data over real files: what tests of several hosts read."""
 
 from __future__ import annotations
 
-import itertools
-import json
 import os
 import pathlib
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
-from shared_workers import shared_workers
-from source_jobs import rows_of
 from source_pipelines import BATCH, NUM_LANES, SIZES, SMALL
 
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
-PROCESSES = {4: (0, 1, 2, 3), 3: (0, 1, 2), 2: (0, 1), 1: (3,)}
-"""Number of hosts → the processes that play them; one host at the same time as three and two."""
 
 
 def write_files(folder: str) -> None:
@@ -154,85 +145,13 @@ def make_source(name: str, folder: str) -> Any:
     return sources.TFData(_pipelines(folder)[name])
 
 
-def make_feed(name: str, folder: str, devices: list[Any], **options: Any) -> Any:
+def make_feed(source_name: str, folder: str, devices: Sequence[Any], **options: Any) -> Any:
     """A feed of one source over some devices."""
     from jax.sharding import AxisType, Mesh
 
     import meshfeed
 
-    settings = {
-        "global_batch_size": BATCH,
-        "end": "pad",
-        "mask_key": "mask",
-        "timeout_seconds": 100,
-        "seed": 5,
-        "name": f"{name} on {len(devices)} devices",
-        **({"shuffle": True} if name in RANDOM else {"num_lanes": NUM_LANES}),
-    }
+    how = {"shuffle": True} if source_name in RANDOM else {"num_lanes": NUM_LANES}
+    settings = {"global_batch_size": BATCH, "end": "pad", "mask_key": "mask", "timeout_seconds": 100, "seed": 5}
     mesh = Mesh(np.array(devices), ("data",), axis_types=(AxisType.Auto,))
-    return meshfeed.MultiHostDataLoadIterator(make_source(name, folder), mesh, **{**settings, **options})
-
-
-def _devices(hosts: int) -> list[Any]:
-    import jax
-
-    return [device for device in jax.devices() if device.process_index in PROCESSES[hosts]]
-
-
-def run(names: list[str], folder: str, save_at: int) -> dict[str, Any]:
-    """Each source from its beginning to its end on each number of hosts."""
-    import jax
-
-    found: dict[str, Any] = {}
-    for hosts, processes in PROCESSES.items():
-        if jax.process_index() not in processes:
-            continue
-        for name in names:
-            with make_feed(name, folder, _devices(hosts)) as feed:
-                steps, state = [], None
-                for batch in feed:
-                    steps.append(rows_of(batch))
-                    if feed.step == save_at:
-                        state = json.dumps(feed.get_state())
-                found[f"{name} on {hosts}"] = {"steps": steps, "state": state, "position": feed.position}
-    return found
-
-
-def go_on(names: list[str], folder: str, states: dict[str, list[str]]) -> dict[str, Any]:
-    """Each source continued on each number of hosts from those of each other: ``"<name> on <hosts>"`` → their states."""
-    import jax
-
-    import meshfeed
-
-    found: dict[str, Any] = {}
-    for target, processes in PROCESSES.items():
-        if jax.process_index() not in processes:
-            continue
-        for name in names:
-            with make_feed(name, folder, _devices(target)) as feed:
-                for origin in PROCESSES.keys() - {target}:
-                    feed.set_state(meshfeed.merge_states([json.loads(part) for part in states[f"{name} on {origin}"]]))
-                    found[f"{name} from {origin} on {target}"] = [rows_of(batch) for batch in feed]
-    return found
-
-
-def go_on_with_workers(names: list[str], folder: str, states: dict[str, list[str]]) -> dict[str, Any]:
-    """Each source continued on one host with two workers for a step, saved, and continued with one."""
-    import jax
-
-    import meshfeed
-
-    found: dict[str, Any] = {}
-    if jax.process_index() not in PROCESSES[1]:
-        return found
-    with shared_workers(2) as used:
-        for name in names:
-            state, rows = meshfeed.merge_states([json.loads(part) for part in states[name]]), []
-            for number, count in ((2, 1), (1, None)):
-                with make_feed(name, folder, _devices(1), num_workers=number) as feed:
-                    feed.set_state(state)
-                    rows += [rows_of(batch) for batch in itertools.islice(feed, count)]
-                    state = json.loads(json.dumps(feed.get_state()))
-            found[name] = rows
-        assert len(used) == 2, "the rows came from the workers"
-    return found
+    return meshfeed.Feed(make_source(source_name, folder), mesh, **{**settings, **how, **options})

@@ -1,0 +1,70 @@
+"""Checks sources on several numbers of simulated hosts: the same batches on each, and resume from each on each."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import simulated_hosts
+import source_jobs
+
+from meshfeed.testing import fake_devices
+
+TOPOLOGIES = {1: 4, 2: 2, 3: 2, 4: 1}
+"""Number of hosts → devices of each."""
+Steps = list[dict[int, str]]
+_SECONDS = 300.0
+
+
+class SourceTopologies:
+    """The sources ``names`` on each number of hosts.
+
+    Attributes:
+      steps: source → rows of every step, the same on any number of hosts.
+      positions: source → position at the end.
+      states: source → number of hosts → the merged state after ``save_at`` steps.
+    """
+
+    def __init__(self, make_feed: Callable[..., Any], names: Sequence[str], save_at: int) -> None:
+        self._make_feed, self._save_at = make_feed, save_at
+        self.steps: dict[str, Steps] = {}
+        self.positions: dict[str, int] = {}
+        self.states: dict[str, dict[int, str]] = {name: {} for name in names}
+        for hosts in TOPOLOGIES:
+            found = self._on(hosts, source_jobs.run, names, save_at)
+            for name in names:
+                parts = [part[name] for part in found]
+                steps = source_jobs.join([part["steps"] for part in parts])
+                assert steps == self.steps.setdefault(name, steps), f"{name} on {hosts} hosts"
+                assert len(steps) > save_at, name
+                (position,) = {part["position"] for part in parts}
+                assert position == self.positions.setdefault(name, position), f"{name} on {hosts} hosts"
+                self.states[name][hosts] = source_jobs.merged([part["state"] for part in parts])
+
+    def _on(self, hosts: int, function: Callable[..., Any], *arguments: Any) -> list[Any]:
+        def on_host(host: int) -> Any:
+            devices = fake_devices(hosts, TOPOLOGIES[hosts], this_process=host)
+            return function(functools.partial(self._make_feed, devices=devices), *arguments)
+
+        with simulated_hosts.simulation():
+            return simulated_hosts.run(hosts, on_host, _SECONDS)
+
+    def resume(self) -> None:
+        """Resumes each state on each number of hosts; states that are the same text once."""
+        states = {name: sorted(set(by_hosts.values())) for name, by_hosts in self.states.items()}
+        for hosts in TOPOLOGIES:
+            found = self._on(hosts, source_jobs.go_on, states)
+            for name, several in states.items():
+                for number in range(len(several)):
+                    steps = source_jobs.join([part[name][number] for part in found])
+                    assert steps == self.steps[name][self._save_at :], f"{name}: state {number} on {hosts} hosts"
+
+    def resume_with_workers(self) -> None:
+        """Resumes the states of 3 hosts in this process, with two workers for a step and then with one."""
+        make_feed = functools.partial(self._make_feed, devices=jax.devices()[: TOPOLOGIES[1]])
+        states = {name: by_hosts[3] for name, by_hosts in self.states.items()}
+        found = source_jobs.go_on_with_workers(make_feed, states, [2, 1], [1, None])
+        for name in states:
+            assert found[name] == self.steps[name][self._save_at :], name
