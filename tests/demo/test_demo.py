@@ -7,6 +7,7 @@ import hashlib
 import io
 import os
 import pathlib
+import shutil
 import signal
 import subprocess
 import sys
@@ -26,6 +27,7 @@ from meshfeed._src.demo.demo import (
     BREAKS,
     JOURNEY,
     QUICK,
+    Corpus,
     Demo,
     Job,
     JobLog,
@@ -274,17 +276,15 @@ def test_what_an_installer_prints_is_shown(tmp_path: pathlib.Path) -> None:
     result = subprocess.run(["bash", "-c", script], capture_output=True, text=True, env=environment, check=True)
     assert "uv pip install --python venv/bin/python -e .[demo]" in result.stderr
     assert "this can take some minutes" in result.stderr
+    (tmp_path / "uv.lock").write_text("")
+    result = subprocess.run(["bash", "-c", script], capture_output=True, text=True, env=environment, check=True)
+    assert "uv sync --locked --inexact --python venv/bin/python --extra demo" in result.stderr
+    assert "pip install" not in result.stderr
     again = subprocess.run(["bash", "-c", script], capture_output=True, text=True, env=environment, check=True)
     assert again.stderr == ""
 
 
 # ---------------------------------------------------------------------------------------------------- all of it
-
-
-def run(plan: Plan, folder: pathlib.Path) -> tuple[bool, str]:
-    text = io.StringIO()
-    holds = Demo(plan, folder, Console(file=text, width=200)).run()
-    return holds, text.getvalue()
 
 
 SMALL = Plan(
@@ -300,17 +300,57 @@ SMALL = Plan(
         Leg(Topology(hosts=3, devices=2, model_axis=2)),
     ),
 )
-ON_ONE_HOST = dataclasses.replace(
-    SMALL, legs=(Leg(ONE_DEVICE, kill_at=0.4), Leg(Topology(hosts=1, devices=1, model_axis=1)))
-)
+
+
+@dataclasses.dataclass
+class Recording(Demo):
+    """Keeps what each leg logged, and the checkpoints as they were after the first kill."""
+
+    logs: list[JobLog] = dataclasses.field(default_factory=list)
+
+    def _run_leg(self, leg: Leg, corpus: Corpus, run: str) -> JobLog:
+        log = super()._run_leg(leg, corpus, run)
+        self.logs.append(log)
+        if len(self.logs) == 2:
+            shutil.copytree(self.directory / f"checkpoints-{run}", self.directory / "checkpoints-after-one-kill")
+        return log
+
+
+@dataclasses.dataclass
+class Continued(Demo):
+    """The uninterrupted run and the first kill are those of another demo; only the last leg runs."""
+
+    before: Recording | None = None
+
+    def _run_leg(self, leg: Leg, corpus: Corpus, run: str) -> JobLog:
+        assert self.before is not None
+        if leg != self.plan.legs[-1]:
+            return self.before.logs[self.plan.legs.index(leg) + 1 if run == "killed" else 0]
+        shutil.copytree(self.before.directory / "checkpoints-after-one-kill", self.directory / f"checkpoints-{run}")
+        return super()._run_leg(leg, corpus, run)
+
+
+@pytest.fixture(scope="module")
+def journey(tmp_path_factory: pytest.TempPathFactory) -> tuple[Recording, bool, str]:
+    """The demo from its beginning to its end, its answer, and what it printed."""
+    text = io.StringIO()
+    demo = Recording(SMALL, tmp_path_factory.mktemp("demo") / "demo", Console(file=text, width=200))
+    return demo, demo.run(), text.getvalue()
+
+
+def continued(before: Recording, how: str, folder: pathlib.Path) -> tuple[bool, str]:
+    plan = dataclasses.replace(SMALL, legs=(SMALL.legs[0], Leg(Topology(hosts=1, devices=1, model_axis=1))))
+    text = io.StringIO()
+    holds = Continued(broken(plan, how), folder, Console(file=text, width=200), before=before).run()
+    return holds, text.getvalue()
 
 
 @pytest.mark.multihost
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-def test_the_whole_journey(tmp_path: pathlib.Path) -> None:
+def test_the_whole_journey(journey: tuple[Recording, bool, str]) -> None:
     assert [(leg.topology.hosts, leg.topology.devices) for leg in JOURNEY] == [(2, 4), (1, 8), (4, 2)]
-    holds, text = run(SMALL, tmp_path / "demo")
+    _, holds, text = journey
     assert holds, text
     assert text.count("SIGKILL") == 2
     assert "199 distinct records among the first 199 delivered: each record of the corpus once" in text
@@ -318,17 +358,19 @@ def test_the_whole_journey(tmp_path: pathlib.Path) -> None:
 
 
 @pytest.mark.multihost
-def test_a_position_that_is_forgotten_is_seen(tmp_path: pathlib.Path) -> None:
-    holds, text = run(broken(ON_ONE_HOST, "position"), tmp_path / "demo")
+@pytest.mark.timeout(900)
+def test_a_position_that_is_forgotten_is_seen(journey: tuple[Recording, bool, str], tmp_path: pathlib.Path) -> None:
+    holds, text = continued(journey[0], "position", tmp_path / "demo")
     assert not holds, text
     assert "✗ record ids  different from the uninterrupted run" in text
     assert "Some checks fail" in text
 
 
 @pytest.mark.multihost
-def test_another_seed_is_refused(tmp_path: pathlib.Path) -> None:
+@pytest.mark.timeout(900)
+def test_another_seed_is_refused(journey: tuple[Recording, bool, str], tmp_path: pathlib.Path) -> None:
     with pytest.raises(MeshfeedError, match="state mismatch in 'seed': saved 0, current 1"):
-        run(broken(ON_ONE_HOST, "seed"), tmp_path / "demo")
+        continued(journey[0], "seed", tmp_path / "demo")
     assert set(BREAKS) == {"seed", "position"}
 
 
