@@ -32,8 +32,17 @@ def _temporary_files(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Whatever lies in tests/multihost/ starts processes, whether it says so or not."""
+    """Marks what starts processes, and runs files with slow tests first.
+
+    Whatever is in tests/multihost/ starts processes. Workers of pytest-xdist take one file after the other, so the files
+    that take longest must not come last, or one worker would wait for the other.
+    """
     folder = pathlib.Path(__file__).parent / "multihost"
+    marked: dict[str, set[pathlib.Path]] = {"multihost": set(), "slow": set()}
     for item in items:
         if item.path.is_relative_to(folder):
             item.add_marker(pytest.mark.multihost)
+        for name, paths in marked.items():
+            if item.get_closest_marker(name):
+                paths.add(item.path)
+    items.sort(key=lambda item: (item.path not in marked["multihost"], item.path not in marked["slow"]))
