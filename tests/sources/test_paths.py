@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import pathlib
 import tempfile
+import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -20,7 +21,7 @@ from token_files import write_llm_c, write_megatron
 
 import meshfeed
 from meshfeed import CorruptDataError, MeshfeedError, SettingsError, SourceError
-from meshfeed._src.sources.files.paths import expand_paths
+from meshfeed._src.sources.files.paths import expand_paths, in_threads
 from meshfeed.sources import ArrayRecord, Padded, Parquet, Tokens
 
 
@@ -180,3 +181,32 @@ def test_a_flipped_byte_of_a_page_with_a_checksum(tmp_path: pathlib.Path) -> Non
     path.write_bytes(content)
     with pytest.raises(CorruptDataError, match=r"0.parquet is no intact Parquet file .*CRC"):
         Parquet(path)[0]
+
+
+def test_threads_that_look_at_files_end_before_the_call_returns() -> None:
+    def alive() -> list[str]:
+        return [thread.name for thread in threading.enumerate() if thread.name.startswith("meshfeed-files")]
+
+    others = len(alive())  # of a test whose look-up failed
+    for _ in range(20):
+        assert in_threads(lambda number: number + 1, range(32)) == list(range(1, 33))
+        assert len(alive()) <= others
+
+
+def test_a_failed_look_up_waits_for_no_thread_that_hangs() -> None:
+    hanging, resume = threading.Event(), threading.Event()
+
+    def look_up(number: int) -> None:
+        if number:
+            hanging.set()
+            resume.wait(60)
+        else:
+            hanging.wait(60)
+            raise OSError("gone")
+
+    try:
+        with pytest.raises(OSError, match="gone"):
+            in_threads(look_up, range(2))
+        assert not resume.is_set()
+    finally:
+        resume.set()

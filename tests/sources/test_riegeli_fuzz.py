@@ -1,10 +1,13 @@
 """Damaged and hostile ArrayRecord files neither crash the extension nor get bytes past its hashes.
 
+A hash covers a chunk and not its position, so a whole chunk that is copied over another one is read as it is.
+
 `scripts/sanitize` runs this file against a build with AddressSanitizer and UndefinedBehaviorSanitizer, for longer.
 """
 
 from __future__ import annotations
 
+import itertools
 import os
 import pathlib
 import time
@@ -25,6 +28,7 @@ SECONDS = float(os.environ.get("MESHFEED_FUZZ_SECONDS", "2"))
 SEED = int(os.environ.get("MESHFEED_FUZZ_SEED", time.time_ns() % 2**32))
 GUARD = 64
 HEADER_BYTES = 40
+BLOCK_BYTES, BLOCK_HEADER_BYTES = 1 << 16, 24
 
 
 @pytest.fixture(autouse=True)
@@ -44,12 +48,31 @@ def corpus(folder: pathlib.Path) -> list[tuple[bytes, list[bytes]]]:
     return found
 
 
-def damaged(content: bytes, rng: np.random.Generator) -> bytes:
-    """Bits flipped, blocks moved, bytes written over, or the end cut off."""
+def chunks(content: bytes, offsets: list[int]) -> list[bytes]:
+    """The chunk at each offset, without the headers of blocks and the padding that may follow; the last offset is an end."""
+    found = []
+    for begin, end in itertools.pairwise(offsets):
+        blocks = range(begin // BLOCK_BYTES * BLOCK_BYTES, end, BLOCK_BYTES)
+        chunk = b"".join(
+            content[max(begin, block + BLOCK_HEADER_BYTES) : min(end, block + BLOCK_BYTES)] for block in blocks
+        )
+        found.append(chunk[: HEADER_BYTES + int.from_bytes(chunk[8:16], "little")])
+    return found
+
+
+def offsets_of(path: pathlib.Path, num_records: int) -> list[int]:
+    opened = Descriptor(str(path))
+    footer = readers._read_footer(opened.number, opened.num_bytes, num_records)
+    assert footer is not None
+    return footer[0].tolist()
+
+
+def damaged(content: bytes, offsets: list[int], rng: np.random.Generator) -> bytes:
+    """Bits flipped, bytes moved or written over, chunks copied over others, or the end cut off."""
     changed = bytearray(content)
     for _ in range(rng.integers(1, 9)):
         at, length = int(rng.integers(len(changed))), int(rng.integers(1, 200))
-        match rng.integers(4):
+        match rng.integers(5):
             case 0:
                 changed[at] ^= 1 << int(rng.integers(8))
             case 1:
@@ -57,6 +80,11 @@ def damaged(content: bytes, rng: np.random.Generator) -> bytes:
             case 2:
                 source = int(rng.integers(len(changed)))
                 changed[at : at + length] = changed[source : source + len(changed[at : at + length])]
+            case 3:
+                source, target = rng.integers(len(offsets) - 1, size=2).tolist()
+                chunk = changed[offsets[source] : offsets[source + 1]]
+                if len(chunk) == offsets[target + 1] - offsets[target] and len(changed) == len(content):
+                    changed[offsets[target] : offsets[target + 1]] = chunk
             case _:
                 del changed[max(at, 1) :]
     return bytes(changed)
@@ -145,23 +173,36 @@ def read_everything(path: pathlib.Path, num_records: int, rng: np.random.Generat
 
 
 @pytest.mark.slow
-def test_damaged_files_give_their_own_records_or_none(tmp_path: pathlib.Path) -> None:
+def test_what_is_read_of_a_damaged_file_is_the_record_of_a_whole_chunk_at_its_place(tmp_path: pathlib.Path) -> None:
     files, rng, path = corpus(tmp_path), np.random.default_rng(SEED), tmp_path / "damaged"
-    deadline, opened, intact, trials = time.monotonic() + SECONDS, 0, 0, 0
+    deadline, opened, intact, moved, trials = time.monotonic() + SECONDS, 0, 0, 0, 0
+    offsets = []
     for content, records in files:
         path.write_bytes(content)
         assert read_everything(path, len(records), rng) == records
-    while time.monotonic() < deadline or trials < 50:
+        offsets.append(offsets_of(path, len(records)))
+    while time.monotonic() < deadline or trials < 200:
         trials += 1
-        content, records = files[int(rng.integers(len(files)))]
-        path.write_bytes(damaged(content, rng))
+        number = int(rng.integers(len(files)))
+        content, records = files[number]
+        written = damaged(content, offsets[number], rng)
+        path.write_bytes(written)
         found = read_everything(path, len(records), rng)
-        if found is not None:
-            opened += 1
-            intact += sum(record is not None for record in found)
-            assert all(record in (None, right) for record, right in zip(found, records, strict=True))
+        if found is None:
+            continue
+        opened += 1
+        whole = chunks(content, offsets[number])
+        record_of = dict(zip(whole, records, strict=True))
+        for row, stored in enumerate(chunks(written, offsets[number])):
+            if stored == whole[row]:
+                assert found[row] == records[row]
+                intact += 1
+            else:
+                assert found[row] is None or found[row] == record_of.get(stored)
+                moved += found[row] is not None
     assert opened
     assert intact
+    assert moved
 
 
 @pytest.mark.slow

@@ -87,14 +87,20 @@ def split(path: str) -> tuple[str, str]:
 
 
 def in_threads(function: Callable[[_T], _R], items: Sequence[_T], max_threads: int = _MAX_THREADS) -> list[_R]:
-    """Returns ``[function(item) for item in items]``, computed in threads; raises the first error, drops the rest."""
+    """Returns ``[function(item) for item in items]``, computed in threads; raises the first error, drops the rest.
+
+    No thread outlives a call that returns. After an error, a call that has started may hang, so nothing waits for it.
+    """
     if len(items) <= 1:
         return [function(item) for item in items]
     threads = Threads(min(max_threads, len(items)), "meshfeed-files")
+    finished = False
     try:
-        return [future.result() for future in [threads.submit(function, item) for item in items]]
+        results = [future.result() for future in [threads.submit(function, item) for item in items]]
+        finished = True
     finally:
-        threads.shutdown(wait=False, cancel_futures=True)
+        threads.shutdown(wait=finished, cancel_futures=True)
+    return results
 
 
 def as_list(paths: Paths) -> list[str | os.PathLike[str]]:
