@@ -14,6 +14,7 @@ ROOT = pathlib.Path(__file__).resolve().parent.parent
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 DISTRIBUTIONS = {
     "PIL": "pillow",
+    "cv2": "opencv-python-headless",
     "absl": "absl-py",
     "orbax": "orbax-checkpoint",
 }  # where the import has another name than the distribution
@@ -109,6 +110,19 @@ def test_the_lock_names_pypi_only_and_belongs_to_this_project() -> None:
     package = next(package for package in tomllib.loads(text)["package"] if package["name"] == "meshfeed")
     locked = {entry["name"] for entry in package["dependencies"]}
     assert locked == _names(PROJECT["dependencies"]), "run `uv lock`"
+
+
+def test_the_lock_has_every_extra() -> None:
+    """Otherwise the scripts cannot use it, and install the newest versions."""
+    packages = tomllib.loads((ROOT / "uv.lock").read_text())["package"]
+    package = next(package for package in packages if package["name"] == "meshfeed")
+    locked: dict[str, set[str]] = {extra: set() for extra in PROJECT["optional-dependencies"]}
+    for entry in package["metadata"]["requires-dist"]:
+        if extra := re.search(r"extra == '(.+?)'", entry.get("marker", "")):
+            locked[extra[1]].add(entry["name"] + entry.get("specifier", ""))
+    for extra, requirements in PROJECT["optional-dependencies"].items():
+        asked = {re.sub(r"\[.*?\]|;.*", "", requirement).strip().lower() for requirement in requirements}
+        assert locked[extra] == asked, f"run `uv lock`: {extra}"
 
 
 @pytest.mark.parametrize(

@@ -9,6 +9,7 @@ if TYPE_CHECKING:
     from meshfeed._src.sources.array_record.source import ArrayRecord
     from meshfeed._src.sources.concat import Concat
     from meshfeed._src.sources.decode import DecodeExample, DecodeRaw
+    from meshfeed._src.sources.decode_image import DecodeImage
     from meshfeed._src.sources.host_batches import HostBatches
     from meshfeed._src.sources.map import Map
     from meshfeed._src.sources.mds import MDS
@@ -33,6 +34,7 @@ _HOME = {
     "Buckets": "padded",
     "Concat": "concat",
     "DecodeExample": "decode",
+    "DecodeImage": "decode_image",
     "DecodeRaw": "decode",
     "Grain": "recognize",
     "HostBatches": "host_batches",
@@ -63,6 +65,7 @@ __all__ = [
     "Buckets",
     "Concat",
     "DecodeExample",
+    "DecodeImage",
     "DecodeRaw",
     "Grain",
     "HostBatches",

@@ -44,12 +44,16 @@ def digest_tree(tree: PyTree) -> str:
 def probe_digest(num_records: int, digest: Callable[[np.ndarray], str], retry: Retry = Retry()) -> str:  # noqa: B008 (a frozen value)
     """Returns a digest of up to four records spread over a source.
 
-    An unreadable record does not raise: it is marked in the digest, because a feed over it must still have a state.
+    A single unreadable record does not raise: it is marked in the digest, because a feed over it must still have a state.
 
     Args:
       num_records: number of records of the source.
       digest: maps ids, int64 ``[n]``, to the digest of these records.
       retry: retry settings for failed reads.
+
+    Raises:
+      Exception: that of the first record, if none can be read. A digest of errors alone would be the same for any source that
+        is out of reach, and a state saved before would be refused as one of different content.
     """
     ids = probe_ids(num_records)
     try:
@@ -69,10 +73,18 @@ def _digest_one_by_one(ids: np.ndarray, digest: Callable[[np.ndarray], str]) -> 
             unreadable.append((int(ids[i]), error))
     if unreadable:
         first = unreadable[0][1]
+        names = ", ".join(str(record_id) for record_id, _ in unreadable)
+        if len(unreadable) == len(ids):
+            first.add_note(
+                f"in identifying the source by {'one record' if len(ids) == 1 else f'{len(ids)} records'} ({names}), none of "
+                "which can be read on this host"
+            )
+            note_thread(first)
+            raise first
         _log.warning(
             "%s %s cannot be read (%s: %s); the source's fingerprint marks %s as unreadable",
             "record" if len(unreadable) == 1 else "records",
-            ", ".join(str(record_id) for record_id, _ in unreadable),
+            names,
             type(first).__name__,
             first,
             "it" if len(unreadable) == 1 else "them",
