@@ -276,7 +276,7 @@ def test_what_an_installer_prints_is_shown(tmp_path: pathlib.Path) -> None:
     result = subprocess.run(["bash", "-c", script], capture_output=True, text=True, env=environment, check=True)
     assert "uv pip install --python venv/bin/python -e .[demo]" in result.stderr
     assert "this can take some minutes" in result.stderr
-    (tmp_path / "uv.lock").write_text("")
+    (tmp_path / "uv.lock").write_text("version = 1\n")
     result = subprocess.run(["bash", "-c", script], capture_output=True, text=True, env=environment, check=True)
     assert "uv sync --locked --inexact --python venv/bin/python --extra demo" in result.stderr
     assert "pip install" not in result.stderr
