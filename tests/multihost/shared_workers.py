@@ -13,6 +13,8 @@ from unittest import mock
 from meshfeed._src.reading import workers as worker_pool
 from meshfeed._src.streams import lane_reader as lane_group
 
+_SECONDS = 300.0  # an import of TensorFlow takes 10 s of a core that is free
+
 
 def _make_task() -> Any:
     """In a worker: keeps the task of each feed, and answers the requests to it."""
@@ -47,7 +49,7 @@ class SharedPool:
         for worker in range(num_workers):
             self.workers.submit(worker, ("begin", self._feed, make_task))
         for worker in range(num_workers):
-            self.pids.add(self.workers.result(worker, 60))
+            self.pids.add(self.workers.result(worker, _SECONDS))
 
     def submit(self, worker_index: int, request: Any) -> None:
         assert worker_index < self._num_workers
@@ -62,9 +64,9 @@ class SharedPool:
         for worker in range(self._num_workers):
             while self._owed[worker]:  # what a feed had asked for ahead
                 with contextlib.suppress(Exception):
-                    self.result(worker, 60)
+                    self.result(worker, _SECONDS)
             self.workers.submit(worker, ("end", self._feed, None))
-            self.workers.result(worker, 60)
+            self.workers.result(worker, _SECONDS)
         self._num_workers = 0
 
 
