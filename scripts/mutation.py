@@ -23,7 +23,7 @@ import time
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 FOLDER = ROOT / "build" / "mutation"
 COPIED = ("src", "tests", "pyproject.toml")
-MUTANTS = 60  # with 2 processes, all packages together then take less than an hour
+MUTANTS = 60  # the aim is less than an hour for all packages with 2 processes
 AIM = 0.85
 CONFIGURATION = """
 [tool.mutmut]
