@@ -13,7 +13,8 @@ from orbax.checkpoint._src.multihost import dispatchers
 
 from meshfeed._src.base.errors import CheckpointError, CorruptDataError, SettingsError
 from meshfeed._src.checkpoint import restore as checkpoint_restore
-from meshfeed._src.checkpoint.restore import RestoreOptions
+from meshfeed._src.checkpoint.layout import LoadPlan
+from meshfeed._src.checkpoint.plan import LeafRead, choose_ways
 from meshfeed._src.checkpoint.stored import StoredArrays
 from meshfeed.checkpoint import (
     ArrayHandler,
@@ -21,6 +22,7 @@ from meshfeed.checkpoint import (
     ArraysRestore,
     ArraysSave,
     Checkpointer,
+    RestoreOptions,
     restore_once,
     verify,
 )
@@ -388,15 +390,14 @@ def test_a_numbered_replica_axis_is_counted_in_each_mesh(tmp_path, mesh):
     state = {"w": place(np.arange(8.0, dtype=np.float32), mesh), "v": place(np.arange(8.0, dtype=np.float32), other)}
     ocp.Checkpointer(ArraysHandler()).save(tmp_path / "a", args=ArraysSave(state))
     stored = StoredArrays(tmp_path / "a")
-    requests = [
-        checkpoint_restore.LeafRequest(stored.saved(name), (8,), np.dtype(np.float32), leaf.sharding)
+    reads = [
+        LeafRead(stored.saved(name), np.dtype(np.float32), LoadPlan(leaf.sharding, (8,)))
         for name, leaf in state.items()
     ]
     for axis, expected in ((0, ["data", "a"]), (-1, ["model", "b"]), ("b", [None, "b"])):
         options = RestoreOptions("single_replica", axis, 1)
-        checkpoint_restore.plan_all(requests, options)
-        plans = [request.plan for request in requests]
-        assert [plan.broadcast and plan.broadcast[0] for plan in plans] == expected
+        loads = [read.load for read in choose_ways(reads, options)]
+        assert [load.broadcast and load.broadcast[0] for load in loads] == expected
         restored = ArraysHandler("single_replica", axis, 1).restore(tmp_path / "a", ArraysRestore(abstract(state)))
         assert_same(state, restored)
 

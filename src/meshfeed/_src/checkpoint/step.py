@@ -13,17 +13,16 @@ from etils import epath
 
 from meshfeed._src.base.errors import CheckpointError, MeshfeedError
 from meshfeed._src.base.types import JsonValue, PyTree, public
+from meshfeed._src.checkpoint.describe import abstract_tree_of
 from meshfeed._src.checkpoint.handlers import PLAIN_FILE
-from meshfeed._src.checkpoint.leaves import Entry, SavedLeaf, dtype_of
-from meshfeed._src.checkpoint.restore import abstract_tree_of
+from meshfeed._src.checkpoint.leaves import Entry, dtype_of
+from meshfeed._src.checkpoint.read import UnitReader
 from meshfeed._src.checkpoint.stored import (
     FOLDER,
     RESTORE_EARLIER,
     DamagedCheckpointError,
     Manifest,
     StoredArrays,
-    UnitReader,
-    Wanted,
     file_problems,
     read_manifest,
 )
@@ -271,16 +270,12 @@ def _verify_arrays(item: epath.Path, step: int | None, problems: list[str]) -> F
         stored.open_soon(names)
         reader = UnitReader(stored, verify=True, bytes_in_flight=None, on_bytes=sizes.append)
         for name in names:
-            problems += _problems(lambda name=name: _read_leaf(stored.saved(name), reader))
+            problems += _problems(lambda name=name: reader.check(stored.saved(name)))
             without += not stored.manifest.digests.get(name)
     except MeshfeedError as error:
         problems.append(str(error))
     problems = list(dict.fromkeys(problems))  # read_step may already have reported the same
     return Finding(str(item), step, tuple(problems), len(names), sum(sizes), without, time.perf_counter() - started)
-
-
-def _read_leaf(leaf: SavedLeaf, reader: UnitReader) -> None:
-    reader.read([Wanted(leaf, number, []) for number in range(len(leaf.units))])
 
 
 def inspect(directory: epath.PathLike, step: int | None = None) -> dict[str, JsonValue]:

@@ -5,20 +5,17 @@ folder ``meshfeed`` inside the item, so it is copied with the arrays, and plain 
 writes a part with its digests (``arrays-<process>.json``), and process 0 writes the tree (``tree.json``). Once all have
 written, the primary host merges the parts into ``manifest.json`` and removes them. Parts that were never merged, because a
 manager other than Orbax's does not finalize, are merged on reading.
-
-Leaves are read in whole units, each once; the requested parts are copied into this process's buffers.
 """
 
 from __future__ import annotations
 
 import ast
-import collections
 import dataclasses
 import functools
 import json
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import NamedTuple, TypeAlias
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import TypeAlias
 
 import jax.numpy as jnp
 import numpy as np
@@ -26,24 +23,22 @@ import orbax.checkpoint as ocp
 import tensorstore as ts
 import xxhash
 from etils import epath
-from jax.typing import DTypeLike
 from numpy.typing import NDArray
 
 from meshfeed._src.base.errors import CheckpointError
 from meshfeed._src.base.types import JsonValue, public
-from meshfeed._src.checkpoint.layout import Box, Grid, box_shape, box_size, clip, intersect, slices
+from meshfeed._src.checkpoint.layout import Box, Grid, box_shape, slices
 from meshfeed._src.checkpoint.leaves import (
     CARRIERS,
     NOTHING,
     VALUE,
     Entry,
     SavedLeaf,
-    check_fits,
     from_carrier,
     keys_of,
     saved_leaf,
 )
-from meshfeed._src.state.files import DamagedStateError, write_json
+from meshfeed._src.state.files import DamagedStateError, readable_path, write_json
 from meshfeed._src.state.state import digest_of
 
 
@@ -209,13 +204,21 @@ _TEXTS = "_strings.json"
 _KEY_METADATA = "array_metadatas/process_0"  # every process writes the same
 _PLAIN_KINDS = {"jax.Array": "jax", "np.ndarray": "numpy", "scalar": "scalar", "string": "str"}
 _BYTES_KEPT_BY_A_THREAD = 64 << 20
-_BYTES_IN_FLIGHT = 512 << 20
 
 
 def _threads(most: int, memory_limit_bytes: int | None) -> int:
     # glibc keeps what a thread has freed for that thread's next allocation: a chunk's bytes and its decoded values,
     # 2 × 16 MiB, and up to 64 MiB in all.
     return most if memory_limit_bytes is None else min(most, max(1, memory_limit_bytes // _BYTES_KEPT_BY_A_THREAD))
+
+
+def find_item(directory: epath.PathLike) -> epath.Path:
+    """Returns the folder of the arrays: ``directory`` itself, or the only item inside it."""
+    directory = readable_path(directory)
+    if (directory / _TREE_METADATA).exists() or (directory / FOLDER).exists() or not directory.exists():
+        return directory
+    found = [path for path in directory.iterdir() if path.is_dir() and (path / _TREE_METADATA).exists()]
+    return found[0] if len(found) == 1 else directory
 
 
 PendingRead: TypeAlias = Callable[[], NDArray[np.generic]]
@@ -425,102 +428,3 @@ class StoredArrays:
                         path=str(self.directory),
                     )
         return from_carrier(values, leaf.dtype) if leaf.encoding in CARRIERS else values
-
-
-class Target(NamedTuple):
-    """A box of a leaf, and the host array that takes its values; the array has the final dtype."""
-
-    box: Box
-    buffer: NDArray[np.generic]
-
-    def fill(self, unit_box: Box, values: NDArray[np.generic]) -> None:
-        """Copies the overlap of ``unit_box`` and the box, cast to the buffer's dtype."""
-        common = intersect(self.box, unit_box)
-        if box_size(common):
-            self.buffer[slices(common, self.box)] = values[slices(common, unit_box)]
-
-
-class Wanted(NamedTuple):
-    """A unit to read: its leaf, its number, and the buffers that take the values; without any it is only checked."""
-
-    leaf: SavedLeaf
-    number: int
-    targets: Sequence[Target]
-
-
-def wanted_units(leaf: SavedLeaf, targets: Iterable[Target]) -> list[Wanted]:
-    """Returns the units that ``targets`` need, ascending by number."""
-    found: dict[int, list[Target]] = collections.defaultdict(list)
-    for target in targets:
-        for number in leaf.units.touching(clip(target.box, leaf.stored_shape)):
-            found[number].append(target)
-    return [Wanted(leaf, number, found[number]) for number in sorted(found)]
-
-
-class _Reading(NamedTuple):
-    unit: Wanted
-    box: Box
-    values: PendingRead
-    placed: bool  # storage writes the values where they are wanted
-    bytes: int
-
-
-class UnitReader:
-    """Reads units with a bounded number of bytes in flight, checks them, and counts the bytes.
-
-    Args:
-      stored: the item.
-      verify: check digests.
-      bytes_in_flight: limit on the bytes requested from storage at once; at least one unit is always allowed.
-      on_bytes: called with the number of bytes of each unit that was read.
-      must_fit: parameter name → integer dtype in which its values must fit.
-    """
-
-    def __init__(
-        self,
-        stored: StoredArrays,
-        *,
-        verify: bool,
-        bytes_in_flight: int | None,
-        on_bytes: Callable[[int], object],
-        must_fit: Mapping[str, DTypeLike] | None = None,
-    ) -> None:
-        self._stored = stored
-        self._verify = verify
-        self._limit = _BYTES_IN_FLIGHT if bytes_in_flight is None else max(1, bytes_in_flight)
-        self._on_bytes = on_bytes
-        self._must_fit = must_fit or {}
-
-    def read(self, wanted: Sequence[Wanted]) -> None:
-        """Reads units in order and fills the targets of each in the same order."""
-        self._stored.open_soon(dict.fromkeys(unit.leaf.name for unit in wanted))
-        pending: collections.deque[_Reading] = collections.deque()
-        in_flight = 0
-        for unit in wanted:
-            leaf, box = unit.leaf, unit.leaf.units.box(unit.number)
-            size = box_size(box) * leaf.stored_dtype.itemsize
-            while pending and in_flight + size > self._limit:
-                in_flight -= self._finish(pending.popleft())
-            pending.append(self._start(unit, box, size))
-            in_flight += size
-        while pending:
-            self._finish(pending.popleft())
-
-    def _start(self, unit: Wanted, box: Box, size: int) -> _Reading:
-        leaf, first = unit.leaf, unit.targets[0] if len(unit.targets) == 1 else None
-        # Storage may write directly into a sole target that holds all of the unit without a cast.
-        if first and box and first.buffer.dtype == leaf.stored_dtype and intersect(first.box, box) == box:
-            placed = self._stored.start_read_into(leaf, box, first.buffer[slices(box, first.box)])
-            if placed is not None:
-                return _Reading(unit, box, placed, True, size)
-        return _Reading(unit, box, self._stored.start_read(leaf, box), False, size)
-
-    def _finish(self, reading: _Reading) -> int:
-        leaf = reading.unit.leaf
-        values = self._stored.finish_read(leaf, reading.box, reading.values, self._verify)
-        if leaf.name in self._must_fit:  # while hosts still agree on errors
-            check_fits(f"leaf {leaf.name!r}", values, self._must_fit[leaf.name])
-        self._on_bytes(reading.bytes)
-        for target in () if reading.placed else reading.unit.targets:
-            target.fill(reading.box, values)
-        return reading.bytes
