@@ -24,11 +24,17 @@ from meshfeed._src.base.errors import (
     suggests_keywords,
 )
 from meshfeed._src.base.fork import Owner
-from meshfeed._src.base.hooks import Resumable
+from meshfeed._src.base.hooks import CannotResume, Resumable, find
 from meshfeed._src.base.types import JsonValue, PyTree, public
 from meshfeed._src.checkpoint.agreement import Agreement
 from meshfeed._src.checkpoint.at_exit import OpenSaves
-from meshfeed._src.checkpoint.directory import as_directory, check_no_step, opening
+from meshfeed._src.checkpoint.directory import (
+    as_directory,
+    check_no_step,
+    check_step_names,
+    checkpoints_near,
+    opening,
+)
 from meshfeed._src.checkpoint.handlers import (
     ArraysHandler,
     ArraysRestore,
@@ -57,6 +63,14 @@ _BEHIND = (
 _NOT_SAVED = (
     "step %d, which the interval skipped, is not saved in %s at the end: %s. Call save(step, train_state, feed, "
     "force=True) for the step that ends a run, or set save_last=False."
+)
+_ELSEWHERE = (
+    "no checkpoint in %s, so training starts at step 0, but there are checkpoints in %s. If this run is to continue one of "
+    "them, stop it and pass that folder."
+)
+_CANNOT_RESUME = (
+    "step %d: no run can continue from the position that is saved with it: %s A restore of this step must leave out the "
+    "feed, and the data then begin again."
 )
 _UNFINISHED = ".orbax-checkpoint-tmp"
 _CLOSE_SECONDS = 300.0
@@ -95,7 +109,7 @@ class Checkpointer:
       memory_limit_bytes: limit on a process's extra memory in bytes while restoring, beyond the result and one shard.
       timeout_seconds: how long hosts wait for each other while saving or restoring.
       array_options: keywords for Orbax's array handler, see :class:`ArraysHandler`.
-      orbax_options: further keywords for ``ocp.CheckpointManagerOptions``.
+      orbax_options: further keywords for ``ocp.CheckpointManagerOptions``, except those that rename the folders of steps.
 
     Raises:
       SettingsError: a setting has an invalid value.
@@ -132,6 +146,7 @@ class Checkpointer:
         with naming("array_options", array_options):
             self._arrays = ArraysHandler(options, array_handler=array_options)
         with naming("orbax_options", orbax_options):
+            check_step_names(orbax_options)
             waits = ocp.AsyncOptions(timeout_secs=math.ceil(timeout_seconds))
             settings = {"save_interval_steps": save_interval_steps, "async_options": waits, **(orbax_options or {})}
             manager_options = ocp.CheckpointManagerOptions(**retention_options(max_to_keep, settings))
@@ -189,6 +204,8 @@ class Checkpointer:
         check_train_state(train_state, SAVE_ORDER)
         check_feed(feed, ("get_state",), SAVE_ORDER)
         self._check_open()
+        if not self._writes and feed is not None and (one_way := find(feed, CannotResume)) is not None:
+            _log.warning(_CANNOT_RESUME, step, one_way.cannot_resume)
         self._begin_to_write()
         self._set_damaged_aside(step)
         self._open.register()
@@ -308,7 +325,9 @@ class Checkpointer:
             except DamagedCheckpointError as error:
                 self._pass_over(number, str(error), reasons)
         if not reasons:
-            _log.info("%s has no steps, so nothing is restored", self._directory)
+            _log.info("no checkpoint in %s: starting at step 0", self._directory)
+            if process_index() == 0 and (near := checkpoints_near(self._directory)):
+                _log.warning(_ELSEWHERE, self._directory, ", ".join(near))
             return 0, wanted
         listed = "".join(f"\n  step {number}: {reason}" for number, reason in reasons.items())
         raise CheckpointError(

@@ -3,15 +3,34 @@
 from __future__ import annotations
 
 import contextlib
+import difflib
 import os
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
 from etils import epath
 
 from meshfeed._src.base.errors import CheckpointError, MeshfeedError, SettingsError
 from meshfeed._src.checkpoint.options import short
 from meshfeed._src.checkpoint.step import ARRAYS, find_steps
+
+# Steps are found by their folders, which are named by their number alone.
+_NAMES_OF_STEPS = ("step_prefix", "step_format_fixed_length", "step_name_format")
+_FOLDERS_LOOKED_INTO = 20
+_FOLDERS_NAMED = 3
+
+
+def check_step_names(orbax_options: Mapping[str, object] | None) -> None:
+    """Rejects Orbax's options that give the folders of steps other names: no step would be found again."""
+    for name, value in (orbax_options or {}).items():
+        build_name = getattr(value, "build_name", None)
+        is_number = callable(build_name) and build_name(7) == "7"
+        if name in _NAMES_OF_STEPS and value and not is_number:
+            raise SettingsError(
+                f"orbax_options={{{name!r}: {short(value)}}}: the folder of a step is its number, without prefix or zeros, "
+                "or a Checkpointer would not find it again. Omit it.",
+                setting="orbax_options",
+            )
 
 
 def as_directory(directory: epath.PathLike) -> epath.Path:
@@ -68,3 +87,21 @@ def opening(directory: epath.Path) -> Iterator[None]:
             f"{directory}: cannot be opened: {type(error).__name__}: {error}. Check that this host may create and write "
             "the folder; for an object store, also check the bucket's name and the credentials."
         ) from error
+
+
+def checkpoints_near(directory: epath.Path) -> list[str]:
+    """Returns the folders beside and inside one without steps that hold a Checkpointer's steps, most alike names first.
+
+    Looks into a few folders only, because each takes requests to storage.
+    """
+    near: list[epath.Path] = []
+    for folder in (directory.parent, directory):
+        with contextlib.suppress(OSError):
+            near += [path for path in folder.iterdir() if path != directory and not path.name.isdecimal()]
+    near.sort(key=lambda path: -difflib.SequenceMatcher(None, path.name, directory.name).ratio())
+    found: list[str] = []
+    for path in near[:_FOLDERS_LOOKED_INTO]:
+        with contextlib.suppress(OSError):
+            if path.is_dir() and any((path / str(step) / ARRAYS).exists() for step in find_steps(path)):
+                found.append(str(path))
+    return found[:_FOLDERS_NAMED]
