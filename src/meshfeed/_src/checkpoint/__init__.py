@@ -6,8 +6,8 @@ May import: arrays (its resharding), base, state. Imported only by cli and the p
 * Save: ``leaves.py`` encodes a tree; ``array_handler.py`` has each array cut by ``write.py``, as ``layout.py`` chooses, and
   written by Orbax; digests go into the manifest of ``stored.py``. Hosts fail or succeed together: ``saves.py``.
 * Restore: ``restore.py`` runs four stages with values between them. ``match.py`` and ``plan.py`` plan what is read of each
-  leaf; ``read.py`` reads pieces into host memory; ``place.py`` and ``exchange.py`` bring them to devices and hosts, and
-  ``conversions.py`` make them leaves; ``report.py`` says what was read. ``agreement.py`` confirms each stage on all hosts.
+  leaf; ``read.py`` reads pieces into host memory; ``place.py`` and ``exchange.py`` bring them to devices and hosts;
+  ``report.py`` says what was read. ``agreement.py`` confirms each stage on all hosts.
 * Options of a restore: ``options.py``, one value that is passed whole.
 * Integrity: ``step.py`` checks, describes and compares steps, also as JSON for the command line.
 * ``foreign.py`` converts positions that Grain and MaxText saved.

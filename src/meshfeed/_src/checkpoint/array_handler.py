@@ -21,7 +21,7 @@ from meshfeed._src.checkpoint.layout import MIN_SLICE_BYTES
 from meshfeed._src.checkpoint.match import match_array
 from meshfeed._src.checkpoint.options import RestoreOptions, split_options
 from meshfeed._src.checkpoint.orbax_internals import metadata_store, sharding_writer
-from meshfeed._src.checkpoint.plan import LeafPlan, LeafRead, RestorePlan
+from meshfeed._src.checkpoint.plan import LeafRead, PlannedLeaf, RestorePlan
 from meshfeed._src.checkpoint.restore import Dispatch, open_item, restore, restore_agreement
 from meshfeed._src.checkpoint.saves import StepSave
 from meshfeed._src.checkpoint.stored import ARRAYS_PART, StoredArrays, write_part
@@ -217,7 +217,7 @@ def _within_limit(options: RestoreOptions, infos: Sequence[ocp.type_handlers.Par
 
 def _plan_parameter(
     stored: StoredArrays, info: ocp.type_handlers.ParamInfo, arg: ocp.type_handlers.RestoreArgs, saved: object
-) -> LeafPlan:
+) -> PlannedLeaf:
     """Plans a parameter from Orbax's restore arguments: ``ArrayRestoreArgs``, or plain ``RestoreArgs``."""
     name = _name_of(info)
     shape = getattr(arg, "global_shape", None)

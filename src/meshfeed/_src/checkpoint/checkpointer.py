@@ -39,7 +39,6 @@ from meshfeed._src.checkpoint.handlers import (
     ArraysHandler,
     ArraysRestore,
     ArraysSave,
-    HasState,
     IteratorHandler,
     IteratorSave,
     check_feed,
@@ -47,8 +46,7 @@ from meshfeed._src.checkpoint.handlers import (
 from meshfeed._src.checkpoint.leaves import encode_tree
 from meshfeed._src.checkpoint.options import RestoreOptions, is_number, require, short
 from meshfeed._src.checkpoint.retention import retention_options
-from meshfeed._src.checkpoint.saves import StepSave, check_same
-from meshfeed._src.checkpoint.skipped import CapturedState, SkippedStep, number_of
+from meshfeed._src.checkpoint.saves import CapturedState, HasState, SkippedStep, StepSave, check_same, number_of
 from meshfeed._src.checkpoint.step import ARRAYS, ITERATOR, StepMetadata, describe_step, find_steps, read_step
 from meshfeed._src.checkpoint.stored import DamagedCheckpointError
 from meshfeed._src.state import files as state_files

@@ -19,13 +19,20 @@ from meshfeed._src.base.hooks import Resumable
 from meshfeed._src.base.types import JsonValue, PyTree, public
 from meshfeed._src.checkpoint.agreement import Agreement
 from meshfeed._src.checkpoint.array_handler import ArrayHandler, check_metadata_key
-from meshfeed._src.checkpoint.describe import abstract_tree_of, type_handlers
 from meshfeed._src.checkpoint.leaves import EncodedTree, encode_tree
 from meshfeed._src.checkpoint.options import RestoreOptions, short, split_options
 from meshfeed._src.checkpoint.orbax_internals import JSON_HANDLER
 from meshfeed._src.checkpoint.restore import restore_agreement, restore_tree
-from meshfeed._src.checkpoint.saves import StepSave, created
-from meshfeed._src.checkpoint.stored import TREE_PART, StoredArrays, digest, join_parts, write_part
+from meshfeed._src.checkpoint.saves import HasState, StepSave, created
+from meshfeed._src.checkpoint.stored import (
+    TREE_PART,
+    StoredArrays,
+    abstract_tree_of,
+    digest,
+    join_parts,
+    type_handlers,
+    write_part,
+)
 from meshfeed._src.state import files as state_files
 
 PLAIN_FILE = "metadata"
@@ -219,14 +226,6 @@ def restore_once(
     checked = RestoreOptions(memory_limit_bytes=memory_limit_bytes, **options)
     with restore_agreement(directory, checked) as agreement:
         return restore_tree(directory, abstract_tree, checked, agreement)
-
-
-class HasState(Protocol):
-    """The part of a feed that saving needs."""
-
-    def get_state(self) -> dict[str, JsonValue]:
-        """Returns the state after the last delivered batch, as JSON."""
-        ...
 
 
 def check_feed(feed: object, methods: tuple[str, ...], order: str) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Protocol, runtime_checkable
 
 import jax
@@ -16,17 +16,6 @@ from meshfeed._src.arrays.reshard import key_impl
 from meshfeed._src.base.coordination import process_count
 from meshfeed._src.base.errors import CheckpointError
 from meshfeed._src.base.types import PyTree
-from meshfeed._src.checkpoint.conversions import (
-    Placement,
-    as_python,
-    from_bytes,
-    from_host,
-    in_default_memory,
-    sharding_of,
-    with_placement,
-    wrap_keys,
-)
-from meshfeed._src.checkpoint.describe import abstract_tree_of, cut_to_rank
 from meshfeed._src.checkpoint.layout import LoadPlan, Shape
 from meshfeed._src.checkpoint.leaves import (
     BYTES,
@@ -48,8 +37,18 @@ from meshfeed._src.checkpoint.leaves import (
     python_type_of,
     tree_of,
 )
-from meshfeed._src.checkpoint.plan import LeafPlan, LeafRead, RestorePlan
-from meshfeed._src.checkpoint.stored import StoredArrays, StoredShapeError
+from meshfeed._src.checkpoint.options import short
+from meshfeed._src.checkpoint.place import (
+    Placement,
+    from_bytes,
+    from_host,
+    in_default_memory,
+    sharding_of,
+    with_placement,
+    wrap_keys,
+)
+from meshfeed._src.checkpoint.plan import LeafRead, PlannedLeaf, RestorePlan
+from meshfeed._src.checkpoint.stored import StoredArrays, StoredShapeError, abstract_tree_of, cut_to_rank
 
 
 @runtime_checkable
@@ -112,10 +111,10 @@ def _leaves(names: Sequence[str]) -> str:
 _HOST_KINDS = ("numpy", "numpy_scalar")
 
 
-def _match_leaf(stored: StoredArrays, name: str, leaf: Leaf, strict: bool) -> LeafPlan:
+def _match_leaf(stored: StoredArrays, name: str, leaf: Leaf, strict: bool) -> PlannedLeaf:
     """Plans one leaf of an abstract tree; ``...`` omits the leaf."""
     if leaf is ...:
-        return LeafPlan(value=...)
+        return PlannedLeaf(value=...)
     kind, saved_kind = kind_of(leaf), stored.kinds[name]
     # For a number whose type plain Orbax did not record, any object will do.
     describes = kind is not None or isinstance(leaf, Shaped) or saved_kind == "scalar"
@@ -145,7 +144,7 @@ def _placement(leaf: Leaf) -> Placement | None:
     return getattr(leaf, "sharding", None)
 
 
-def _match_python(saved: SavedLeaf, leaf: Leaf) -> LeafPlan:
+def _match_python(saved: SavedLeaf, leaf: Leaf) -> PlannedLeaf:
     """Plans a Python number, text or bytes; for any other object, the stored number is restored as it is."""
     if saved.data_shape != ():
         raise CheckpointError(
@@ -156,25 +155,36 @@ def _match_python(saved: SavedLeaf, leaf: Leaf) -> LeafPlan:
     found = type(saved.value) if is_value else python_type_of(saved.dtype)
     if is_python or found in (str, bytes):
         check_python(f"leaf {saved.name!r}", found, type(leaf))
-    plan = LeafPlan(value=saved.value)
+    plan = PlannedLeaf(value=saved.value)
     if not is_value:
         plan = _host_values(saved, (), saved.dtype).followed_by(KINDS["scalar"].from_host)
-    return plan.followed_by(functools.partial(as_python, name=saved.name, kind=type(leaf))) if is_python else plan
+    return plan.followed_by(functools.partial(_as_python, name=saved.name, kind=type(leaf))) if is_python else plan
 
 
-def _host_values(saved: SavedLeaf, shape: Shape, dtype: np.dtype[np.generic], any_cast: bool = False) -> LeafPlan:
+def _as_python(value: Leaf, name: str, kind: Callable[[Leaf], Leaf]) -> Leaf:
+    """Returns a Python value as another type of number or text."""
+    try:
+        return kind(value)
+    except Exception as error:  # of a subclass of a Python type, such as an enum
+        raise CheckpointError(
+            f"leaf {name!r} is {short(value)}, which is not of the requested type: {error}. Request "
+            f"{type(value).__name__}."
+        ) from error
+
+
+def _host_values(saved: SavedLeaf, shape: Shape, dtype: np.dtype[np.generic], any_cast: bool = False) -> PlannedLeaf:
     """Plans the values of a leaf in this process's memory; key data for PRNG keys."""
     if saved.encoding == VALUE:
         value = np.asarray(saved.value)
         if type(saved.value) is int and jnp.issubdtype(dtype, jnp.integer):
             check_fits(f"leaf {saved.name!r}", value, dtype)
-        return LeafPlan(value=value.astype(dtype))
+        return PlannedLeaf(value=value.astype(dtype))
     if saved.encoding == NOTHING:
-        return LeafPlan(value=np.zeros(shape, dtype))
+        return PlannedLeaf(value=np.zeros(shape, dtype))
     if saved.encoding == BYTES:
         read = LeafRead(saved, saved.stored_dtype, LoadPlan(None, saved.stored_shape))
-        return LeafPlan(read).followed_by(functools.partial(from_bytes, saved=saved, dtype=dtype))
-    return LeafPlan(LeafRead(saved, dtype, LoadPlan(None, saved.data_shape), any_cast))
+        return PlannedLeaf(read).followed_by(functools.partial(from_bytes, saved=saved, dtype=dtype))
+    return PlannedLeaf(LeafRead(saved, dtype, LoadPlan(None, saved.data_shape), any_cast))
 
 
 def match_array(
@@ -186,7 +196,7 @@ def match_array(
     *,
     strict: bool = True,
     any_cast: bool = False,
-) -> LeafPlan:
+) -> PlannedLeaf:
     """Plans a ``jax.Array``.
 
     None as shape or dtype means the stored one; None as placement is accepted for numbers only. Unless ``strict``, an array
@@ -217,7 +227,7 @@ def match_array(
         values = _host_values(saved, read_shape, read_dtype, any_cast)
         plan = values.followed_by(functools.partial(from_host, sharding=readable))
     else:
-        plan = LeafPlan(LeafRead(saved, read_dtype, LoadPlan(readable, read_shape), any_cast))
+        plan = PlannedLeaf(LeafRead(saved, read_dtype, LoadPlan(readable, read_shape), any_cast))
     if impl is not None:
         plan = plan.followed_by(functools.partial(wrap_keys, impl=impl, sharding=readable))
     return plan.followed_by(functools.partial(with_placement, placement=placement))

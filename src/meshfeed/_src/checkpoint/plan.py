@@ -109,14 +109,14 @@ Convert: TypeAlias = Callable[[Any], Leaf]
 """One conversion on the way from the values read to the leaf."""
 
 
-class LeafPlan(NamedTuple):
+class PlannedLeaf(NamedTuple):
     """How a leaf of the result is made: from the values that ``read`` brings, or else from ``value``, by conversions."""
 
     read: LeafRead | None = None
     value: Leaf = None
     conversions: tuple[Convert, ...] = ()  # in the order in which they are applied
 
-    def followed_by(self, *conversions: Convert) -> LeafPlan:
+    def followed_by(self, *conversions: Convert) -> PlannedLeaf:
         """Returns the plan with further conversions after the others."""
         return self._replace(conversions=(*self.conversions, *conversions))
 
@@ -132,7 +132,7 @@ class RestorePlan(NamedTuple):
     """A restore of one item of arrays: its leaves in the order in which ``structure`` takes them."""
 
     stored: StoredArrays
-    leaves: Sequence[LeafPlan]
+    leaves: Sequence[PlannedLeaf]
     structure: Any  # a PyTreeDef
 
     @property

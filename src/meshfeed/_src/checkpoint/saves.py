@@ -1,4 +1,4 @@
-"""A save by a Checkpointer: its parts are written on all hosts, or all hosts raise the same error."""
+"""A save by a Checkpointer: what is saved, and its parts, which are written on all hosts or fail on all of them."""
 
 from __future__ import annotations
 
@@ -7,15 +7,19 @@ import dataclasses
 import math
 import time
 from collections.abc import Mapping, Sequence
+from typing import Protocol
 
+import jax
+import numpy as np
 from etils import epath
 from orbax.checkpoint import future as orbax_future
 
 from meshfeed._src.base.coordination import format_differences, process_count
 from meshfeed._src.base.errors import CheckpointError, MeshfeedError
-from meshfeed._src.base.types import JsonValue
+from meshfeed._src.base.types import JsonValue, PyTree
 from meshfeed._src.checkpoint.agreement import Agreement
 from meshfeed._src.checkpoint.leaves import EncodedTree, describe_leaves
+from meshfeed._src.checkpoint.stored import digest
 from meshfeed._src.state.state import digest_of
 
 _CREATION_SECONDS, _POLL_SECONDS = 60.0, 0.01  # after that, writing names the folder that is missing
@@ -133,3 +137,75 @@ def check_same(agreement: Agreement, step: int, encoded: EncodedTree) -> None:
         "same train_state on every host.",
         step=step,
     )
+
+
+class HasState(Protocol):
+    """The part of a feed that saving needs."""
+
+    def get_state(self) -> dict[str, JsonValue]:
+        """Returns the state after the last delivered batch, as JSON."""
+        ...
+
+
+def number_of(feed: HasState | None, name: str) -> int | None:
+    """Returns an attribute of a feed as an int, or None if the feed is None or has no such number."""
+    value = getattr(feed, name, None)
+    return None if value is None else int(value)
+
+
+def _feed_marker(feed: HasState | None) -> JsonValue:
+    """Returns a value that changes when a feed delivers a batch: its counters, which are cheap, or else its state."""
+    if feed is None:
+        return None
+    numbers = (number_of(feed, "step"), number_of(feed, "position"))
+    return feed.get_state() if numbers == (None, None) else numbers
+
+
+class SkippedStep:
+    """A training state and a feed at one step.
+
+    Nothing is copied, because a copy at every step would need memory for a second train state. So :meth:`problem` checks
+    for later changes.
+    """
+
+    def __init__(self, step: int, train_state: PyTree, feed: HasState | None) -> None:
+        self.step = step
+        self.feed = feed
+        self._leaves, self._structure = jax.tree_util.tree_flatten(train_state)
+        self._host_digests = self._digests()
+        self._feed_marker = _feed_marker(feed)
+
+    @property
+    def train_state(self) -> PyTree:
+        """The tree as it was passed."""
+        return jax.tree_util.tree_unflatten(self._structure, self._leaves)
+
+    def _digests(self) -> list[str]:
+        # Numpy arrays are often written in place; a digest costs less than a copy.
+        return [digest(x) for x in self._leaves if isinstance(x, np.ndarray) and not x.dtype.hasobject]
+
+    def problem(self) -> str | None:
+        """Returns why the step can no longer be saved, or None if it can."""
+        for path, leaf in jax.tree_util.tree_leaves_with_path(self.train_state):
+            if isinstance(leaf, jax.Array) and leaf.is_deleted():
+                return f"leaf {jax.tree_util.keystr(path)} was donated or deleted since"
+        if self._digests() != self._host_digests:
+            return "a numpy leaf was changed since"
+        if _feed_marker(self.feed) != self._feed_marker:
+            return "the feed has moved on since"
+        return None
+
+
+class CapturedState:
+    """The state of a feed at the time of a save.
+
+    Args:
+      state: the result of the feed's ``get_state``.
+    """
+
+    def __init__(self, state: dict[str, JsonValue]) -> None:
+        self._state = state
+
+    def get_state(self) -> dict[str, JsonValue]:
+        """Returns the state."""
+        return self._state

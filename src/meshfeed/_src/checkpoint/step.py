@@ -13,7 +13,6 @@ from etils import epath
 
 from meshfeed._src.base.errors import CheckpointError, MeshfeedError
 from meshfeed._src.base.types import JsonValue, PyTree, public
-from meshfeed._src.checkpoint.describe import abstract_tree_of
 from meshfeed._src.checkpoint.handlers import PLAIN_FILE
 from meshfeed._src.checkpoint.leaves import Entry, dtype_of
 from meshfeed._src.checkpoint.read import UnitReader
@@ -23,6 +22,7 @@ from meshfeed._src.checkpoint.stored import (
     DamagedCheckpointError,
     Manifest,
     StoredArrays,
+    abstract_tree_of,
     file_problems,
     read_manifest,
 )

@@ -1,4 +1,4 @@
-"""One item of arrays in storage, whether meshfeed or plain Orbax wrote it: its manifest, and reads of its values.
+"""One item of arrays in storage, whether meshfeed or plain Orbax wrote it: its manifest, its tree, and reads of values.
 
 The manifest holds what Orbax's own files lack: exact dtypes, chunk digests, the save's identity. It is stored in the
 folder ``meshfeed`` inside the item, so it is copied with the arrays, and plain Orbax ignores it. While saving, every host
@@ -17,26 +17,32 @@ import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import TypeAlias
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import orbax.checkpoint as ocp
 import tensorstore as ts
 import xxhash
 from etils import epath
+from jax.sharding import NamedSharding, Sharding
 from numpy.typing import NDArray
 
+from meshfeed._src.base.coordination import process_count
 from meshfeed._src.base.errors import CheckpointError
-from meshfeed._src.base.types import JsonValue, public
+from meshfeed._src.base.types import JsonValue, PyTree, public
 from meshfeed._src.checkpoint.layout import Box, Grid, box_shape, slices
 from meshfeed._src.checkpoint.leaves import (
     CARRIERS,
     NOTHING,
     VALUE,
     Entry,
+    Leaf,
     SavedLeaf,
     from_carrier,
     keys_of,
+    leaf_name,
     saved_leaf,
+    tree_of,
 )
 from meshfeed._src.state.files import DamagedStateError, readable_path, write_json
 from meshfeed._src.state.state import digest_of
@@ -428,3 +434,63 @@ class StoredArrays:
                         path=str(self.directory),
                     )
         return from_carrier(values, leaf.dtype) if leaf.encoding in CARRIERS else values
+
+
+def abstract_tree_of(stored: StoredArrays) -> PyTree:
+    """Returns the saved tree with a description at each leaf; passing it to a restore restores everything as it was.
+
+    Arrays become ``jax.ShapeDtypeStruct``, with the saved sharding if this job has as many devices. Numpy values become
+    placeholders of the same shape and dtype. Numbers and text are themselves.
+    """
+    if stored.manifest.skeleton is not None:
+        return tree_of(stored.manifest.skeleton, lambda name: stored.saved(name).placeholder())
+    # Use Orbax's own description of the tree, to return the same containers as Orbax.
+    arrays = ocp.type_handlers.ArrayHandler(metadata_key=stored.metadata_key)
+    orbax = ocp.PyTreeCheckpointHandler(type_handler_registry=type_handlers(arrays))
+    return jax.tree_util.tree_map_with_path(
+        lambda path, described: _placeholder(stored.saved(leaf_name(path)), described),
+        orbax.metadata(stored.directory).tree,
+    )
+
+
+def _placeholder(saved: SavedLeaf, described: object) -> Leaf:
+    """Returns the placeholder of a leaf of plain Orbax, with the recorded sharding."""
+    placeholder = saved.placeholder()
+    recorded = _recorded_sharding(described, len(saved.shape))
+    if recorded is not None and isinstance(placeholder, jax.ShapeDtypeStruct):
+        return placeholder.update(sharding=recorded)
+    return placeholder
+
+
+def _recorded_sharding(described: object, rank: int) -> Sharding | None:
+    """Returns the sharding that plain Orbax recorded; None if this job's devices do not allow it on every process."""
+    convert = getattr(getattr(described, "sharding", None), "to_jax_sharding", None)
+    if convert is None:
+        return None
+    try:
+        sharding: Sharding = convert()
+    except Exception:  # it is for a different topology, for which Orbax raises various errors
+        return None
+    if len({device.process_index for device in sharding.device_set}) < process_count():
+        return None
+    return cut_to_rank(sharding, rank)
+
+
+def cut_to_rank(sharding: Sharding, rank: int) -> Sharding:
+    """Truncates a spec to ``rank``: Orbax records the sharding of a PRNG key's data, which has more dimensions."""
+    if not isinstance(sharding, NamedSharding) or any(sharding.spec[rank:]):
+        return sharding
+    spec = jax.sharding.PartitionSpec(*sharding.spec[:rank])
+    return NamedSharding(sharding.mesh, spec, memory_kind=sharding.memory_kind)
+
+
+def type_handlers(arrays: ocp.type_handlers.ArrayHandler) -> ocp.type_handlers.TypeHandlerRegistry:
+    """Returns an Orbax registry of type handlers that uses ``arrays`` for ``jax.Array``."""
+    handlers = ocp.type_handlers
+    return handlers.create_type_handler_registry(
+        (int, handlers.ScalarHandler()),
+        (float, handlers.ScalarHandler()),
+        (np.ndarray, handlers.NumpyHandler()),
+        (jax.Array, arrays),
+        (str, handlers.StringHandler()),
+    )
