@@ -22,29 +22,22 @@ _ERRORS: dict[str, type[CheckpointError]] = {
 }
 
 
-def _failure_of(error: BaseException) -> Failure:
+def _report_of(error: BaseException) -> JsonValue:
+    """Returns an error as JSON, for other hosts."""
     text = str(error) if isinstance(error, MeshfeedError) else f"{type(error).__name__}: {error}"
     if isinstance(error, SettingsError) and error.setting is not None:
-        return Failure("setting", text, process_index(), details={"setting": error.setting})
+        return Failure("setting", text, process_index(), details={"setting": error.setting}).to_json()
     kind = next((kind for kind, of_kind in _ERRORS.items() if isinstance(error, of_kind)), "unreadable")
-    return Failure(kind, text, process_index(), getattr(error, "step", None))
+    return Failure(kind, text, process_index(), getattr(error, "step", None)).to_json()
 
 
-def _error_of(failure: Failure, where: str) -> MeshfeedError:
-    message = f"{where}: {failure.message}"
+def _error_of(report: JsonValue, where: str | None = None) -> MeshfeedError:
+    """Returns the error of a report; ``where`` is by default the host that reported it."""
+    failure = Failure.from_json(report)
+    message = f"{where or f'host {failure.host}'}: {failure.message}"
     if failure.kind == "setting":
         return SettingsError(message, setting=failure.details["setting"])
     return _ERRORS.get(failure.kind, CheckpointError)(message, step=failure.step)
-
-
-def _report_of(error: BaseException | None) -> JsonValue:
-    return None if error is None else _failure_of(error).to_json()
-
-
-def _raise_reported(report: JsonValue, cause: BaseException | None) -> None:
-    if report is not None:
-        failure = Failure.from_json(report)
-        raise _error_of(failure, f"host {failure.host}") from cause
 
 
 class Agreement(Rounds):
@@ -63,37 +56,34 @@ class Agreement(Rounds):
         if len(self.participants) > 1:
             require_store()
 
-    def confirm(self, error: BaseException | None) -> None:
-        """Raises the same error on every host if any host passes one: the error of the lowest-numbered failed host.
+    def attempt(self, work: Callable[[], R]) -> R:
+        """Runs ``work`` and returns its result once every host has succeeded; if any host failed, raises on all.
 
-        In a single-process job, a MeshfeedError is raised unchanged.
+        Every host raises the error of the lowest-numbered one that failed. In a single-process job, a MeshfeedError is
+        raised unchanged.
 
         Raises:
           DamagedCheckpointError: that host found stored bytes that differ from those written.
           SettingsError: a keyword's value is wrong on that host.
           CheckpointError: that host failed for any other reason.
         """
-        if len(self.participants) == 1:
-            if isinstance(error, MeshfeedError):
-                raise error
-            if error is not None:
-                raise _error_of(_failure_of(error), self.doing) from error
-            return
-
-        def first(reports: dict[int, JsonValue]) -> JsonValue:
-            return next((report for _, report in sorted(reports.items()) if report is not None), None)
-
-        _raise_reported(self.reduce(_report_of(error), first), error)
-
-    def attempt(self, work: Callable[[], R]) -> R:
-        """Runs ``work`` and returns its result once every host has succeeded; if any host failed, raises on all."""
+        alone = len(self.participants) == 1
         try:
             result = work()
         except Exception as error:
-            self.confirm(error)
-            raise  # not reached: confirm raises
-        self.confirm(None)
+            if alone and isinstance(error, MeshfeedError):
+                raise
+            report = _report_of(error)
+            raise (_error_of(report, self.doing) if alone else _error_of(self._first(report))) from error
+        if not alone and (report := self._first(None)) is not None:
+            raise _error_of(report)
         return result
+
+    def _first(self, report: JsonValue) -> JsonValue:
+        """Returns the report of the lowest-numbered host that has one, or None."""
+        return self.reduce(
+            report, lambda reports: next((one for _, one in sorted(reports.items()) if one is not None), None)
+        )
 
     def publish(self, work: Callable[[], JsonValue]) -> JsonValue:
         """Runs ``work`` on host 0 and returns its JSON value on all hosts; an error there is raised on all of them."""
@@ -105,8 +95,10 @@ class Agreement(Rounds):
                 value = work()
             except Exception as error:
                 failed = error
-        value, report = self.reduce([value, _report_of(failed)], lambda reports: reports[0])
-        _raise_reported(report, failed)
+        report = None if failed is None else _report_of(failed)
+        value, report = self.reduce([value, report], lambda reports: reports[0])
+        if report is not None:
+            raise _error_of(report) from failed
         return value
 
     def collect(self, value: JsonValue) -> dict[int, JsonValue]:

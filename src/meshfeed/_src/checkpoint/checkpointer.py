@@ -7,7 +7,7 @@ import logging
 import math
 import operator
 import secrets
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any, Self
 
 import jax
@@ -34,6 +34,8 @@ from meshfeed._src.checkpoint.directory import (
     check_step_names,
     checkpoints_near,
     opening,
+    remove_unfinished,
+    set_aside,
 )
 from meshfeed._src.checkpoint.handlers import (
     ArraysHandler,
@@ -47,7 +49,15 @@ from meshfeed._src.checkpoint.leaves import encode_tree
 from meshfeed._src.checkpoint.options import RestoreOptions, is_number, require, short
 from meshfeed._src.checkpoint.retention import retention_options
 from meshfeed._src.checkpoint.saves import CapturedState, HasState, SkippedStep, StepSave, check_same, number_of
-from meshfeed._src.checkpoint.step import ARRAYS, ITERATOR, StepMetadata, describe_step, find_steps, read_step
+from meshfeed._src.checkpoint.step import (
+    ARRAYS,
+    ITERATOR,
+    StepMetadata,
+    describe_step,
+    find_steps,
+    newest_readable,
+    read_step,
+)
 from meshfeed._src.checkpoint.stored import DamagedCheckpointError
 from meshfeed._src.state import files as state_files
 
@@ -70,7 +80,6 @@ _CANNOT_RESUME = (
     "step %d: no run can continue from the position that is saved with it: %s A restore of this step must leave out the "
     "feed, and the data then begin again."
 )
-_UNFINISHED = ".orbax-checkpoint-tmp"
 _CLOSE_SECONDS = 300.0
 _GOODBYE_SECONDS = 1.0
 
@@ -204,8 +213,7 @@ class Checkpointer:
         self._check_open()
         if not self._writes and feed is not None and (one_way := find(feed, CannotResume)) is not None:
             _log.warning(_CANNOT_RESUME, step, one_way.cannot_resume)
-        self._begin_to_write()
-        self._set_damaged_aside(step)
+        self._prepare_to_write(step)
         self._open.register()
         if not force and not self._due(step):
             latest = max(self._manager.all_steps(), default=-1)
@@ -256,7 +264,7 @@ class Checkpointer:
             self._manager.reload()  # Orbax has forgotten the old steps that it was to remove after the failed save
             if process_index() == 0:  # not agreed on: the other hosts may not have seen the failure
                 with contextlib.suppress(OSError):
-                    self._remove_unfinished()
+                    remove_unfinished(self._directory)
         if step in self._manager.all_steps():
             raise CheckpointError(
                 f"step {step} already exists in {self._directory}. Save under a different number, or remove it first.",
@@ -313,7 +321,7 @@ class Checkpointer:
         reasons: dict[int, str] = {}
         while True:
             # Host 0 chooses the step for all, so hosts never restore different ones.
-            number, unreadable = agreement.publish(lambda: self._newest_readable(reasons))
+            number, unreadable = agreement.publish(lambda: newest_readable(self._directory, reasons))
             for passed, reason in unreadable:
                 self._pass_over(passed, reason, reasons)
             if number is None:
@@ -332,27 +340,10 @@ class Checkpointer:
             f"{self._directory}: none of its steps is intact. Move the folder away to start over.{listed}"
         )
 
-    def _newest_readable(self, excluded: Collection[int]) -> JsonValue:
-        """Returns the newest step that can be read, or None, and the newer steps that cannot, each with the reason."""
-        unreadable: list[list[int | str]] = []
-        for step in sorted(set(find_steps(self._directory)) - set(excluded), reverse=True):
-            problem = self._problem(step)
-            if problem is None:
-                return [step, unreadable]
-            unreadable.append([step, problem])
-        return [None, unreadable]
-
     def _pass_over(self, step: int, reason: str, reasons: dict[int, str]) -> None:
         self._damaged.add(step)
         _log.warning("step %d in %s is passed over: %s", step, self._directory, reason)
         reasons[step] = reason
-
-    def _problem(self, step: int) -> str | None:
-        try:
-            read_step(self._directory, step)
-        except CheckpointError as error:
-            return str(error)
-        return None
 
     def _restore_step(self, step: int, wanted: PyTree, feed: Resumable | None, agreement: Agreement) -> PyTree:
         folder = self._directory / str(step)
@@ -419,45 +410,25 @@ class Checkpointer:
             raise CheckpointError(f"{self._directory}: this Checkpointer is closed. Create a new one.")
         self._owner.check("this Checkpointer")
 
-    def _begin_to_write(self) -> None:
-        # Leftovers of a killed save prevent saving the same step again. Remove them only once this job saves: a job that
-        # only reads, such as an evaluation, must not remove files that a training job is still writing.
-        if self._writes:
+    def _prepare_to_write(self, step: int) -> None:
+        """Clears what would keep a step from being saved, once this job saves: a job that only reads must not write."""
+        # Orbax would skip the steps up to a damaged one, or refuse to write them.
+        damaged = sorted(number for number in self._damaged if number >= step)
+        if self._writes and not damaged:
             return
 
-        with Agreement("removing unfinished steps", self._timeout_seconds) as agreement:
-            agreement.publish(self._remove_unfinished)
+        def prepare() -> None:
+            if not self._writes:
+                remove_unfinished(self._directory)
+            for number in damaged:
+                set_aside(self._directory, number)
+
+        with Agreement("preparing the folder to save", self._timeout_seconds) as agreement:
+            agreement.publish(prepare)
         self._writes = True
-
-    def _remove_unfinished(self) -> None:
-        if not self._directory.exists():  # an object store has no folder before its first file
-            return
-        for path in self._directory.iterdir():
-            if _UNFINISHED in path.name and path.is_dir():
-                path.rmtree()
-                _log.info("removed the unfinished save %s", path)
-
-    def _set_damaged_aside(self, step: int) -> None:
-        # Damaged steps occupy future step numbers: Orbax would skip those steps or refuse to write them. They are renamed
-        # and not deleted, and only by a job that saves: a job that only reads must not write.
-        newer = sorted(number for number in self._damaged if number >= step)
-        if not newer:
-            return
-
-        def rename() -> list[int]:
-            for number in newer:
-                path = self._directory / str(number)
-                if path.exists():
-                    aside = self._directory / f"{number}.damaged-{secrets.token_hex(3)}"
-                    path.rename(aside)
-                    _log.warning("the damaged step %d is renamed to %s", number, aside)
-            return newer
-
-        with Agreement("setting damaged steps aside", self._timeout_seconds) as agreement:
-            agreement.publish(rename)
-        self._damaged.difference_update(newer)
-        # Orbax caches the list of steps.
-        self._manager.reload()
+        if damaged:
+            self._damaged.difference_update(damaged)
+            self._manager.reload()  # Orbax caches the list of steps
 
     def close(self) -> None:
         """Saves the last step if the interval skipped it, waits for pending saves, and releases threads.

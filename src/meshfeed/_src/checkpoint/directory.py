@@ -1,11 +1,13 @@
-"""The folder of a Checkpointer: what may be passed as one, and what its user should know about it."""
+"""The folder of a Checkpointer: what may be passed as one, what its user should know, and what is cleared to save in it."""
 
 from __future__ import annotations
 
 import contextlib
 import difflib
+import logging
 import os
 import re
+import secrets
 from collections.abc import Iterator, Mapping
 
 from etils import epath
@@ -14,8 +16,10 @@ from meshfeed._src.base.errors import CheckpointError, MeshfeedError, SettingsEr
 from meshfeed._src.checkpoint.options import short
 from meshfeed._src.checkpoint.step import ARRAYS, find_steps
 
+_log = logging.getLogger("meshfeed.checkpoint")
 # Steps are found by their folders, which are named by their number alone.
 _NAMES_OF_STEPS = ("step_prefix", "step_format_fixed_length", "step_name_format")
+_UNFINISHED = ".orbax-checkpoint-tmp"
 _FOLDERS_LOOKED_INTO = 20
 _FOLDERS_NAMED = 3
 
@@ -105,3 +109,21 @@ def checkpoints_near(directory: epath.Path) -> list[str]:
             if path.is_dir() and any((path / str(step) / ARRAYS).exists() for step in find_steps(path)):
                 found.append(str(path))
     return found[:_FOLDERS_NAMED]
+
+
+def remove_unfinished(directory: epath.Path) -> None:
+    """Removes what killed saves have left, which keeps the same step from being saved again."""
+    if not directory.exists():  # an object store has no folder before its first file
+        return
+    for path in directory.iterdir():
+        if _UNFINISHED in path.name and path.is_dir():
+            path.rmtree()
+            _log.info("removed the unfinished save %s", path)
+
+
+def set_aside(directory: epath.Path, step: int) -> None:
+    """Renames the folder of a damaged step, so that its number can be saved again; nothing is deleted."""
+    path, aside = directory / str(step), directory / f"{step}.damaged-{secrets.token_hex(3)}"
+    if path.exists():
+        path.rename(aside)
+        _log.warning("the damaged step %d is renamed to %s", step, aside)

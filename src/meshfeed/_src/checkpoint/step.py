@@ -7,7 +7,7 @@ import dataclasses
 import json
 import math
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 
 from etils import epath
 
@@ -104,6 +104,17 @@ def read_step(directory: epath.PathLike, step: int) -> StepParts:
             f"step {step} in {directory}: its metadata is damaged ({type(error).__name__}: {error})", step=step
         ) from error
     return StepParts(step, folder, manifest, document)
+
+
+def newest_readable(directory: epath.PathLike, excluded: Collection[int]) -> tuple[int | None, list[tuple[int, str]]]:
+    """Returns the newest step that can be read, or None, and the newer steps that cannot, each with the reason."""
+    unreadable: list[tuple[int, str]] = []
+    for step in sorted(set(find_steps(directory)) - set(excluded), reverse=True):
+        try:
+            return read_step(directory, step).step, unreadable
+        except CheckpointError as error:
+            unreadable.append((step, str(error)))
+    return None, unreadable
 
 
 def _check_identities(step: int, folder: epath.Path, identity: JsonValue, document: JsonValue) -> None:
