@@ -336,6 +336,60 @@ def test_names_of_orbax_single_replica_handler(tmp_path, mesh, tree):
             ckpt.restore(abstract(tree))
 
 
+@pytest.mark.parametrize("handler", [ArrayHandler, ArraysHandler])
+def test_the_options_are_one_value(handler):
+    whole = RestoreOptions("single_replica", "data", 1, 1 << 20, verify=False, timeout_seconds=7, memory_fraction=0.5)
+    assert handler(whole).restore_options == whole
+    assert handler(**vars(whole)).restore_options == whole
+    assert handler("single_replica", "data", 1, 1 << 20).restore_options == RestoreOptions(
+        *list(vars(whole).values())[:4]
+    )
+    assert handler(whole, restore="once", primary_replica_id=None).restore_options.restore == "once"
+    with pytest.raises(TypeError, match="RestoreOptions is the only positional argument"):
+        handler(whole, "data")
+    with pytest.raises(SettingsError, match="two names of one setting") as caught:
+        handler(whole, primary_replica_id=2)
+    assert caught.value.setting == "primary_replica_id"
+
+
+@pytest.mark.parametrize(
+    ("setting", "value", "takes"),
+    [
+        ("restore", "twice", "one of 'once', 'single_replica', 'every_host'"),
+        ("replica_axis", 1.5, "the name or number of a mesh axis, or None"),
+        ("replica_axis", True, "the name or number"),
+        ("primary_replica", -1, "an index along replica_axis"),
+        ("memory_limit_bytes", 0, r"a positive int \(bytes\) or None"),
+        ("verify", 1, "True or False"),
+        ("timeout_seconds", float("inf"), "a positive number of seconds"),
+        ("timeout_seconds", 0, "a positive number of seconds"),
+        ("memory_fraction", 0, "a number above 0 and up to 1"),
+        ("memory_fraction", 1.1, "a number above 0 and up to 1"),
+    ],
+)
+def test_options_are_checked_wherever_they_are_given(tmp_path, setting, value, takes):
+    for make in (
+        RestoreOptions,
+        ArrayHandler,
+        ArraysHandler,
+        lambda **option: restore_once(tmp_path, None, **option),
+        lambda **option: Checkpointer(tmp_path / "c", array_options=option),
+    ):
+        with pytest.raises(SettingsError, match=rf"{setting}={value!r}; it takes {takes}") as caught:
+            make(**{setting: value})
+        assert caught.value.setting == setting
+
+
+def test_a_checkpointer_passes_its_options_whole(tmp_path):
+    settings = {"restore": "single_replica", "replica_axis": 0, "primary_replica": 1, "memory_limit_bytes": 5}
+    with Checkpointer(
+        tmp_path / "c", **settings, verify=False, timeout_seconds=9, array_options={"memory_fraction": 0.5}
+    ) as ckpt:
+        assert ckpt._arrays.restore_options == RestoreOptions(
+            **settings, verify=False, timeout_seconds=9, memory_fraction=0.5
+        )
+
+
 def test_a_fraction_of_the_free_memory_is_a_limit(tmp_path, tree, monkeypatch):
     ocp.Checkpointer(ArraysHandler()).save(tmp_path / "a", args=ArraysSave(tree))
     limits = []

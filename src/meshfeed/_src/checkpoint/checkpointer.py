@@ -115,7 +115,7 @@ class Checkpointer:
       primary_replica: index on that axis of the replica that reads.
       memory_limit_bytes: limit on a process's extra memory in bytes while restoring, beyond the result and one shard.
       timeout_seconds: how long hosts wait for each other while saving or restoring.
-      array_options: keywords for Orbax's array handler, see :class:`ArraysHandler`.
+      array_options: keywords for :class:`ArrayHandler`: further fields of :class:`RestoreOptions`, and Orbax's own.
       orbax_options: further keywords for ``ocp.CheckpointManagerOptions``, except those that rename the folders of steps.
 
     Raises:
@@ -250,6 +250,7 @@ class Checkpointer:
             self._failed = True
             raise
         failure = next(iter(save.failures), None)
+        save.failures.clear()  # their tracebacks would keep the caller's train state alive
         if failure is not None and (process_count() == 1 or not isinstance(failure, Exception)):
             with contextlib.suppress(CheckpointError):
                 self.wait()  # until Orbax has made the folder
@@ -369,7 +370,7 @@ class Checkpointer:
         """
         try:
             self._manager.wait_until_finished()
-            self._open.saving = None
+            self._saving = self._open.saving = None
         except Exception as error:
             self._failed, self._open.saving = True, None
             # Orbax stops at the first error. The other parts must not write into the folder of the next save.

@@ -104,10 +104,12 @@ def split_options(options: tuple[Any, ...], keywords: Mapping[str, Any]) -> tupl
     """
     fields = {field.name: field.default for field in dataclasses.fields(RestoreOptions)}
     own = {name: value for name, value in keywords.items() if name in fields}
-    if options and isinstance(options[0], RestoreOptions):
-        given = dataclasses.replace(*options, **own)
-    else:
+    if not any(isinstance(option, RestoreOptions) for option in options):
         given = RestoreOptions(*options, **own)
+    elif len(options) == 1:
+        given = dataclasses.replace(options[0], **own)
+    else:
+        raise TypeError("RestoreOptions is the only positional argument if it is given; change its fields by keywords")
     renamed: dict[str, Any] = {}
     for theirs, name in _ORBAX_NAMES.items():
         if (value := keywords.get(theirs)) is None:
