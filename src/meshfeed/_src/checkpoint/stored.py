@@ -264,8 +264,7 @@ class StoredArrays:
         self._ocdbt = (self.directory / "manifest.ocdbt").exists()
         keys = {entry["metadata_key"] for entry in self.manifest.leaves.values() if "metadata_key" in entry}
         self.metadata_key: str | None = next(iter(keys), metadata_key)
-        self._stores: dict[str, ts.TensorStore] = {}
-        self._opening: dict[str, ts.Future[ts.TensorStore]] = {}
+        self._opened: dict[str, ts.Future[ts.TensorStore]] = {}
         self._leaves: dict[str, SavedLeaf] = {}
 
     @functools.cached_property
@@ -374,18 +373,16 @@ class StoredArrays:
     def open_soon(self, names: Iterable[str]) -> None:
         """Starts opening parameters concurrently, so :meth:`open` does not wait for them one at a time."""
         for name in names:
-            if name not in self._stores and name not in self._opening:
-                self._opening[name] = ts.open(self._spec(name), open=True, read=True, context=self._context)
+            if name not in self._opened:
+                self._opened[name] = ts.open(self._spec(name), open=True, read=True, context=self._context)
 
     def open(self, name: str) -> ts.TensorStore:
         """Returns the TensorStore of a parameter, opening it if needed."""
-        if name not in self._stores:
-            self.open_soon([name])
-            try:
-                self._stores[name] = self._opening.pop(name).result()
-            except Exception as error:
-                raise self._failure(f"{self.directory}: parameter {name!r} cannot be opened", error) from error
-        return self._stores[name]
+        self.open_soon([name])
+        try:
+            return self._opened[name].result()
+        except Exception as error:
+            raise self._failure(f"{self.directory}: parameter {name!r} cannot be opened", error) from error
 
     def _failure(self, what: str, error: BaseException) -> CheckpointError:
         # TensorStore raises ValueError alike for a truncated file, a failed checksum and a missing file. Errors of the
