@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
+import inspect
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -378,6 +381,13 @@ def test_options_are_checked_wherever_they_are_given(tmp_path, setting, value, t
         with pytest.raises(SettingsError, match=rf"{setting}={value!r}; it takes {takes}") as caught:
             make(**{setting: value})
         assert caught.value.setting == setting
+
+
+def test_a_checkpointer_has_the_defaults_of_the_options():
+    defaults = {field.name: field.default for field in dataclasses.fields(RestoreOptions)}
+    own = {name: one.default for name, one in inspect.signature(Checkpointer).parameters.items() if name in defaults}
+    assert own == {name: defaults[name] for name in own}
+    assert len(own) == 6
 
 
 def test_a_checkpointer_passes_its_options_whole(tmp_path):
