@@ -96,11 +96,13 @@ class _Unit(NamedTuple):
 
     leaf: SavedLeaf
     box: Box
+    nbytes: int
     targets: Sequence[Target]
 
-    @property
-    def nbytes(self) -> int:
-        return box_size(self.box) * self.leaf.stored_dtype.itemsize
+
+def _unit(leaf: SavedLeaf, number: int, targets: Sequence[Target] = ()) -> _Unit:
+    box = leaf.units.box(number)
+    return _Unit(leaf, box, box_size(box) * leaf.stored_dtype.itemsize, targets)
 
 
 def _units(leaf: SavedLeaf, targets: Iterable[Target]) -> list[_Unit]:
@@ -109,7 +111,7 @@ def _units(leaf: SavedLeaf, targets: Iterable[Target]) -> list[_Unit]:
     for target in targets:
         for number in leaf.units.touching(clip(target.box, leaf.stored_shape)):
             found[number].append(target)
-    return [_Unit(leaf, leaf.units.box(number), found[number]) for number in sorted(found)]
+    return [_unit(leaf, number, found[number]) for number in sorted(found)]
 
 
 class _Reading(NamedTuple):
@@ -150,7 +152,7 @@ class UnitReader:
 
     def check(self, leaf: SavedLeaf) -> None:
         """Reads all units of a leaf, and keeps none of the values."""
-        self._read([_Unit(leaf, leaf.units.box(number), ()) for number in range(len(leaf.units))])
+        self._read([_unit(leaf, number) for number in range(len(leaf.units))])
 
     def _read(self, units: Sequence[_Unit]) -> None:
         self._stored.open_soon(dict.fromkeys(unit.leaf.name for unit in units))
