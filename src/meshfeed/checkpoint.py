@@ -9,10 +9,10 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from meshfeed._src.checkpoint.array_handler import ArrayHandler
     from meshfeed._src.checkpoint.checkpointer import Checkpointer
     from meshfeed._src.checkpoint.foreign import convert_state
     from meshfeed._src.checkpoint.handlers import (
-        ArrayHandler,
         ArraysHandler,
         ArraysRestore,
         ArraysSave,
@@ -22,9 +22,11 @@ if TYPE_CHECKING:
         as_grain_iterator,
         restore_once,
     )
+    from meshfeed._src.checkpoint.options import RestoreOptions
     from meshfeed._src.checkpoint.step import StepMetadata, verify
     from meshfeed._src.checkpoint.stored import DamagedCheckpointError
 
+# All handlers are imported together: Orbax finds the handler of an item by what has been imported.
 _HOMES = {
     "ArrayHandler": "handlers",
     "ArraysHandler": "handlers",
@@ -35,6 +37,7 @@ _HOMES = {
     "IteratorHandler": "handlers",
     "IteratorRestore": "handlers",
     "IteratorSave": "handlers",
+    "RestoreOptions": "options",
     "StepMetadata": "step",
     "as_grain_iterator": "handlers",
     "convert_state": "foreign",
@@ -52,6 +55,7 @@ __all__ = [
     "IteratorHandler",
     "IteratorRestore",
     "IteratorSave",
+    "RestoreOptions",
     "StepMetadata",
     "as_grain_iterator",
     "convert_state",

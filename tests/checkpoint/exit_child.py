@@ -8,7 +8,7 @@ import time
 import jax
 import jax.numpy as jnp
 
-from meshfeed._src.checkpoint import handlers
+from meshfeed._src.checkpoint import array_handler, handlers
 from meshfeed.checkpoint import Checkpointer
 
 _written = handlers.write_part
@@ -38,7 +38,8 @@ def main(directory: str, how: str, host: str = "", port: str = "") -> None:
     """Ends as ``how`` says."""
     if host:
         jax.distributed.initialize(f"127.0.0.1:{port}", 2, int(host))
-    handlers.write_part = full if how == "full" else slow
+    for module in (array_handler, handlers):
+        module.write_part = full if how == "full" else slow
     if how in ("skipped", "full"):
         kept = save(directory, *((1, 2) if how == "skipped" else (1,)), interval=10)
     else:

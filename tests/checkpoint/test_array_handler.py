@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
+import inspect
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -13,7 +16,8 @@ from orbax.checkpoint._src.multihost import dispatchers
 
 from meshfeed._src.base.errors import CheckpointError, CorruptDataError, SettingsError
 from meshfeed._src.checkpoint import restore as checkpoint_restore
-from meshfeed._src.checkpoint.restore import RestoreOptions
+from meshfeed._src.checkpoint.layout import LoadPlan
+from meshfeed._src.checkpoint.plan import LeafRead, choose_ways
 from meshfeed._src.checkpoint.stored import StoredArrays
 from meshfeed.checkpoint import (
     ArrayHandler,
@@ -21,6 +25,7 @@ from meshfeed.checkpoint import (
     ArraysRestore,
     ArraysSave,
     Checkpointer,
+    RestoreOptions,
     restore_once,
     verify,
 )
@@ -334,6 +339,67 @@ def test_names_of_orbax_single_replica_handler(tmp_path, mesh, tree):
             ckpt.restore(abstract(tree))
 
 
+@pytest.mark.parametrize("handler", [ArrayHandler, ArraysHandler])
+def test_the_options_are_one_value(handler):
+    whole = RestoreOptions("single_replica", "data", 1, 1 << 20, verify=False, timeout_seconds=7, memory_fraction=0.5)
+    assert handler(whole).restore_options == whole
+    assert handler(**vars(whole)).restore_options == whole
+    assert handler("single_replica", "data", 1, 1 << 20).restore_options == RestoreOptions(
+        *list(vars(whole).values())[:4]
+    )
+    assert handler(whole, restore="once", primary_replica_id=None).restore_options.restore == "once"
+    with pytest.raises(TypeError, match="RestoreOptions is the only positional argument"):
+        handler(whole, "data")
+    with pytest.raises(SettingsError, match="two names of one setting") as caught:
+        handler(whole, primary_replica_id=2)
+    assert caught.value.setting == "primary_replica_id"
+
+
+@pytest.mark.parametrize(
+    ("setting", "value", "takes"),
+    [
+        ("restore", "twice", "one of 'once', 'single_replica', 'every_host'"),
+        ("replica_axis", 1.5, "the name or number of a mesh axis, or None"),
+        ("replica_axis", True, "the name or number"),
+        ("primary_replica", -1, "an index along replica_axis"),
+        ("memory_limit_bytes", 0, r"a positive int \(bytes\) or None"),
+        ("verify", 1, "True or False"),
+        ("timeout_seconds", float("inf"), "a positive number of seconds"),
+        ("timeout_seconds", 0, "a positive number of seconds"),
+        ("memory_fraction", 0, "a number above 0 and up to 1"),
+        ("memory_fraction", 1.1, "a number above 0 and up to 1"),
+    ],
+)
+def test_options_are_checked_wherever_they_are_given(tmp_path, setting, value, takes):
+    for make in (
+        RestoreOptions,
+        ArrayHandler,
+        ArraysHandler,
+        lambda **option: restore_once(tmp_path, None, **option),
+        lambda **option: Checkpointer(tmp_path / "c", array_options=option),
+    ):
+        with pytest.raises(SettingsError, match=rf"{setting}={value!r}; it takes {takes}") as caught:
+            make(**{setting: value})
+        assert caught.value.setting == setting
+
+
+def test_a_checkpointer_has_the_defaults_of_the_options():
+    defaults = {field.name: field.default for field in dataclasses.fields(RestoreOptions)}
+    own = {name: one.default for name, one in inspect.signature(Checkpointer).parameters.items() if name in defaults}
+    assert own == {name: defaults[name] for name in own}
+    assert len(own) == 6
+
+
+def test_a_checkpointer_passes_its_options_whole(tmp_path):
+    settings = {"restore": "single_replica", "replica_axis": 0, "primary_replica": 1, "memory_limit_bytes": 5}
+    with Checkpointer(
+        tmp_path / "c", **settings, verify=False, timeout_seconds=9, array_options={"memory_fraction": 0.5}
+    ) as ckpt:
+        assert ckpt._arrays.restore_options == RestoreOptions(
+            **settings, verify=False, timeout_seconds=9, memory_fraction=0.5
+        )
+
+
 def test_a_fraction_of_the_free_memory_is_a_limit(tmp_path, tree, monkeypatch):
     ocp.Checkpointer(ArraysHandler()).save(tmp_path / "a", args=ArraysSave(tree))
     limits = []
@@ -388,15 +454,14 @@ def test_a_numbered_replica_axis_is_counted_in_each_mesh(tmp_path, mesh):
     state = {"w": place(np.arange(8.0, dtype=np.float32), mesh), "v": place(np.arange(8.0, dtype=np.float32), other)}
     ocp.Checkpointer(ArraysHandler()).save(tmp_path / "a", args=ArraysSave(state))
     stored = StoredArrays(tmp_path / "a")
-    requests = [
-        checkpoint_restore.LeafRequest(stored.saved(name), (8,), np.dtype(np.float32), leaf.sharding)
+    reads = [
+        LeafRead(stored.saved(name), np.dtype(np.float32), LoadPlan(leaf.sharding, (8,)))
         for name, leaf in state.items()
     ]
     for axis, expected in ((0, ["data", "a"]), (-1, ["model", "b"]), ("b", [None, "b"])):
         options = RestoreOptions("single_replica", axis, 1)
-        checkpoint_restore.plan_all(requests, options)
-        plans = [request.plan for request in requests]
-        assert [plan.broadcast and plan.broadcast[0] for plan in plans] == expected
+        loads = [read.load for read in choose_ways(reads, options)]
+        assert [load.broadcast and load.broadcast[0] for load in loads] == expected
         restored = ArraysHandler("single_replica", axis, 1).restore(tmp_path / "a", ArraysRestore(abstract(state)))
         assert_same(state, restored)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import enum
 import logging
 import pathlib
+import re
 import shutil
 
 import jax
@@ -14,9 +15,12 @@ import orbax.checkpoint as ocp
 import pytest
 from checkpoint_feeds import CountingFeed
 from checkpoint_trees import abstract, assert_same, make_mesh, mixed_tree, place
+from jax.sharding import NamedSharding, PartitionSpec
 
+from meshfeed import Feed
 from meshfeed._src.base.errors import CheckpointError, CorruptDataError, SettingsError, StateMismatchError
 from meshfeed.checkpoint import Checkpointer
+from meshfeed.sources import HostBatches
 
 
 @pytest.fixture(scope="module")
@@ -229,7 +233,54 @@ def test_damage_is_a_checkpoint_error_and_corrupt_data(tmp_path, mesh):
 def test_a_restore_without_steps_is_logged(tmp_path, mesh, caplog):
     with Checkpointer(tmp_path / "c") as ckpt, caplog.at_level("INFO", "meshfeed.checkpoint"):
         assert ckpt.restore(small_state(mesh, 0))[0] == 0
-    assert f"{tmp_path}/c has no steps, so nothing is restored" in caplog.text
+    assert [record.getMessage() for record in caplog.records if record.name == "meshfeed.checkpoint"] == [
+        f"no checkpoint in {tmp_path}/c: starting at step 0"
+    ]
+
+
+@pytest.mark.parametrize("name", ["run-2", "."])
+def test_a_folder_without_steps_near_others_is_pointed_out(tmp_path, mesh, caplog, name):
+    """Whether its name was mistyped, or it is the one above."""
+    for other in ("run-1", "zebra"):
+        save_steps(tmp_path / "runs" / other, mesh, 1)
+    (tmp_path / "runs/empty").mkdir()
+    (tmp_path / "runs/other/7").mkdir(parents=True)  # a number, but no step
+    with Checkpointer(tmp_path / "runs" / name) as ckpt, caplog.at_level("WARNING", "meshfeed.checkpoint"):
+        assert ckpt.restore(small_state(mesh, 0))[0] == 0
+        (warning,) = [record.getMessage() for record in caplog.records if record.name == "meshfeed.checkpoint"]
+    assert set(re.findall(r"runs/([\w-]+)", warning)) == {"run-1", "zebra"} | ({name} - {"."})
+    assert warning.endswith("If this run is to continue one of them, stop it and pass that folder.")
+    if name == "run-2":
+        assert warning.index("run-1") < warning.index("zebra")
+
+
+def test_a_feed_that_cannot_resume_warns_at_the_first_save(tmp_path, mesh, caplog):
+    sharding = NamedSharding(mesh, PartitionSpec("data"))
+    batches = [np.full((8, 2), step, np.float32) for step in range(4)]
+
+    def warnings():
+        return [record.getMessage() for record in caplog.records if "no run can continue" in record.getMessage()]
+
+    for source, kind in (
+        (iter(batches), "list_iterator"),
+        ((batch for batch in batches), "generator"),
+        (batches, None),
+    ):
+        caplog.clear()
+        with Feed(HostBatches(source), sharding) as feed, Checkpointer(tmp_path / str(kind)) as ckpt:
+            for step in (1, 2, 3):
+                next(feed)
+                ckpt.save(step, {"n": step}, feed)  # the interval skips it
+                assert len(warnings()) == (kind is not None)
+            if kind is None:
+                assert feed.cannot_resume is None
+                continue
+            assert warnings()[0].startswith("step 1: no run can continue from the position that is saved with it: ")
+            assert f"the batches come from a {kind}, which can be read only once. Pass an iterable" in warnings()[0]
+    with Checkpointer(tmp_path / "generator") as ckpt, Feed(HostBatches(iter(batches)), sharding) as feed:
+        with pytest.raises(StateMismatchError, match="read once"):
+            ckpt.restore({"n": 0}, feed)
+        assert ckpt.restore({"n": 0})[0] == 3  # as the warning says
 
 
 def test_parts_of_different_steps_are_never_restored_together(tmp_path, mesh):

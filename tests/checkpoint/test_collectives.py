@@ -9,8 +9,8 @@ from checkpoint_trees import make_mesh, special_floats
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from meshfeed._src.base import memory
-from meshfeed._src.checkpoint.collectives import BlockGather, cut_block, gather_group, host_bits_of
 from meshfeed._src.checkpoint.layout import box_shape, candidates, free_axes, replica_plan, slices
+from meshfeed._src.checkpoint.place import BlockGather, cut_block, gather_group, host_bits_of
 
 CASES = [
     ((4, 2), (16, 24), ()),

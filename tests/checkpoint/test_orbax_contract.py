@@ -13,7 +13,8 @@ from checkpoint_trees import abstract, assert_same, make_mesh, orbax_args, place
 from orbax.checkpoint._src.serialization import types as ocp_types
 
 import meshfeed
-from meshfeed._src.checkpoint import collectives, handlers, restore
+from meshfeed._src.checkpoint import array_handler, exchange, restore
+from meshfeed._src.checkpoint.plan import LeafRead
 from meshfeed.checkpoint import ArrayHandler, ArraysHandler, ArraysSave, Checkpointer
 
 
@@ -117,13 +118,13 @@ def test_the_callback_is_asked_once_for_each_parameter_and_save(tmp_path, mesh):
 
 def test_restore_concurrent_gb_limits_the_memory_of_a_restore(tmp_path, tree, monkeypatch):
     seen = []
-    restored = handlers.restore_planned
+    restored = array_handler.restore
 
-    def note(directory, plan, options):
+    def note(plan, options, *others):
         seen.append(options.memory_limit_bytes)
-        return restored(directory, plan, options)
+        return restored(plan, options, *others)
 
-    monkeypatch.setattr(handlers, "restore_planned", note)
+    monkeypatch.setattr(array_handler, "restore", note)
     state = {"w": tree["half"]}
     for given, limit, expected in ((None, None, 96 * 10**9), (None, 2, 2 * 10**9), (5000, 2, 5000)):
         with registered(memory_limit_bytes=given):
@@ -138,19 +139,19 @@ def test_a_large_limit_takes_no_more_memory_than_none():
     large = 96 * 10**9  # Orbax's default
 
     class Leaf:
-        plan = types.SimpleNamespace(broadcast=True, direct=False, shape=(8,))
+        load = types.SimpleNamespace(broadcast=True, direct=False, shape=(8,))
 
         def extra_bytes(self):
             return 1 << 31
 
-        block_bytes = restore.LeafRequest.block_bytes
+        block_bytes = LeafRead.block_bytes
 
     leaves = [Leaf() for _ in range(5)]
     assert [leaf.block_bytes(large) for leaf in leaves] == [leaf.block_bytes(None) for leaf in leaves] != [None] * 5
-    Leaf.plan.broadcast = False
+    Leaf.load.broadcast = False
     sizes = [[len(group) for group in restore._groups(leaves, limit)] for limit in (large, None)]
     assert sizes == [[2, 2, 1]] * 2
-    assert collectives._row_bytes(1 << 40, 1, large) == collectives._row_bytes(1 << 40, 1, None)
+    assert exchange._row_bytes(1 << 40, 1, large) == exchange._row_bytes(1 << 40, 1, None)
 
 
 def test_local_storage_of_each_host_is_read_by_that_host():

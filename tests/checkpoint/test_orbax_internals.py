@@ -36,7 +36,7 @@ def test_without_the_writer_of_shardings_orbax_writes_those_of_the_slices(
         patch.delattr(jax_array_handlers, "_async_serialize_shardings")
         assert orbax_internals.sharding_writer() is None
     assert "writes shardings elsewhere" in caplog.text
-    monkeypatch.setattr("meshfeed._src.checkpoint.handlers.sharding_writer", lambda: None)
+    monkeypatch.setattr("meshfeed._src.checkpoint.array_handler.sharding_writer", lambda: None)
     with registered():
         ocp.PyTreeCheckpointer().save(tmp_path / "a", args=ocp.args.PyTreeSave(tree))
         assert ocp.PyTreeCheckpointer().restore(tmp_path / "a")["w"].sharding.is_fully_replicated

@@ -20,8 +20,10 @@ from jax.sharding import NamedSharding, PartitionSpec
 from meshfeed._src.arrays.reshard import bits_dtype
 from meshfeed._src.base import memory as base_memory
 from meshfeed._src.checkpoint import restore as checkpoint_restore
-from meshfeed._src.checkpoint.collectives import BlockGather, _block_updater
 from meshfeed._src.checkpoint.layout import LoadPlan, replica_plan
+from meshfeed._src.checkpoint.options import RestoreOptions
+from meshfeed._src.checkpoint.place import BlockGather, _block_updater
+from meshfeed._src.checkpoint.plan import LeafRead
 from meshfeed._src.checkpoint.stored import StoredArrays
 from meshfeed.checkpoint import ArraysHandler, ArraysSave, restore_once
 
@@ -193,11 +195,11 @@ def test_a_fraction_of_the_free_memory_is_the_least_of_all_hosts(monkeypatch):
     monkeypatch.setattr(checkpoint_restore, "_device_bytes", lambda: 10_000)
     sharding = NamedSharding(make_mesh(2, 1), PartitionSpec("data"))
     leaf = types.SimpleNamespace(stored_dtype=np.dtype(np.int16))
-    requests: Any = [
-        checkpoint_restore.LeafRequest(leaf, (40, 5), np.dtype(np.float32), placement)  # pyright: ignore[reportArgumentType]
+    reads: Any = [
+        LeafRead(leaf, np.dtype(np.float32), LoadPlan(placement, (40, 5)))  # pyright: ignore[reportArgumentType]
         for placement in (sharding, None)  # 20 × 5 floats on each device; numpy arrays are not in device memory
     ]
     for other, limit in ((9_000, 2_400), (7, 7)):
-        options = checkpoint_restore.RestoreOptions(memory_fraction=0.25)
+        options = RestoreOptions(memory_fraction=0.25)
         hosts: Any = types.SimpleNamespace(collect=lambda own, other=other: {0: own, 1: other})
-        assert checkpoint_restore._limit_bytes(requests, options, hosts) == limit
+        assert checkpoint_restore._limit_bytes(reads, options, hosts) == limit

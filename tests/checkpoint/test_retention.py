@@ -11,7 +11,7 @@ import pytest
 from checkpoint_feeds import CountingFeed
 
 from meshfeed._src.base.errors import CheckpointError
-from meshfeed._src.checkpoint import handlers
+from meshfeed._src.checkpoint import array_handler
 from meshfeed.checkpoint import Checkpointer
 
 
@@ -64,7 +64,7 @@ def test_an_interrupted_save_leaves_the_step_before_and_the_next_save_works(tmp_
         save(ckpt, 1)
         with monkeypatch.context() as patch:
             if where == "arrays":
-                patch.setattr(handlers, "lay_out", interrupt)
+                patch.setattr(array_handler, "plan_write", interrupt)
             with pytest.raises(KeyboardInterrupt):
                 ckpt.save(2, state_at(2), Interrupted() if where == "state" else CountingFeed())
         assert ckpt.steps() == [1]
@@ -78,7 +78,7 @@ def test_a_save_that_fails_leaves_nothing_behind_in_one_process(tmp_path, monkey
 
     with Checkpointer(tmp_path, save_interval_steps=1) as ckpt:
         with monkeypatch.context() as patch:
-            patch.setattr(handlers, "lay_out", fail)
+            patch.setattr(array_handler, "plan_write", fail)
             with pytest.raises(ZeroDivisionError):
                 ckpt.save(1, state_at(1))
         assert save(ckpt, 1) == [1]

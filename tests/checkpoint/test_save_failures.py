@@ -12,8 +12,7 @@ from checkpoint_feeds import CountingFeed
 from checkpoint_trees import abstract, assert_same, make_mesh, place
 
 from meshfeed._src.base.errors import CheckpointError
-from meshfeed._src.checkpoint import handlers, stored
-from meshfeed._src.checkpoint import restore as checkpoint_restore
+from meshfeed._src.checkpoint import array_handler, handlers, report, stored
 from meshfeed.checkpoint import Checkpointer, restore_once
 
 
@@ -34,7 +33,7 @@ def test_a_save_that_fails_leaves_the_step_before(tmp_path, monkeypatch, part):
             write(item, name, digests, **content)
 
         with monkeypatch.context() as patch:
-            for module in (handlers, stored):
+            for module in (array_handler, handlers, stored):
                 patch.setattr(module, "write_part", fail)
             for report in (ckpt.wait, lambda: ckpt.save(3, state, feed)):
                 ckpt.save(2, state, feed)
@@ -73,7 +72,7 @@ def test_a_bar_on_terminals(tmp_path, monkeypatch):
     state = {"w": place(np.ones((64, 8), np.float32), make_mesh(4, 2), "data")}
     with Checkpointer(tmp_path / "c", save_interval_steps=1) as ckpt:
         ckpt.save(1, state)
-    monkeypatch.setattr(checkpoint_restore, "_BAR_AFTER_SECONDS", -1.0)
+    monkeypatch.setattr(report, "_BAR_AFTER_SECONDS", -1.0)
     terminal = Terminal()
     monkeypatch.setattr("sys.stderr", terminal)
     restore_once(tmp_path / "c/1", abstract(state))

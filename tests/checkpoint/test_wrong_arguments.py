@@ -8,6 +8,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+import orbax.checkpoint as ocp
 import pytest
 from checkpoint_feeds import CountingFeed
 from checkpoint_trees import abstract, assert_same, make_mesh, place
@@ -277,6 +278,18 @@ def test_arrays_that_are_gone_or_not_yet_there(tmp_path):
         ({"array_options": {"colour": 1}}, "array_options: .*'colour'"),
         ({"orbax_options": {"colour": 1}}, "orbax_options: .*'colour'"),
         ({"orbax_options": [1]}, "orbax_options=<builtins.list>; it takes a dict"),
+        (
+            {"orbax_options": {"step_prefix": "run"}},
+            "orbax_options={'step_prefix': 'run'}: the folder of a step is its",
+        ),
+        (
+            {"orbax_options": {"step_format_fixed_length": 8}},
+            "{'step_format_fixed_length': 8}: .* not find it again. Omit",
+        ),
+        (
+            {"orbax_options": {"step_name_format": ocp.path.step.standard_name_format(step_prefix="run")}},
+            "{'step_name_format': <.*>}: the folder of a step is its number",
+        ),
     ],
 )
 def test_settings(tmp_path, settings, message):
@@ -288,6 +301,14 @@ def test_settings(tmp_path, settings, message):
         Checkpointer(**settings)
     assert caught.value.setting is not None
     assert sorted(path.name for path in tmp_path.iterdir()) == ["file"]
+
+
+def test_names_of_steps_that_are_their_numbers_are_accepted(tmp_path):
+    options = {"step_prefix": None, "step_name_format": ocp.path.step.standard_name_format()}
+    with Checkpointer(tmp_path / "c", orbax_options=options) as ckpt:
+        assert ckpt.save(1, {"a": 1})
+        ckpt.wait()
+        assert ckpt.steps() == [1]
 
 
 def test_a_step_in_place_of_its_folder_is_refused(tmp_path):

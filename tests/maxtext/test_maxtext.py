@@ -108,6 +108,17 @@ def test_iter_goes_on_after_the_last_delivered_batch_of_what_is_read_once(mesh: 
         next(loader)
 
 
+def test_what_can_be_read_only_once_says_so_before_it_is_saved(mesh: Mesh) -> None:
+    for source in (Restartable(2), WithState(2), [batch_of(0)]):
+        with MultiHostDataLoadIterator(source, mesh) as loader:
+            assert loader.cannot_resume is None
+    with MultiHostDataLoadIterator((batch_of(number) for number in range(2)), mesh) as loader:
+        assert loader.cannot_resume is not None
+        assert loader.cannot_resume.startswith(
+            "the batches come from a generator, which can be read only once. Pass an"
+        )
+
+
 def test_zero_batches_for_ever_after_the_end(mesh: Mesh) -> None:
     loader = MultiHostDataLoadIterator(Restartable(2), mesh, generate_padding_batch=True)
     real = [next(loader), next(loader)]

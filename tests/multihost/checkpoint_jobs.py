@@ -75,7 +75,7 @@ def fail_before_a_save(directory: str):
     from jax.experimental import multihost_utils
     from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-    from meshfeed._src.checkpoint import handlers
+    from meshfeed._src.checkpoint import array_handler
     from meshfeed.checkpoint import Checkpointer
 
     here = jax.process_index() == 1
@@ -111,11 +111,11 @@ def fail_before_a_save(directory: str):
         "tree": (2, {**good, "x": 1} if here else good, feed),
         "dtype": (2, {"w": good["w"].astype(jnp.bfloat16)} if here else good, feed),
         "step": (3 if here else 2, good, feed),
-        "lay out": (2, good, feed),
+        "cut": (2, good, feed),
         "interrupt": (2, good, Interrupted() if here else feed),
     }
     found = {}
-    lay_out = handlers.lay_out
+    plan_write = array_handler.plan_write
     with (
         Checkpointer(f"{directory}/before", max_to_keep=1, save_interval_steps=1, timeout_seconds=60) as ckpt,
         Checkpointer(f"{directory}/brief", save_interval_steps=1, timeout_seconds=5) as brief,
@@ -125,8 +125,8 @@ def fail_before_a_save(directory: str):
             one.wait()
         for name, (step, state, given) in cases.items():
             saver = brief if name == "interrupt" else ckpt
-            if name == "lay out" and here:
-                handlers.lay_out = lambda *args, **settings: 1 / 0
+            if name == "cut" and here:
+                array_handler.plan_write = lambda *args, **settings: 1 / 0
             started = time.monotonic()
             try:
                 saver.save(step, state, given)
@@ -135,9 +135,9 @@ def fail_before_a_save(directory: str):
             except BaseException as error:
                 found[name] = f"{type(error).__name__}: {error}"
             finally:
-                handlers.lay_out = lay_out
+                array_handler.plan_write = plan_write
             assert time.monotonic() - started < 50, name
-            if name in ("lay out", "interrupt"):
+            if name in ("cut", "interrupt"):
                 multihost_utils.sync_global_devices(name)  # the others have waited for host 1
                 assert saver.save(5, good, feed), name
                 saver.wait()

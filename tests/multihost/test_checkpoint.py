@@ -66,7 +66,7 @@ def fail_to_save_on_host_1(directory: str):
     import jax
     import numpy as np
 
-    from meshfeed._src.checkpoint import handlers
+    from meshfeed._src.checkpoint import array_handler
     from meshfeed._src.state import files
     from meshfeed.checkpoint import Checkpointer
 
@@ -79,7 +79,7 @@ def fail_to_save_on_host_1(directory: str):
     with Checkpointer(f"{directory}/full", max_to_keep=1, save_interval_steps=1) as ckpt:
         for step, module, name in (
             (1, None, ""),
-            (2, handlers, "write_part"),
+            (2, array_handler, "write_part"),
             (3, files, "write_state"),
             (4, None, ""),
         ):
@@ -261,7 +261,7 @@ def check_failures_before_a_save(results):
         "flatten": "CheckpointError: host 1: ZeroDivisionError",
         "opaque": "CheckpointError: host 1: leaf ['leaf']: a builtins.builtin_function_or_method cannot be saved",
         "state": "CheckpointError: host 1: RuntimeError: no state",
-        "lay out": "saving step 2 failed: host 1: ZeroDivisionError",
+        "cut": "saving step 2 failed: host 1: ZeroDivisionError",
         "tree": "step 2: host 1 saves a different tree from host 0; the first difference is leaf ['x']",
         "dtype": "step 2: host 1 saves a different tree from host 0; the first difference is leaf ['w']",
         "step": "hosts save different steps at the same time: hosts 0, 2, 3: 2; host 1: 3",

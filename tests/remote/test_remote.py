@@ -109,6 +109,7 @@ def test_the_whole_interface(mesh: Mesh, tmp_path: pathlib.Path) -> None:
         assert remote.read([5, 3])["weird"].tobytes() == local.read([5, 3])["weird"].tobytes()
         np.testing.assert_array_equal(remote.replay(np.int64(4))["x"], local.replay(4)["x"])
         assert {**remote.config(), "name": ""} == {**local.config(), "name": ""}
+        assert remote.cannot_resume == local.cannot_resume is None
         first = digest(next(remote))
         assert remote.stats().batches == 1
         assert remote.stats(since=remote.stats()).batches == 0

@@ -414,6 +414,13 @@ class UnevenHosts(Protocol):
     """Whether a state may resume with a different ``end``."""
 
 
+class CannotResume(Protocol):
+    """A feed or stream of batches that can be read only once, so none of its saved positions can be restored."""
+
+    cannot_resume: str
+    """Why not, and what to pass instead; None on a feed that can resume, which :func:`find` then does not find."""
+
+
 # ---------------------------------------------------------------------- look-up
 
 

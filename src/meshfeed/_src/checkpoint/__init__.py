@@ -3,10 +3,12 @@
 May import: arrays (its resharding), base, state. Imported only by cli and the public module. Read first:
 ``checkpointer.py``.
 
-* Save: a tree is encoded by ``leaves.py``; ``handlers.py`` cuts each array as ``layout.py`` plans, has Orbax write it, and
-  adds digests to the manifest in ``stored.py``.
-* Restore: ``restore.py`` turns each leaf into a request, plans it with ``layout.py``, reads with ``stored.py``, and agrees
-  and gathers with ``collectives.py``.
+* Save: ``leaves.py`` encodes a tree; ``array_handler.py`` has each array cut by ``write.py``, as ``layout.py`` chooses, and
+  written by Orbax; digests go into the manifest of ``stored.py``. Hosts fail or succeed together: ``saves.py``.
+* Restore: ``restore.py`` runs four stages with values between them. ``match.py`` and ``plan.py`` plan what is read of each
+  leaf; ``read.py`` reads pieces into host memory; ``place.py`` and ``exchange.py`` bring them to devices and hosts;
+  ``report.py`` says what was read. ``agreement.py`` confirms each stage on all hosts.
+* Options of a restore: ``options.py``, one value that is passed whole.
 * Integrity: ``step.py`` checks, describes and compares steps, also as JSON for the command line.
 * ``foreign.py`` converts positions that Grain and MaxText saved.
 """

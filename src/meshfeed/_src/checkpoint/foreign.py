@@ -32,7 +32,7 @@ from meshfeed._src.state.grain_files import with_tuples
 from meshfeed._src.state.state import parse_state, seal
 
 if TYPE_CHECKING:  # the handlers import Orbax, which takes seconds and is not needed here
-    from meshfeed._src.checkpoint.handlers import HasState
+    from meshfeed._src.checkpoint.saves import HasState
 
 _NAME = re.compile(r"process_(\d+)(?:-of-(\d+)(?:\.0)?)?\.json")
 _ELASTIC = "global_next_index"

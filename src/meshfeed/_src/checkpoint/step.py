@@ -7,23 +7,22 @@ import dataclasses
 import json
 import math
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 
 from etils import epath
 
 from meshfeed._src.base.errors import CheckpointError, MeshfeedError
 from meshfeed._src.base.types import JsonValue, PyTree, public
 from meshfeed._src.checkpoint.handlers import PLAIN_FILE
-from meshfeed._src.checkpoint.leaves import Entry, SavedLeaf, dtype_of
-from meshfeed._src.checkpoint.restore import abstract_tree_of
+from meshfeed._src.checkpoint.leaves import Entry, dtype_of
+from meshfeed._src.checkpoint.read import UnitReader
 from meshfeed._src.checkpoint.stored import (
     FOLDER,
     RESTORE_EARLIER,
     DamagedCheckpointError,
     Manifest,
     StoredArrays,
-    UnitReader,
-    Wanted,
+    abstract_tree_of,
     file_problems,
     read_manifest,
 )
@@ -105,6 +104,17 @@ def read_step(directory: epath.PathLike, step: int) -> StepParts:
             f"step {step} in {directory}: its metadata is damaged ({type(error).__name__}: {error})", step=step
         ) from error
     return StepParts(step, folder, manifest, document)
+
+
+def newest_readable(directory: epath.PathLike, excluded: Collection[int]) -> tuple[int | None, list[tuple[int, str]]]:
+    """Returns the newest step that can be read, or None, and the newer steps that cannot, each with the reason."""
+    unreadable: list[tuple[int, str]] = []
+    for step in sorted(set(find_steps(directory)) - set(excluded), reverse=True):
+        try:
+            return read_step(directory, step).step, unreadable
+        except CheckpointError as error:
+            unreadable.append((step, str(error)))
+    return None, unreadable
 
 
 def _check_identities(step: int, folder: epath.Path, identity: JsonValue, document: JsonValue) -> None:
@@ -271,16 +281,12 @@ def _verify_arrays(item: epath.Path, step: int | None, problems: list[str]) -> F
         stored.open_soon(names)
         reader = UnitReader(stored, verify=True, bytes_in_flight=None, on_bytes=sizes.append)
         for name in names:
-            problems += _problems(lambda name=name: _read_leaf(stored.saved(name), reader))
+            problems += _problems(lambda name=name: reader.check(stored.saved(name)))
             without += not stored.manifest.digests.get(name)
     except MeshfeedError as error:
         problems.append(str(error))
     problems = list(dict.fromkeys(problems))  # read_step may already have reported the same
     return Finding(str(item), step, tuple(problems), len(names), sum(sizes), without, time.perf_counter() - started)
-
-
-def _read_leaf(leaf: SavedLeaf, reader: UnitReader) -> None:
-    reader.read([Wanted(leaf, number, []) for number in range(len(leaf.units))])
 
 
 def inspect(directory: epath.PathLike, step: int | None = None) -> dict[str, JsonValue]:

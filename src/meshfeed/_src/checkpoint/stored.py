@@ -1,49 +1,50 @@
-"""One item of arrays in storage, whether meshfeed or plain Orbax wrote it: its manifest, and reads of its values.
+"""One item of arrays in storage, whether meshfeed or plain Orbax wrote it: its manifest, its tree, and reads of values.
 
 The manifest holds what Orbax's own files lack: exact dtypes, chunk digests, the save's identity. It is stored in the
 folder ``meshfeed`` inside the item, so it is copied with the arrays, and plain Orbax ignores it. While saving, every host
 writes a part with its digests (``arrays-<process>.json``), and process 0 writes the tree (``tree.json``). Once all have
 written, the primary host merges the parts into ``manifest.json`` and removes them. Parts that were never merged, because a
 manager other than Orbax's does not finalize, are merged on reading.
-
-Leaves are read in whole units, each once; the requested parts are copied into this process's buffers.
 """
 
 from __future__ import annotations
 
 import ast
-import collections
 import dataclasses
 import functools
 import json
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import NamedTuple, TypeAlias
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import TypeAlias
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import orbax.checkpoint as ocp
 import tensorstore as ts
 import xxhash
 from etils import epath
-from jax.typing import DTypeLike
+from jax.sharding import NamedSharding, Sharding
 from numpy.typing import NDArray
 
+from meshfeed._src.base.coordination import process_count
 from meshfeed._src.base.errors import CheckpointError
-from meshfeed._src.base.types import JsonValue, public
-from meshfeed._src.checkpoint.layout import Box, Grid, box_shape, box_size, clip, intersect, slices
+from meshfeed._src.base.types import JsonValue, PyTree, public
+from meshfeed._src.checkpoint.layout import Box, Grid, box_shape, slices
 from meshfeed._src.checkpoint.leaves import (
     CARRIERS,
     NOTHING,
     VALUE,
     Entry,
+    Leaf,
     SavedLeaf,
-    check_fits,
     from_carrier,
     keys_of,
+    leaf_name,
     saved_leaf,
+    tree_of,
 )
-from meshfeed._src.state.files import DamagedStateError, write_json
+from meshfeed._src.state.files import DamagedStateError, readable_path, write_json
 from meshfeed._src.state.state import digest_of
 
 
@@ -209,13 +210,21 @@ _TEXTS = "_strings.json"
 _KEY_METADATA = "array_metadatas/process_0"  # every process writes the same
 _PLAIN_KINDS = {"jax.Array": "jax", "np.ndarray": "numpy", "scalar": "scalar", "string": "str"}
 _BYTES_KEPT_BY_A_THREAD = 64 << 20
-_BYTES_IN_FLIGHT = 512 << 20
 
 
 def _threads(most: int, memory_limit_bytes: int | None) -> int:
     # glibc keeps what a thread has freed for that thread's next allocation: a chunk's bytes and its decoded values,
     # 2 × 16 MiB, and up to 64 MiB in all.
     return most if memory_limit_bytes is None else min(most, max(1, memory_limit_bytes // _BYTES_KEPT_BY_A_THREAD))
+
+
+def find_item(directory: epath.PathLike) -> epath.Path:
+    """Returns the folder of the arrays: ``directory`` itself, or the only item inside it."""
+    directory = readable_path(directory)
+    if (directory / _TREE_METADATA).exists() or (directory / FOLDER).exists() or not directory.exists():
+        return directory
+    found = [path for path in directory.iterdir() if path.is_dir() and (path / _TREE_METADATA).exists()]
+    return found[0] if len(found) == 1 else directory
 
 
 PendingRead: TypeAlias = Callable[[], NDArray[np.generic]]
@@ -255,8 +264,7 @@ class StoredArrays:
         self._ocdbt = (self.directory / "manifest.ocdbt").exists()
         keys = {entry["metadata_key"] for entry in self.manifest.leaves.values() if "metadata_key" in entry}
         self.metadata_key: str | None = next(iter(keys), metadata_key)
-        self._stores: dict[str, ts.TensorStore] = {}
-        self._opening: dict[str, ts.Future[ts.TensorStore]] = {}
+        self._opened: dict[str, ts.Future[ts.TensorStore]] = {}
         self._leaves: dict[str, SavedLeaf] = {}
 
     @functools.cached_property
@@ -365,18 +373,16 @@ class StoredArrays:
     def open_soon(self, names: Iterable[str]) -> None:
         """Starts opening parameters concurrently, so :meth:`open` does not wait for them one at a time."""
         for name in names:
-            if name not in self._stores and name not in self._opening:
-                self._opening[name] = ts.open(self._spec(name), open=True, read=True, context=self._context)
+            if name not in self._opened:
+                self._opened[name] = ts.open(self._spec(name), open=True, read=True, context=self._context)
 
     def open(self, name: str) -> ts.TensorStore:
         """Returns the TensorStore of a parameter, opening it if needed."""
-        if name not in self._stores:
-            self.open_soon([name])
-            try:
-                self._stores[name] = self._opening.pop(name).result()
-            except Exception as error:
-                raise self._failure(f"{self.directory}: parameter {name!r} cannot be opened", error) from error
-        return self._stores[name]
+        self.open_soon([name])
+        try:
+            return self._opened[name].result()
+        except Exception as error:
+            raise self._failure(f"{self.directory}: parameter {name!r} cannot be opened", error) from error
 
     def _failure(self, what: str, error: BaseException) -> CheckpointError:
         # TensorStore raises ValueError alike for a truncated file, a failed checksum and a missing file. Errors of the
@@ -427,100 +433,61 @@ class StoredArrays:
         return from_carrier(values, leaf.dtype) if leaf.encoding in CARRIERS else values
 
 
-class Target(NamedTuple):
-    """A box of a leaf, and the host array that takes its values; the array has the final dtype."""
+def abstract_tree_of(stored: StoredArrays) -> PyTree:
+    """Returns the saved tree with a description at each leaf; passing it to a restore restores everything as it was.
 
-    box: Box
-    buffer: NDArray[np.generic]
-
-    def fill(self, unit_box: Box, values: NDArray[np.generic]) -> None:
-        """Copies the overlap of ``unit_box`` and the box, cast to the buffer's dtype."""
-        common = intersect(self.box, unit_box)
-        if box_size(common):
-            self.buffer[slices(common, self.box)] = values[slices(common, unit_box)]
-
-
-class Wanted(NamedTuple):
-    """A unit to read: its leaf, its number, and the buffers that take the values; without any it is only checked."""
-
-    leaf: SavedLeaf
-    number: int
-    targets: Sequence[Target]
-
-
-def wanted_units(leaf: SavedLeaf, targets: Iterable[Target]) -> list[Wanted]:
-    """Returns the units that ``targets`` need, ascending by number."""
-    found: dict[int, list[Target]] = collections.defaultdict(list)
-    for target in targets:
-        for number in leaf.units.touching(clip(target.box, leaf.stored_shape)):
-            found[number].append(target)
-    return [Wanted(leaf, number, found[number]) for number in sorted(found)]
-
-
-class _Reading(NamedTuple):
-    unit: Wanted
-    box: Box
-    values: PendingRead
-    placed: bool  # storage writes the values where they are wanted
-    bytes: int
-
-
-class UnitReader:
-    """Reads units with a bounded number of bytes in flight, checks them, and counts the bytes.
-
-    Args:
-      stored: the item.
-      verify: check digests.
-      bytes_in_flight: limit on the bytes requested from storage at once; at least one unit is always allowed.
-      on_bytes: called with the number of bytes of each unit that was read.
-      must_fit: parameter name → integer dtype in which its values must fit.
+    Arrays become ``jax.ShapeDtypeStruct``, with the saved sharding if this job has as many devices. Numpy values become
+    placeholders of the same shape and dtype. Numbers and text are themselves.
     """
+    if stored.manifest.skeleton is not None:
+        return tree_of(stored.manifest.skeleton, lambda name: stored.saved(name).placeholder())
+    # Use Orbax's own description of the tree, to return the same containers as Orbax.
+    arrays = ocp.type_handlers.ArrayHandler(metadata_key=stored.metadata_key)
+    orbax = ocp.PyTreeCheckpointHandler(type_handler_registry=type_handlers(arrays))
+    return jax.tree_util.tree_map_with_path(
+        lambda path, described: _placeholder(stored.saved(leaf_name(path)), described),
+        orbax.metadata(stored.directory).tree,
+    )
 
-    def __init__(
-        self,
-        stored: StoredArrays,
-        *,
-        verify: bool,
-        bytes_in_flight: int | None,
-        on_bytes: Callable[[int], object],
-        must_fit: Mapping[str, DTypeLike] | None = None,
-    ) -> None:
-        self._stored = stored
-        self._verify = verify
-        self._limit = _BYTES_IN_FLIGHT if bytes_in_flight is None else max(1, bytes_in_flight)
-        self._on_bytes = on_bytes
-        self._must_fit = must_fit or {}
 
-    def read(self, wanted: Sequence[Wanted]) -> None:
-        """Reads units in order and fills the targets of each in the same order."""
-        self._stored.open_soon(dict.fromkeys(unit.leaf.name for unit in wanted))
-        pending: collections.deque[_Reading] = collections.deque()
-        in_flight = 0
-        for unit in wanted:
-            leaf, box = unit.leaf, unit.leaf.units.box(unit.number)
-            size = box_size(box) * leaf.stored_dtype.itemsize
-            while pending and in_flight + size > self._limit:
-                in_flight -= self._finish(pending.popleft())
-            pending.append(self._start(unit, box, size))
-            in_flight += size
-        while pending:
-            self._finish(pending.popleft())
+def _placeholder(saved: SavedLeaf, described: object) -> Leaf:
+    """Returns the placeholder of a leaf of plain Orbax, with the recorded sharding."""
+    placeholder = saved.placeholder()
+    recorded = _recorded_sharding(described, len(saved.shape))
+    if recorded is not None and isinstance(placeholder, jax.ShapeDtypeStruct):
+        return placeholder.update(sharding=recorded)
+    return placeholder
 
-    def _start(self, unit: Wanted, box: Box, size: int) -> _Reading:
-        leaf, first = unit.leaf, unit.targets[0] if len(unit.targets) == 1 else None
-        # Storage may write directly into a sole target that holds all of the unit without a cast.
-        if first and box and first.buffer.dtype == leaf.stored_dtype and intersect(first.box, box) == box:
-            placed = self._stored.start_read_into(leaf, box, first.buffer[slices(box, first.box)])
-            if placed is not None:
-                return _Reading(unit, box, placed, True, size)
-        return _Reading(unit, box, self._stored.start_read(leaf, box), False, size)
 
-    def _finish(self, reading: _Reading) -> int:
-        leaf = reading.unit.leaf
-        values = self._stored.finish_read(leaf, reading.box, reading.values, self._verify)
-        if leaf.name in self._must_fit:  # while hosts still agree on errors
-            check_fits(f"leaf {leaf.name!r}", values, self._must_fit[leaf.name])
-        self._on_bytes(reading.bytes)
-        for target in () if reading.placed else reading.unit.targets:
-            target.fill(reading.box, values)
-        return reading.bytes
+def _recorded_sharding(described: object, rank: int) -> Sharding | None:
+    """Returns the sharding that plain Orbax recorded; None if this job's devices do not allow it on every process."""
+    convert = getattr(getattr(described, "sharding", None), "to_jax_sharding", None)
+    if convert is None:
+        return None
+    try:
+        sharding: Sharding = convert()
+    except Exception:  # it is for a different topology, for which Orbax raises various errors
+        return None
+    if len({device.process_index for device in sharding.device_set}) < process_count():
+        return None
+    return cut_to_rank(sharding, rank)
+
+
+def cut_to_rank(sharding: Sharding, rank: int) -> Sharding:
+    """Truncates a spec to ``rank``: Orbax records the sharding of a PRNG key's data, which has more dimensions."""
+    if not isinstance(sharding, NamedSharding) or any(sharding.spec[rank:]):
+        return sharding
+    spec = jax.sharding.PartitionSpec(*sharding.spec[:rank])
+    return NamedSharding(sharding.mesh, spec, memory_kind=sharding.memory_kind)
+
+
+def type_handlers(arrays: ocp.type_handlers.ArrayHandler) -> ocp.type_handlers.TypeHandlerRegistry:
+    """Returns an Orbax registry of type handlers that uses ``arrays`` for ``jax.Array``."""
+    handlers = ocp.type_handlers
+    return handlers.create_type_handler_registry(
+        (int, handlers.ScalarHandler()),
+        (float, handlers.ScalarHandler()),
+        (np.ndarray, handlers.NumpyHandler()),
+        (jax.Array, arrays),
+        (str, handlers.StringHandler()),
+    )

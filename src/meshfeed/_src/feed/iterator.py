@@ -436,6 +436,11 @@ class Feed(Checkpointable):
 
     # ------------------------------------------------------------------ state
 
+    @property
+    def cannot_resume(self) -> str | None:
+        """Why no saved position of this feed can be restored, and what to pass instead; None if positions can be."""
+        return self._stream.cannot_resume
+
     def get_state(self) -> dict[str, JsonValue]:
         """Returns the state after the last delivered batch, as JSON. Call at any time; no cross-host communication."""
         return self._stream.state(self._cursor).to_json()

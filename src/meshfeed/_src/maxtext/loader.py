@@ -303,6 +303,11 @@ class MultiHostDataLoadIterator(Checkpointable):
         self._move(lambda: self._feed.set_state(state))
 
     @property
+    def cannot_resume(self) -> str | None:
+        """Why no saved position can be restored in another process, and what to pass instead; None if positions can be."""
+        return self._local.cannot_resume
+
+    @property
     def step(self) -> int:
         """Batches delivered since the start, the last reset, or the last ``local_iterator.set_state``."""
         return self._delivered()[0].step
@@ -483,6 +488,7 @@ class LoaderNotReadyError(MeshfeedError, TimeoutError):
 
 
 # MaxText's attempts and longest pause; like MaxText, only this error is retried.
+_RESUMABLE = "Pass an iterable that starts again at each iter(), or one with get_state and set_state."
 _RETRY = Retry(attempts=30, initial_seconds=10.0, max_seconds=10.0, on=(LoaderNotReadyError,))
 
 
@@ -519,6 +525,14 @@ class HostLoaders:
         self._unread: LoaderIterator | None = self._open()  # opened for its state; the first reader takes it
         self.beginning = self._unread.get_state()
         self.source = HostBatches(self._unread if self.one_shot else self)
+
+    @property
+    def cannot_resume(self) -> str | None:
+        """Why no saved position can be restored in another process; None if the loaders start again or have a state."""
+        if not self.one_shot or "iterators" in self.beginning:
+            return None
+        kind = type(self._loaders[0]).__name__
+        return f"the batches come from a {kind}, which can be read only once. {_RESUMABLE}"
 
     def _open(self) -> LoaderIterator:
         self.iterators = [start(loader) for loader in self._loaders]
@@ -640,8 +654,7 @@ class LoaderIterator:
         """Goes to a batch that is kept, or to a later one by reading and discarding."""
         kept = all(number in self._loaders.recent for number in range(batches + 1, self._taken + 1))
         if not kept or (self._loaders.one_shot and batches > self._taken):
-            remedy = "It can be read once: pass an iterable that starts again, or one with get_state and set_state."
-            raise StateMismatchError("batches", batches, self._at, remedy)
+            raise StateMismatchError("batches", batches, self._at, f"It can be read only once. {_RESUMABLE}")
         if batches > self._taken:
             self._skip_to(batches)
         self._at = batches

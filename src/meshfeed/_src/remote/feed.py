@@ -88,6 +88,7 @@ class FeedTarget:
             "read": lambda record_ids: jax.tree.map(np.copy, feed.read(record_ids)),
             "replay": lambda step, state: jax.tree.map(np.copy, feed.replay(step, state=state)),
             "config": feed.config,
+            "cannot_resume": lambda: feed.cannot_resume,
             "stats": lambda: dataclasses.asdict(feed.stats()),
             "report": lambda: report_figures([feed._figures()]),
         }
@@ -301,6 +302,11 @@ class RemoteFeed(Checkpointable):
     def config(self) -> dict[str, Any]:
         """Returns all settings and the fingerprint as JSON values."""
         return self._client.call("config")[0]
+
+    @property
+    def cannot_resume(self) -> str | None:
+        """Why no saved position of this feed can be restored, and what to pass instead; None if positions can be."""
+        return self._client.call("cannot_resume")[0]
 
     @property
     def local_iterator(self) -> LocalIterator:

@@ -48,6 +48,7 @@ class LaneStream:
     kind = "lanes"
     opens_at_restore = True
     moved_by_opening = length_is_known = hosts_make_batches = in_columns = False
+    cannot_resume = None
 
     def __init__(self, source: StreamSource, settings: FeedSettings) -> None:
         self.schedule = required_schedule(settings, "a stream")

@@ -31,6 +31,7 @@ from meshfeed._src.streams.protocol import EMPTY_BATCHES, Cursor, HostBatch, che
 _log = logging.getLogger("meshfeed.host_batches")
 _NOT_ELASTIC = "Host batches are not elastic: continue on the same number of hosts, or pass a source of records."
 _EARLIER = "Use an earlier checkpoint."
+_RESUMABLE = "Pass an iterable that starts again at each iter(), or one with get_state and set_state."
 
 SINGLE_RECORDS = (
     "If these are single records, pass the dataset that they come from, not its iterator; if a function generates them, "
@@ -385,6 +386,14 @@ class LocalBatchStream:
         """Whether opening the batches at a different cursor moves the iterator of the current reader."""
         return self.source.resumable and not self.source.restartable
 
+    @property
+    def cannot_resume(self) -> str | None:
+        """Why no saved position can be restored, and what to pass instead; None if the batches can be read again."""
+        if self.source.resumable:
+            return None
+        kind = type(self.source.iterable).__name__
+        return f"the batches come from a {kind}, which can be read only once. {_RESUMABLE}"
+
     # ------------------------------------------------------------------ sizes
 
     def read_schedule(self) -> BatchSchedule:
@@ -527,7 +536,7 @@ class LocalBatchStream:
                 f"hosts.{host}",
                 f"{step} batches",
                 "an iterator that can be read once",
-                "Pass an iterable that starts again at each iter(), or one with get_state and set_state.",
+                _RESUMABLE,
             )
         return {host: entry}
 

@@ -175,6 +175,11 @@ class FeedStream(Protocol[C]):
         ...
 
     @property
+    def cannot_resume(self) -> str | None:
+        """Why no saved position can be restored, and what to pass instead; None if positions can be restored."""
+        ...
+
+    @property
     def hosts_make_batches(self) -> bool:
         """Whether each host makes its own rows, so that hosts must compare the sizes of their batches."""
         ...

@@ -45,6 +45,7 @@ class RandomAccessStream:
     opens_at_restore = moved_by_opening = False
     length_is_known = True
     hosts_make_batches = False
+    cannot_resume = None
 
     def __init__(self, source: RandomAccessSource, settings: FeedSettings) -> None:
         self.schedule = required_schedule(settings, "a random-access source")

@@ -1,0 +1,129 @@
+"""The folder of a Checkpointer: what may be passed as one, what its user should know, and what is cleared to save in it."""
+
+from __future__ import annotations
+
+import contextlib
+import difflib
+import logging
+import os
+import re
+import secrets
+from collections.abc import Iterator, Mapping
+
+from etils import epath
+
+from meshfeed._src.base.errors import CheckpointError, MeshfeedError, SettingsError
+from meshfeed._src.checkpoint.options import short
+from meshfeed._src.checkpoint.step import ARRAYS, find_steps
+
+_log = logging.getLogger("meshfeed.checkpoint")
+# Steps are found by their folders, which are named by their number alone.
+_NAMES_OF_STEPS = ("step_prefix", "step_format_fixed_length", "step_name_format")
+_UNFINISHED = ".orbax-checkpoint-tmp"
+_FOLDERS_LOOKED_INTO = 20
+_FOLDERS_NAMED = 3
+
+
+def check_step_names(orbax_options: Mapping[str, object] | None) -> None:
+    """Rejects Orbax's options that give the folders of steps other names: no step would be found again."""
+    for name, value in (orbax_options or {}).items():
+        build_name = getattr(value, "build_name", None)
+        is_number = callable(build_name) and build_name(7) == "7"
+        if name in _NAMES_OF_STEPS and value and not is_number:
+            raise SettingsError(
+                f"orbax_options={{{name!r}: {short(value)}}}: the folder of a step is its number, without prefix or zeros, "
+                "or a Checkpointer would not find it again. Omit it.",
+                setting="orbax_options",
+            )
+
+
+def as_directory(directory: epath.PathLike) -> epath.Path:
+    """Returns the absolute path of the checkpoint folder.
+
+    Raises:
+      SettingsError: it is not a path, it is a file or below one, it is a URL that lost a slash, or Orbax cannot
+        write to that kind of URL.
+    """
+    text, remedy = str(directory), "Pass the path of a folder, which is created if absent."
+
+    def refused(problem: str, shown: str = repr(text)) -> SettingsError:
+        return SettingsError(f"directory={shown}: {problem}", setting="directory")
+
+    scheme, is_url, _ = text.partition("://")
+    if is_url and scheme != "gs":
+        raise refused(
+            f"Orbax writes checkpoints only to folders and to gs://, and treats {scheme}:// as a relative path. Pass the "
+            "path of a folder, such as the mount point of a bucket."
+        )
+    if re.match(r"(gs|s3):/[^/]", text):  # unchecked, a folder "gs:" would be created in the working directory
+        raise refused("is a URL that has lost a slash, as in a pathlib.Path. Pass a str or an etils.epath.Path.")
+    if not text or not isinstance(directory, str | os.PathLike):
+        raise refused(f"is not a path. {remedy}", short(directory))
+    if is_url:
+        return epath.Path(directory)
+    path = epath.Path(directory).expanduser().absolute()
+    # The nearest existing ancestor must be a folder too: nothing can be created below a file.
+    nearest = next((part for part in (path, *path.parents) if part.exists()), None)
+    if nearest is not None and not nearest.is_dir():
+        raise refused(f"{nearest} is a file. {remedy}")
+    return path
+
+
+def check_no_step(directory: epath.Path) -> None:
+    """Rejects one of a Checkpointer's steps, which has no steps itself: training would start afresh inside it."""
+    if directory.name.isdecimal() and (directory / ARRAYS).exists() and not find_steps(directory):
+        raise SettingsError(
+            f"directory={str(directory)!r}: is a step of the checkpoint in {directory.parent}. Pass that folder; "
+            f"restore(…, step={int(directory.name)}) restores this step.",
+            setting="directory",
+        )
+
+
+@contextlib.contextmanager
+def opening(directory: epath.Path) -> Iterator[None]:
+    """Turns errors of Orbax and of the store's library into a CheckpointError that names the folder."""
+    try:
+        yield
+    except MeshfeedError:
+        raise
+    except Exception as error:
+        raise CheckpointError(
+            f"{directory}: cannot be opened: {type(error).__name__}: {error}. Check that this host may create and write "
+            "the folder; for an object store, also check the bucket's name and the credentials."
+        ) from error
+
+
+def checkpoints_near(directory: epath.Path) -> list[str]:
+    """Returns the folders beside and inside one without steps that hold a Checkpointer's steps, most alike names first.
+
+    Looks into a few folders only, because each takes requests to storage.
+    """
+    near: list[epath.Path] = []
+    for folder in (directory.parent, directory):
+        with contextlib.suppress(OSError):
+            near += [path for path in folder.iterdir() if path != directory and not path.name.isdecimal()]
+    near.sort(key=lambda path: -difflib.SequenceMatcher(None, path.name, directory.name).ratio())
+    found: list[str] = []
+    for path in near[:_FOLDERS_LOOKED_INTO]:
+        with contextlib.suppress(OSError):
+            if path.is_dir() and any((path / str(step) / ARRAYS).exists() for step in find_steps(path)):
+                found.append(str(path))
+    return found[:_FOLDERS_NAMED]
+
+
+def remove_unfinished(directory: epath.Path) -> None:
+    """Removes what killed saves have left, which keeps the same step from being saved again."""
+    if not directory.exists():  # an object store has no folder before its first file
+        return
+    for path in directory.iterdir():
+        if _UNFINISHED in path.name and path.is_dir():
+            path.rmtree()
+            _log.info("removed the unfinished save %s", path)
+
+
+def set_aside(directory: epath.Path, step: int) -> None:
+    """Renames the folder of a damaged step, so that its number can be saved again; nothing is deleted."""
+    path, aside = directory / str(step), directory / f"{step}.damaged-{secrets.token_hex(3)}"
+    if path.exists():
+        path.rename(aside)
+        _log.warning("the damaged step %d is renamed to %s", step, aside)

@@ -1,0 +1,187 @@
+"""Reads values from storage into this host's memory: whole units of leaves, each once, checked as they arrive."""
+
+from __future__ import annotations
+
+import collections
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import NamedTuple
+
+import numpy as np
+from jax.typing import DTypeLike
+from numpy.typing import NDArray
+
+from meshfeed._src.base import memory
+from meshfeed._src.base.coordination import process_index
+from meshfeed._src.checkpoint.layout import (
+    Box,
+    Device,
+    box_shape,
+    box_size,
+    clip,
+    intersect,
+    slices,
+    take_rows,
+    with_rows,
+)
+from meshfeed._src.checkpoint.leaves import SavedLeaf, check_fits
+from meshfeed._src.checkpoint.plan import LeafRead
+from meshfeed._src.checkpoint.stored import PendingRead, StoredArrays
+
+_BYTES_IN_FLIGHT = 512 << 20
+
+
+class Target(NamedTuple):
+    """A box of a leaf, and the host array that takes its values; the array has the final dtype."""
+
+    box: Box
+    buffer: NDArray[np.generic]
+
+    def fill(self, unit_box: Box, values: NDArray[np.generic]) -> None:
+        """Copies the overlap of ``unit_box`` and the box, cast to the buffer's dtype."""
+        common = intersect(self.box, unit_box)
+        if box_size(common):
+            self.buffer[slices(common, self.box)] = values[slices(common, unit_box)]
+
+
+class HostPieces:
+    """This process's buffers for the pieces of one leaf; devices with the same box share one until they are placed.
+
+    Attributes:
+      read: the leaf and its pieces.
+      buffers: device → its piece, or the rows of it that were read last.
+    """
+
+    def __init__(self, read: LeafRead) -> None:
+        self.read = read
+        self.buffers: dict[Device, NDArray[np.generic]] = {}
+
+    def targets(self, rows: tuple[int, int] | None = None) -> list[Target]:
+        """Returns the buffers to read into, one per distinct box.
+
+        A later call for other rows returns the same buffers, because fresh pages cost more than overwriting old ones.
+        This is safe: arrays that aliased the buffers no longer exist, and every value is overwritten, except in rows
+        that are not sent or are padding, because pieces are read in parts only if the leaf has the stored shape
+        (``rows_in_flight``).
+
+        Args:
+          rows: first row and number of rows of each piece to read now; None reads whole pieces.
+        """
+        load, shared = self.read.load, dict[Box, NDArray[np.generic]]()
+        for device, box in load.boxes(process_index()).items():
+            shape = box_shape(box or ()) if load.direct else load.piece_shape
+            if rows is not None:
+                if box is None:
+                    continue  # it only receives: BlockGather supplies its block
+                shape = with_rows(shape, load.dimension, rows[1])
+                box = take_rows(box, load.dimension, *rows)
+            known = self.buffers.get(device) if box is None else shared.get(box, self.buffers.get(device))
+            self.buffers[device] = memory.zeros(shape, self.read.dtype) if known is None else known
+            if box is not None:
+                shared[box] = self.buffers[device]
+        return [Target(box, buffer) for box, buffer in shared.items()]
+
+    def take(self) -> dict[Device, NDArray[np.generic]]:
+        """Hands over the buffers, with a separate copy for each CPU device, which would alias a shared buffer."""
+        own, self.buffers = self.buffers, {}
+        seen: set[int] = set()
+        for device, buffer in own.items():
+            if id(buffer) in seen and device.platform == "cpu":
+                own[device] = memory.copy(buffer)
+            seen.add(id(buffer))
+        return own
+
+
+class _Unit(NamedTuple):
+    """A unit to read, and the targets that take parts of it; without any it is only checked."""
+
+    leaf: SavedLeaf
+    box: Box
+    nbytes: int
+    targets: Sequence[Target]
+
+
+def _unit(leaf: SavedLeaf, number: int, targets: Sequence[Target] = ()) -> _Unit:
+    box = leaf.units.box(number)
+    return _Unit(leaf, box, box_size(box) * leaf.stored_dtype.itemsize, targets)
+
+
+def _units(leaf: SavedLeaf, targets: Iterable[Target]) -> list[_Unit]:
+    """Returns the units that ``targets`` need, ascending by number."""
+    found: dict[int, list[Target]] = collections.defaultdict(list)
+    for target in targets:
+        for number in leaf.units.touching(clip(target.box, leaf.stored_shape)):
+            found[number].append(target)
+    return [_unit(leaf, number, found[number]) for number in sorted(found)]
+
+
+class _Reading(NamedTuple):
+    unit: _Unit
+    values: PendingRead
+    placed: bool  # storage writes the values where they are wanted
+
+
+class UnitReader:
+    """Reads units with a bounded number of bytes in flight, checks them, and counts the bytes.
+
+    Args:
+      stored: the item.
+      verify: check digests.
+      bytes_in_flight: limit on the bytes requested from storage at once; at least one unit is always allowed.
+      on_bytes: called with the number of bytes of each unit that was read.
+      must_fit: parameter name → integer dtype in which its values must fit.
+    """
+
+    def __init__(
+        self,
+        stored: StoredArrays,
+        *,
+        verify: bool,
+        bytes_in_flight: int | None,
+        on_bytes: Callable[[int], object],
+        must_fit: Mapping[str, DTypeLike] | None = None,
+    ) -> None:
+        self._stored = stored
+        self._verify = verify
+        self._limit = _BYTES_IN_FLIGHT if bytes_in_flight is None else max(1, bytes_in_flight)
+        self._on_bytes = on_bytes
+        self._must_fit = must_fit or {}
+
+    def read(self, leaves: Iterable[tuple[SavedLeaf, Sequence[Target]]]) -> None:
+        """Reads the units of leaves that targets need, each once and in order, and fills the targets."""
+        self._read([unit for leaf, targets in leaves for unit in _units(leaf, targets)])
+
+    def check(self, leaf: SavedLeaf) -> None:
+        """Reads all units of a leaf, and keeps none of the values."""
+        self._read([_unit(leaf, number) for number in range(len(leaf.units))])
+
+    def _read(self, units: Sequence[_Unit]) -> None:
+        self._stored.open_soon(dict.fromkeys(unit.leaf.name for unit in units))
+        pending: collections.deque[_Reading] = collections.deque()
+        in_flight = 0
+        for unit in units:
+            while pending and in_flight + unit.nbytes > self._limit:
+                in_flight -= self._finish(pending.popleft())
+            pending.append(self._start(unit))
+            in_flight += unit.nbytes
+        while pending:
+            self._finish(pending.popleft())
+
+    def _start(self, unit: _Unit) -> _Reading:
+        leaf, box = unit.leaf, unit.box
+        first = unit.targets[0] if len(unit.targets) == 1 else None
+        # Storage may write directly into a sole target that holds all of the unit without a cast.
+        if first and box and first.buffer.dtype == leaf.stored_dtype and intersect(first.box, box) == box:
+            placed = self._stored.start_read_into(leaf, box, first.buffer[slices(box, first.box)])
+            if placed is not None:
+                return _Reading(unit, placed, True)
+        return _Reading(unit, self._stored.start_read(leaf, box), False)
+
+    def _finish(self, reading: _Reading) -> int:
+        unit = reading.unit
+        values = self._stored.finish_read(unit.leaf, unit.box, reading.values, self._verify)
+        if unit.leaf.name in self._must_fit:  # while hosts still agree on errors
+            check_fits(f"leaf {unit.leaf.name!r}", values, self._must_fit[unit.leaf.name])
+        self._on_bytes(unit.nbytes)
+        for target in () if reading.placed else unit.targets:
+            target.fill(unit.box, values)
+        return unit.nbytes

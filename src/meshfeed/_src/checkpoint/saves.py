@@ -1,0 +1,211 @@
+"""A save by a Checkpointer: what is saved, and its parts, which are written on all hosts or fail on all of them."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import math
+import time
+from collections.abc import Mapping, Sequence
+from typing import Protocol
+
+import jax
+import numpy as np
+from etils import epath
+from orbax.checkpoint import future as orbax_future
+
+from meshfeed._src.base.coordination import format_differences, process_count
+from meshfeed._src.base.errors import CheckpointError, MeshfeedError
+from meshfeed._src.base.types import JsonValue, PyTree
+from meshfeed._src.checkpoint.agreement import Agreement
+from meshfeed._src.checkpoint.leaves import EncodedTree, describe_leaves
+from meshfeed._src.checkpoint.stored import digest
+from meshfeed._src.state.state import digest_of
+
+_CREATION_SECONDS, _POLL_SECONDS = 60.0, 0.01  # after that, writing names the folder that is missing
+
+
+@dataclasses.dataclass(eq=False)
+class StepSave:
+    """One save by a ``Checkpointer``, which its items share. Other managers may save on some of the hosts only.
+
+    Attributes:
+      identity: the id of the save, its step, feed_step and position, and its parts; stored with each part.
+      timeout_seconds: how long hosts wait for each other at the end.
+      started: this host's futures.
+      failures: why this host could not capture a part; the futures raise the same.
+    """
+
+    identity: Mapping[str, JsonValue]
+    timeout_seconds: float
+    started: list[orbax_future.Future] = dataclasses.field(default_factory=list)
+    failures: list[BaseException] = dataclasses.field(default_factory=list)
+
+    @property
+    def step(self) -> int:
+        """The caller's step number."""
+        return self.identity["step"]
+
+    def begin(self, item: str, futures: Sequence[orbax_future.Future]) -> list[orbax_future.Future]:
+        """Returns the futures of an item for Orbax, which succeed on all hosts or raise the same error on all."""
+        self.started += futures
+        if process_count() == 1:
+            return list(futures)
+        name = f"save-{self.identity['id']}/{item}"
+        return [_OnAllHosts(futures, f"saving step {self.step}", name, self.timeout_seconds)]
+
+    def failed(self, error: BaseException) -> orbax_future.Future:
+        """Returns the future of a part that could not be captured.
+
+        Raised at once, the error would keep this host from Orbax's barriers, in which the other hosts wait; Orbax would
+        still be making the folder while the next save begins; and nobody could wait for the threads of other leaves.
+        """
+        self.failures.append(error)
+        return _Failed(error)
+
+
+@dataclasses.dataclass
+class _OnAllHosts:
+    """Otherwise, if one host failed, the others would wait for it in Orbax's barriers, and raise the barriers' errors."""
+
+    futures: Sequence[orbax_future.Future]
+    doing: str
+    name: str
+    timeout_seconds: float
+
+    def result(self, timeout: float | None = None) -> None:
+        """Waits for this host's futures, then for the other hosts."""
+        with Agreement(self.doing, min(timeout or math.inf, self.timeout_seconds), self.name) as agreement:
+            agreement.attempt(lambda: [future.result(timeout) for future in self.futures])
+
+    def cancel(self) -> None:
+        """Cancels this host's futures."""
+        for future in self.futures:
+            future.cancel()
+
+
+class _Failed:
+    """Holds the text of an error only, since Orbax keeps what this raises."""
+
+    def __init__(self, error: BaseException) -> None:
+        text = str(error) if isinstance(error, MeshfeedError) else f"{type(error).__name__}: {error}"
+        self._text = text if isinstance(error, Exception) else f"the save was interrupted: {type(error).__name__}"
+
+    def result(self, timeout: float | None = None) -> None:
+        """Raises a CheckpointError; an interrupt too is an Exception on the thread that waits for this."""
+        raise CheckpointError(self._text)
+
+    def cancel(self) -> None:
+        """Does nothing."""
+
+
+async def created(folder: epath.PathLike) -> epath.Path:
+    """Waits until the folder of a save exists: some versions of Orbax pass a handle instead of a path.
+
+    Orbax's primary host makes the folder in the background. Another host that saves before the primary has announced that
+    does not wait for it (``AwaitableSignalsContract``, Orbax 0.12), which happens with the managers that have no barrier at
+    the start of a save. Object stores have no folders to wait for.
+    """
+    wait = getattr(folder, "await_creation", None)
+    path = epath.Path(folder) if wait is None else await wait()
+    deadline = time.monotonic() + _CREATION_SECONDS
+    while "://" not in str(path) and not path.exists() and time.monotonic() < deadline:
+        await asyncio.sleep(_POLL_SECONDS)
+    return path
+
+
+_DESCRIBED_LEAVES = 10_000
+
+
+def check_same(agreement: Agreement, step: int, encoded: EncodedTree) -> None:
+    """Raises on every host if hosts save different steps or trees."""
+    own = describe_leaves(encoded.tree)
+    found = agreement.collect([step, len(own), digest_of(own)])
+    steps = {host: str(number) for host, (number, _, _) in found.items()}
+    if (differing := format_differences(steps)) is not None:
+        raise CheckpointError(f"hosts save different steps at the same time: {differing}. Call save in the same order.")
+    if len({digest for _, _, digest in found.values()}) == 1:
+        return
+    # Only now and only so many, because the description of a large tree is long.
+    first = agreement.publish(lambda: own[:_DESCRIBED_LEAVES])
+    differences = sorted({*map(tuple, first)} ^ {*map(tuple, own[:_DESCRIBED_LEAVES])})
+    reports = agreement.collect(": ".join(differences[0]) if differences else None)
+    different = [(host, leaf) for host, leaf in sorted(reports.items()) if leaf is not None]
+    host, leaf = different[0] if different else ("?", f"after the first {_DESCRIBED_LEAVES:,}")
+    raise CheckpointError(
+        f"step {step}: host {host} saves a different tree from host 0; the first difference is leaf {leaf}. Pass the "
+        "same train_state on every host.",
+        step=step,
+    )
+
+
+class HasState(Protocol):
+    """The part of a feed that saving needs."""
+
+    def get_state(self) -> dict[str, JsonValue]:
+        """Returns the state after the last delivered batch, as JSON."""
+        ...
+
+
+def number_of(feed: HasState | None, name: str) -> int | None:
+    """Returns an attribute of a feed as an int, or None if the feed is None or has no such number."""
+    value = getattr(feed, name, None)
+    return None if value is None else int(value)
+
+
+def _feed_marker(feed: HasState | None) -> JsonValue:
+    """Returns a value that changes when a feed delivers a batch: its counters, which are cheap, or else its state."""
+    if feed is None:
+        return None
+    numbers = (number_of(feed, "step"), number_of(feed, "position"))
+    return feed.get_state() if numbers == (None, None) else numbers
+
+
+class SkippedStep:
+    """A training state and a feed at one step.
+
+    Nothing is copied, because a copy at every step would need memory for a second train state. So :meth:`problem` checks
+    for later changes.
+    """
+
+    def __init__(self, step: int, train_state: PyTree, feed: HasState | None) -> None:
+        self.step = step
+        self.feed = feed
+        self._leaves, self._structure = jax.tree_util.tree_flatten(train_state)
+        self._host_digests = self._digests()
+        self._feed_marker = _feed_marker(feed)
+
+    @property
+    def train_state(self) -> PyTree:
+        """The tree as it was passed."""
+        return jax.tree_util.tree_unflatten(self._structure, self._leaves)
+
+    def _digests(self) -> list[str]:
+        # Numpy arrays are often written in place; a digest costs less than a copy.
+        return [digest(x) for x in self._leaves if isinstance(x, np.ndarray) and not x.dtype.hasobject]
+
+    def problem(self) -> str | None:
+        """Returns why the step can no longer be saved, or None if it can."""
+        for path, leaf in jax.tree_util.tree_leaves_with_path(self.train_state):
+            if isinstance(leaf, jax.Array) and leaf.is_deleted():
+                return f"leaf {jax.tree_util.keystr(path)} was donated or deleted since"
+        if self._digests() != self._host_digests:
+            return "a numpy leaf was changed since"
+        if _feed_marker(self.feed) != self._feed_marker:
+            return "the feed has moved on since"
+        return None
+
+
+class CapturedState:
+    """The state of a feed at the time of a save.
+
+    Args:
+      state: the result of the feed's ``get_state``.
+    """
+
+    def __init__(self, state: dict[str, JsonValue]) -> None:
+        self._state = state
+
+    def get_state(self) -> dict[str, JsonValue]:
+        """Returns the state."""
+        return self._state
