@@ -38,9 +38,7 @@ from meshfeed._src.base.settings import (
     Retry,
     ShardShuffle,
     SkipBad,
-    check_settings,
     local_path,
-    settings_json,
 )
 from meshfeed._src.base.stats import CACHES, PROGRESS, FeedStats, Sample, StatsRecorder, stats_since
 from meshfeed._src.base.threads import SingleCall
@@ -140,27 +138,26 @@ class Feed(Checkpointable):
       sharding: the sharding of the batches: a NamedSharding, a Mesh (rows over all its axes), or a pytree prefix of
         NamedShardings. A single NamedSharding applies to all leaves, with its spec truncated to each leaf's rank.
       global_batch_size: rows per step over all hosts, or a :class:`BatchSchedule`. Optional for HostBatches.
-      shuffle: False; True (uniform over the epoch); an int, the records per block of a two-level shuffle of blocks and
-        of the records in each block; or ``"shards"``, for sources over files, and ``Map``, ``Padded``, ``Packed``,
-        ``Buckets``, views and mixtures over them: shards in random order, divided into ``num_lanes`` lanes, each
-        shuffled in windows of two shards, so about one host needs each shard in an epoch. :class:`ShardShuffle` is the
-        same with settings.
+      shuffle: False; True (uniform over the epoch); an int, the records per block of a two-level shuffle of blocks and of
+        the records in each block; or ``"shards"``, for sources over files, and ``Map``, ``Padded``, ``Packed``, ``Buckets``,
+        views and mixtures over them: shards in random order, divided into ``num_lanes`` lanes, each shuffled in windows of
+        two shards, so about one host needs each shard in an epoch. :class:`ShardShuffle` is the same with settings.
       seed: 0 to 2**64 - 1.
       num_epochs: passes over the source, with no gap between them; None to repeat forever.
       end: ``"drop"`` the last partial batch or ``"pad"`` it with zeros. All hosts stop at the same step. With ``"drop"`` a
         stream ends before the first step that some lane cannot fill, and what longer lanes still hold is not delivered;
         ``"pad"`` delivers every record. A warning names the shortest lane where the lengths are known.
       mask_key: with ``end="pad"``, the key of an added bool ``[global_batch_size]`` leaf, False on padded rows.
-      balance: orders the rows of each global batch so that the shards of the batch cost about the same. The cost of a row
-        is ``"attention"``, the sum of the squares of its segment lengths; ``"tokens"``, their sum; or a function of its
-        segment lengths, int64[segments]. The set of rows of a step and the state stay the same. Requires ``Packed`` or a
-        source with ``lengths()``.
-      num_lanes: for streams and ``shuffle="shards"``: number of sequential parts that the rows are divided into.
-        Default: the largest common divisor of the batch sizes that is at most 64, and for ``shuffle="shards"`` at most
-        an eighth of the number of shards.
-      load: ``"sharded"``: each host reads the rows that its devices hold. ``"once"``: each row is read by one host, and
-        rows are resharded on device. A list of process indices: like ``"once"``, but only these hosts read. A lane with
-        rows on several hosts is read by each of them.
+      balance: orders the rows of each global batch so that the shards of the batch cost about the same. The cost of a row is
+        ``"attention"``, the sum of the squares of its segment lengths; ``"tokens"``, their sum; or a function of its segment
+        lengths, int64[segments]. The set of rows of a step and the state stay the same. Requires ``Packed`` or a source with
+        ``lengths()``.
+      num_lanes: for streams and ``shuffle="shards"``: number of sequential parts that the rows are divided into. Default:
+        the largest common divisor of the batch sizes that is at most 64, and for ``shuffle="shards"`` at most an eighth of
+        the number of shards.
+      load: ``"sharded"``: each host reads the rows that its devices hold. ``"once"``: each row is read by one host, and rows
+        are resharded on device. A list of process indices: like ``"once"``, but only these hosts read. A lane with rows on
+        several hosts is read by each of them.
       prefetch: global batches kept ready on device; 0 disables prefetching.
       num_workers: processes that read and decode, or a :class:`Workers`. Does not change the stream.
       num_threads: threads that read and decode; None for one, or 4 for remote files that are read without a cache.
@@ -197,12 +194,13 @@ class Feed(Checkpointable):
         prefetch: int = 2,
         num_workers: int = 0,
         num_threads: int | None = None,
-        retry: Retry = Retry(),  # noqa: B008 (a frozen value)
+        retry: Retry = Retry(),
         bad_records: SkipBad | None = None,
         check_replicas: bool = False,
         timeout_seconds: float = 300,
         name: str | None = None,
     ) -> None:
+        arguments = locals()  # must be first: only the arguments are defined
         self._opening: SingleCall[AnyReader] | None = None  # opens the data at the cursor
         self._last_opening: SingleCall[AnyReader] | None = None
         self._pipeline: Pipeline | None = None
@@ -217,7 +215,7 @@ class Feed(Checkpointable):
         self._host = coordination.process_index()
         self._owner = Owner()
         self._participants = _participants(sharding)
-        # check_settings rejects other types below, once the handshake exists and can report the error to other hosts.
+        # FeedSettings rejects other types below, once the handshake exists and can report the error to other hosts.
         self.name = name if isinstance(name, str) else coordination.next_name("feed", self._participants)
         self._stats = StatsRecorder(self.name)
         self._second_pass = SecondPass(self.name)
@@ -229,29 +227,7 @@ class Feed(Checkpointable):
             if self._hosts_agree:
                 coordination.require_store()
             warn_if_forgotten()
-            self._make(
-                source,
-                sharding,
-                check_settings(
-                    global_batch_size=global_batch_size,
-                    shuffle=shuffle,
-                    seed=seed,
-                    num_epochs=num_epochs,
-                    end=end,
-                    mask_key=mask_key,
-                    balance=balance,
-                    num_lanes=num_lanes,
-                    load=load,
-                    prefetch=prefetch,
-                    num_workers=num_workers,
-                    num_threads=num_threads,
-                    retry=retry,
-                    bad_records=bad_records,
-                    check_replicas=check_replicas,
-                    timeout_seconds=timeout_seconds,
-                    name=name,
-                ),
-            )
+            self._make(source, sharding, FeedSettings.of(arguments))
         except BaseException as error:
             self._handshake.fail(error)  # other hosts wait for this one in the handshake
             self._handshake.leave()
@@ -620,7 +596,7 @@ class Feed(Checkpointable):
     def config(self) -> dict[str, JsonValue]:
         """Returns all settings and the fingerprint, as JSON."""
         return {
-            **settings_json(self._settings),
+            **self._settings.to_json(),
             "name": self.name,
             "kind": self._stream.kind,
             "num_lanes": self._cursor.num_lanes or None,
