@@ -21,7 +21,7 @@ from meshfeed._src.agreement.windows import WindowAgreement
 from meshfeed._src.base.settings import FeedSettings
 from meshfeed._src.base.stats import StatsRecorder
 from meshfeed._src.feed.parts import make_stream
-from meshfeed._src.feed.pipeline import Pipeline
+from meshfeed._src.feed.pipeline import Pipeline, PrefetchDepth
 from meshfeed._src.plan.plan import HostRows
 from meshfeed._src.state.state import merge_states, parse_state
 
@@ -95,7 +95,7 @@ class Host:
         pipeline = Pipeline(
             reader,
             lambda tree, size: tree,
-            prefetch=scenario.prefetch,
+            prefetch=PrefetchDepth(scenario.prefetch, "simulated"),
             agreement=agreement,
             window_reports=window_reports,
             cursor=cursor,

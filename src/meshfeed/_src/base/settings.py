@@ -417,7 +417,8 @@ class FeedSettings:
     hosts is read by each of them."""
 
     prefetch: int = setting(2, integer(0), "a number of global batches of at least 0")
-    """global batches kept ready on device; 0 disables prefetching."""
+    """global batches kept ready on device; 0 disables prefetching. Batches whose parts on this host would take more than a
+    quarter of its memory (or of its container's limit) are not kept ready, except for two; a warning gives the number."""
 
     num_workers: int = setting(0, _workers, "a number of processes of at least 0")
     """processes that read and decode, or a :class:`Workers`. Does not change the stream."""

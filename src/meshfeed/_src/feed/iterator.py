@@ -46,7 +46,7 @@ from meshfeed._src.base.turn import TURN, in_turn, in_use
 from meshfeed._src.base.types import JsonValue, PyTree, RecordIds, public
 from meshfeed._src.feed.local_iterator import LocalIterator
 from meshfeed._src.feed.parts import check_can_follow, make_pipeline, make_stream, replay_step
-from meshfeed._src.feed.pipeline import Pipeline, Ready
+from meshfeed._src.feed.pipeline import Pipeline, PrefetchDepth, Ready
 from meshfeed._src.pictures.plan import MeshPlan, plan_of_batch
 from meshfeed._src.pictures.report import HostLog, report_figures, report_page
 from meshfeed._src.plan.plan import normalize_sharding, participants
@@ -158,7 +158,9 @@ class Feed(Checkpointable):
       load: ``"sharded"``: each host reads the rows that its devices hold. ``"once"``: each row is read by one host, and rows
         are resharded on device. A list of process indices: like ``"once"``, but only these hosts read. A lane with rows on
         several hosts is read by each of them.
-      prefetch: global batches kept ready on device; 0 disables prefetching.
+      prefetch: global batches kept ready on device; 0 disables prefetching. Batches whose parts on this host would take more
+        than a quarter of its memory (or of its container's limit) are not kept ready, except for two; a warning gives the
+        number.
       num_workers: processes that read and decode, or a :class:`Workers`. Does not change the stream.
       num_threads: threads that read and decode; None for one, or 4 for remote files that are read without a cache.
       retry: how to retry failed reads.
@@ -238,6 +240,7 @@ class Feed(Checkpointable):
 
     def _make(self, source: object, sharding: PyTree, settings: FeedSettings) -> None:
         self._settings = settings
+        self._prefetch = PrefetchDepth(settings.prefetch, self.name)
         self._placer = make_placer(sharding, settings)
         self._stream = make_stream(source, settings, self._placer)
         if not self._stream.length_is_known and self._host not in self._participants:
@@ -402,6 +405,7 @@ class Feed(Checkpointable):
             cursor=cursor,
             host_rows=self._host_rows,
             settings=settings,
+            prefetch=self._prefetch,
             stats=self._stats,
             name=self.name,
             scope=self._scope,
