@@ -30,6 +30,7 @@ from meshfeed._src.base.errors import (
     suggests_keywords,
 )
 from meshfeed._src.base.fork import Finalizer, Owner, finalize
+from meshfeed._src.base.progress import PROGRESS
 from meshfeed._src.base.reduction import ProgressReport
 from meshfeed._src.base.settings import (
     Balance,
@@ -40,7 +41,7 @@ from meshfeed._src.base.settings import (
     SkipBad,
     local_path,
 )
-from meshfeed._src.base.stats import CACHES, PROGRESS, FeedStats, Sample, StatsRecorder, stats_since
+from meshfeed._src.base.stats import CACHES, FeedStats, Sample, StatsRecorder, stats_since
 from meshfeed._src.base.threads import SingleCall
 from meshfeed._src.base.turn import TURN, in_turn, in_use
 from meshfeed._src.base.types import JsonValue, PyTree, RecordIds, public

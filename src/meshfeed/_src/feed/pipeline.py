@@ -25,8 +25,9 @@ from meshfeed._src.agreement.windows import WindowAgreement, leave_notice
 from meshfeed._src.base.errors import Failure, StalledError
 from meshfeed._src.base.fork import Owner
 from meshfeed._src.base.host_memory import host_memory_bytes
+from meshfeed._src.base.progress import PROGRESS
 from meshfeed._src.base.read_ahead import ReadAhead
-from meshfeed._src.base.stats import PROGRESS, StatsRecorder
+from meshfeed._src.base.stats import StatsRecorder
 from meshfeed._src.base.types import PyTree
 from meshfeed._src.streams.protocol import AnyReader, Cursor, HostBatch
 

@@ -36,10 +36,11 @@ from meshfeed._src.base.errors import (
 from meshfeed._src.base.fork import Owner
 from meshfeed._src.base.hooks import Resumable, find
 from meshfeed._src.base.ownership import own, seal
+from meshfeed._src.base.progress import Dropping
 from meshfeed._src.base.reduction import Rounds
 from meshfeed._src.base.retry import call_with_retry
 from meshfeed._src.base.settings import Retry
-from meshfeed._src.base.stats import Dropping, FeedStats
+from meshfeed._src.base.stats import FeedStats
 from meshfeed._src.base.threads import close_within
 from meshfeed._src.base.trees import decode_value, encode_value, tree_from_json, tree_to_json
 from meshfeed._src.base.turn import TURN, in_turn, in_use

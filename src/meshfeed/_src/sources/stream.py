@@ -11,7 +11,7 @@ from typing import Any
 from meshfeed._src.base import hooks
 from meshfeed._src.base.errors import SettingsError, SourceError, hides_own_frames
 from meshfeed._src.base.hooks import find
-from meshfeed._src.base.stats import Dropping
+from meshfeed._src.base.progress import Dropping
 from meshfeed._src.base.types import JsonValue, LaneIterator, Record, public
 from meshfeed._src.sources.files.formats import reader_hint
 
