@@ -6,7 +6,6 @@ compares settings with the other hosts and builds the pipeline; each later ``nex
 
 from __future__ import annotations
 
-import json
 import logging
 import os
 import time
@@ -48,6 +47,7 @@ from meshfeed._src.base.types import JsonValue, PyTree, RecordIds, public
 from meshfeed._src.feed.local_iterator import LocalIterator
 from meshfeed._src.feed.parts import check_can_follow, make_pipeline, make_stream, replay_step
 from meshfeed._src.feed.pipeline import Pipeline, PrefetchDepth, Ready
+from meshfeed._src.feed.step_log import STEP_LOG, log_step
 from meshfeed._src.pictures.plan import MeshPlan, plan_of_batch
 from meshfeed._src.pictures.report import HostLog, report_figures, report_page
 from meshfeed._src.plan.plan import normalize_sharding, participants
@@ -90,40 +90,6 @@ class _Generation(NamedTuple):
     finalizer: Finalizer | None
     doing: str
     because: BaseException | None
-
-
-_step_log = logging.getLogger("meshfeed.steps")
-
-
-def _log_step(
-    name: str, host: int, ready: Ready, position: int, wait_seconds: float, contents: Mapping[str, JsonValue]
-) -> None:
-    """Logs one line for a delivered batch: ids and files of this host's rows, and times in seconds.
-
-    Args:
-      name: name of the feed.
-      host: process index.
-      ready: the batch; its index, counted from 0, is logged as ``step``.
-      position: records delivered before it, over all hosts.
-      wait_seconds: time that the caller waited for it.
-      contents: the stream's description of the batch, such as record ids and files.
-    """
-    batch = ready.batch
-    line: dict[str, JsonValue] = {
-        "time": round(time.time(), 3),
-        "feed": name,
-        "host": host,
-        "step": batch.step,
-        "position": position,
-        "global_batch_size": batch.global_batch_size,
-        "wait_seconds": round(wait_seconds, 6),
-        "transfer_seconds": round(ready.seconds, 6),
-        **{key: round(value, 6) for key, value in batch.times.items()},
-        **contents,
-    }
-    if batch.bad:
-        line["bad_records"] = [list(entry) for entry in batch.bad]
-    _step_log.debug("%s", json.dumps(line))
 
 
 @public("meshfeed")
@@ -365,9 +331,9 @@ class Feed(Checkpointable):
         self._stats.counts, ready.counted = counts, True  # without a call, so an interrupt cannot split it
         if self._stats.due:
             self._stats.publish(ready.cursor.step, ready.cursor.position)
-        if _step_log.isEnabledFor(logging.DEBUG):
+        if STEP_LOG.isEnabledFor(logging.DEBUG):
             contents = self._stream.describe_batch(batch)
-            _log_step(self.name, self._host, ready, position, time.perf_counter() - start, contents)
+            log_step(self.name, self._host, ready, position, time.perf_counter() - start, contents)
 
     def _running_pipeline(self) -> Pipeline:
         """Returns the pipeline of this generation. Each object is stored before it starts threads, for ``close``."""
