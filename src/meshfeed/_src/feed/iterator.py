@@ -99,6 +99,9 @@ class Feed(Checkpointable):
     The global batch of step k depends only on the source, the settings and k, not on the number of hosts, devices,
     workers or threads, or on the read-ahead. ``iter(feed)`` returns the feed itself and does not reset it.
 
+    ``meshfeed.MultiHostDataLoadIterator`` is this class under a second name, which users of MaxText look for.
+    :class:`meshfeed.maxtext.MultiHostDataLoadIterator` is a different class, with MaxText's signature, for host batches.
+
     Args:
       source: a source of :mod:`meshfeed.sources`; a Grain, Hugging Face, TFDS or tf.data object; a sequence, a pytree
         of numpy arrays of equal length, or an iterable of host-local batches.
