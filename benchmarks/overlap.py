@@ -103,7 +103,7 @@ def bookkeeping(options: argparse.Namespace) -> Table:
     import jax
     from jax.sharding import NamedSharding, PartitionSpec
 
-    from meshfeed._src.arrays.sharded import ShardedPlacer
+    from meshfeed._src.arrays.placer import ShardedPlacer
 
     source = Slow(0.0)
     sharding = NamedSharding(make_mesh(), PartitionSpec("data"))

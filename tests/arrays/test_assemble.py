@@ -15,7 +15,7 @@ from jax.sharding import PartitionSpec as P
 
 from meshfeed._src.arrays.device_put import DevicePut
 from meshfeed._src.arrays.dtypes import batch_spec, narrow
-from meshfeed._src.arrays.sharded import ShardedPlacer, columns_of
+from meshfeed._src.arrays.placer import ShardedPlacer, columns_of
 from meshfeed._src.base import memory
 from meshfeed._src.base.errors import PlanError, SourceError
 from meshfeed._src.base.jax_internals import probe_fast_call
@@ -299,7 +299,7 @@ def test_leaves_that_do_not_fit_the_plan_are_refused() -> None:
         assemble({"x": np.zeros((7, 2), np.int32)}, size)
     with pytest.raises(PlanError, match=r"dimension 1 of leaf \['x'\] of size 3 .*'model' of size 2"):
         assemble({"x": np.zeros((8, 3), np.int32)}, size)
-    placer.record_shapes = {"['x']": (4,)}
+    placer.put.record_shapes = {"['x']": (4,)}
     with pytest.raises(SourceError, match=r"expected rows of shape \(4,\)"):
         assemble({"x": np.zeros((8, 3), np.int32)}, size)
     with pytest.raises(

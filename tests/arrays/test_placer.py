@@ -11,7 +11,7 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import meshfeed
-from meshfeed._src.arrays.sharded import ShardedPlacer
+from meshfeed._src.arrays.placer import ShardedPlacer
 from meshfeed._src.reading.host_batch import spec_of_batch
 from meshfeed.testing import fake_mesh
 

@@ -15,7 +15,7 @@ from meshfeed import testing
 from meshfeed._src.arrays import load_once
 from meshfeed._src.arrays.device_put import DevicePut
 from meshfeed._src.arrays.load_once import RowAssignment
-from meshfeed._src.arrays.sharded import ShardedPlacer, columns_of
+from meshfeed._src.arrays.placer import ShardedPlacer, columns_of
 from meshfeed._src.base.jax_internals import probe_fast_call
 
 pytestmark = pytest.mark.multihost
@@ -78,7 +78,7 @@ def _sharded(fast: bool) -> int:
             sharding = NamedSharding(mesh, spec)
             how = DevicePut(probe_fast_call() if fast else None, False)
             placer = ShardedPlacer(sharding, here, device_put=how)
-            placer.record_shapes = {f"['{key}']": leaf.shape[1:] for key, leaf in whole.items()}
+            placer.put.record_shapes = {f"['{key}']": leaf.shape[1:] for key, leaf in whole.items()}
             plan = placer.plan(ROWS)
             records = {key: jax.ShapeDtypeStruct(leaf.shape[1:], leaf.dtype) for key, leaf in whole.items()}
             boxes = columns_of(sharding, records, plan)

@@ -1,4 +1,4 @@
-"""Puts blocks on this host's devices, as parts of global ``jax.Array``.
+"""Puts the rows that this host's devices hold on them: host batch → global ``jax.Array``, following the host's plan.
 
 The fast path is ``batched_device_put``, the function underneath JAX's own transfers. It is 1.5 to 5 times as fast as the
 public API because nothing is recomputed per batch. It is private, so it is probed before use (``base/jax_internals.py``)
@@ -11,26 +11,187 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Self
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import NamedTuple, Self
 
 import jax
 import numpy as np
 import numpy.typing as npt
 from jax.sharding import NamedSharding
 
-from meshfeed._src.arrays.dtypes import narrow, x64_types
+from meshfeed._src.arrays.dtypes import narrow, narrowed_dtype, x64_types
 from meshfeed._src.base import memory
 from meshfeed._src.base.errors import SourceError
 from meshfeed._src.base.jax_internals import FastCall, probe_fast_call
-from meshfeed._src.base.types import MeshDevice
-from meshfeed._src.plan.plan import HostPlan
+from meshfeed._src.base.trees import TreeDef
+from meshfeed._src.base.types import MeshDevice, PyTree
+from meshfeed._src.plan.plan import HostPlan, LeafPlan, leaves_with_shardings
 
 _log = logging.getLogger("meshfeed.put")
 # Without the *_explicit levels: they also cover explicit transfers, so a user who sets them means these transfers too.
 _GUARDS_OF_IMPLICIT_TRANSFERS = ("log", "disallow")
 BlockOf = Callable[[tuple[slice, ...] | None], np.ndarray]
 """Index of a block in the global array → the block."""
+
+
+_MAX_KINDS = 64  # batch schedules and ragged widths need several
+
+
+class _BatchKind(NamedTuple):
+    """What determines how a batch is put; equal for most batches."""
+
+    global_batch_size: int
+    treedef: TreeDef
+    leaves: list[tuple[tuple[int, ...], np.dtype]]
+
+
+class _Leaf(NamedTuple):
+    """How one leaf of the batches of one kind is put.
+
+    Attributes:
+      path: for messages.
+      dtype: dtype of the global array; host arrays of other dtypes are narrowed to it.
+      put: puts the blocks.
+      rows: the rows of each block, if blocks are whole rows of the host array; else None.
+      parts: the distinct blocks; replicas on this host share one: a view, or a single copy if its columns are sliced.
+      part_of_block: for each block, its index in ``parts``.
+      align: whether an unaligned host array is copied first.
+    """
+
+    path: str
+    dtype: np.dtype
+    put: BlockDevicePut
+    rows: list[slice] | None
+    parts: list[tuple[slice, ...]]
+    part_of_block: list[int]
+    align: bool
+
+
+class Assembler:
+    """Assembles this host's batches into global arrays; plans each kind of batch once.
+
+    A host with no device in a leaf's sharding gets a ``jax.Array`` of the same global shape, dtype and sharding but no
+    addressable shards. It can be passed to a jitted step and holds no values.
+
+    Args:
+      prefix: normalized shardings, a pytree prefix of the batch.
+      plan: global batch size → the rows that this host holds.
+      device_put: how arrays are put on devices and whether 64-bit dtypes are kept; see :meth:`DevicePut.default`.
+
+    Attributes:
+      x64: whether 64-bit dtypes are kept.
+      record_shapes: leaf path → shape of a record's leaf; set if hosts read only some of the columns.
+    """
+
+    def __init__(self, prefix: PyTree, plan: Callable[[int], HostPlan], *, device_put: DevicePut | None = None) -> None:
+        self._prefix = prefix
+        self._plan = plan
+        self._how = device_put or DevicePut.default()
+        self.x64 = self._how.x64
+        self.record_shapes: Mapping[str, tuple[int, ...]] | None = None
+        self._kinds: list[tuple[_BatchKind, list[_Leaf]]] = []  # the last used first
+
+    def __call__(self, tree: PyTree, global_batch_size: int) -> PyTree:
+        """Starts the transfer of a host batch and returns a global array for each leaf. Any thread.
+
+        Args:
+          tree: arrays ``[host rows, ...]``, rows in the order of the plan. The remaining dimensions are those of a record
+            or, with ``record_shapes``, only the plan's columns of it. On CPU the result shares memory with arrays whose
+            address is a multiple of 64 bytes: do not write to them afterwards.
+          global_batch_size: rows of the global batch.
+
+        Returns:
+          The same pytree with global arrays ``[global_batch_size, ...]``.
+
+        Raises:
+          SourceError: a leaf has no rows, a different number of rows or columns than planned, or a dtype that JAX does
+            not support. The message names the leaf's path.
+          PlanError: a leaf's columns are not divisible by the mesh axes of its sharding.
+        """
+        arrays, treedef = jax.tree.flatten(tree)
+        hosts = [array if isinstance(array, np.ndarray) else np.asarray(array) for array in arrays]
+        kind = _BatchKind(global_batch_size, treedef, [(host.shape, host.dtype) for host in hosts])
+        known, leaves = self._kinds[0] if self._kinds else (None, [])
+        if known != kind:  # comparing with the last is cheaper than hashing
+            leaves = self._leaves_of(kind, tree, hosts)
+        with self._how.transfer():
+            x64 = self._how.x64
+            return treedef.unflatten([_put_leaf(leaf, host, x64) for leaf, host in zip(leaves, hosts, strict=True)])
+
+    def _leaves_of(self, kind: _BatchKind, tree: PyTree, hosts: list[np.ndarray]) -> list[_Leaf]:
+        number = next((number for number, (known, _) in enumerate(self._kinds) if known == kind), None)
+        found = (kind, self._plan_leaves(tree, hosts, kind)) if number is None else self._kinds.pop(number)
+        self._kinds.insert(0, found)
+        del self._kinds[_MAX_KINDS:]
+        return found[1]
+
+    def _plan_leaves(self, tree: PyTree, hosts: list[np.ndarray], kind: _BatchKind) -> list[_Leaf]:
+        plan = self._plan(kind.global_batch_size)
+        places = leaves_with_shardings(self._prefix, tree)
+        shapes = self.record_shapes or {}
+        if missing := shapes.keys() - {path for path, _, _ in places}:
+            raise SourceError(
+                f"the batch has the leaves {[path for path, _, _ in places]}, but a record has {sorted(missing)} too"
+            )
+        leaves: list[_Leaf] = []
+        for (path, _, sharding), host in zip(places, hosts, strict=True):
+            check_leaf(host, plan, path, self._how.x64)
+            width = shapes.get(path, host.shape[1:])  # the mask is no leaf of a record
+            leaf_plan = plan.leaf(sharding, (plan.global_batch_size, *width), path)
+            leaves.append(_plan_leaf(self._how, leaf_plan, host, path))
+        return leaves
+
+
+def _put_leaf(leaf: _Leaf, host: np.ndarray, x64: bool) -> jax.Array:
+    """Returns the global array of a leaf, from this host's rows and columns of it."""
+    if host.dtype != leaf.dtype:
+        host = narrow(host, leaf.path, x64)
+    if leaf.rows is not None and host.flags.c_contiguous:
+        if leaf.align and not memory.is_aligned(host):
+            # JAX would copy each unaligned block, which is up to twice as slow as one aligned copy that it can alias.
+            host = memory.copy(host)
+        return leaf.put([host[rows] for rows in leaf.rows])
+    parts = [contiguous(host[index]) for index in leaf.parts]
+    return leaf.put([parts[number] for number in leaf.part_of_block])
+
+
+def _plan_leaf(how: DevicePut, plan: LeafPlan, host: np.ndarray, path: str) -> _Leaf:
+    """Returns how host arrays like ``host`` are put on the devices of their plan."""
+    dtype = narrowed_dtype(host.dtype, how.x64)
+    local = local_indices(host, plan, path)
+    devices = [block.device for block in plan.blocks]
+    parts = {_key(index): index for index in local}
+    columns = tuple((0, size) for size in host.shape[1:])
+    whole = all(key[1:] == columns for key in parts)  # the usual case, without column indices
+    row_bytes = math.prod(host.shape[1:]) * dtype.itemsize
+    # On CPU, JAX shares aligned host memory instead of copying it. Aligning the host array is only useful if every block's
+    # byte offset keeps the alignment.
+    align = all(device.platform == "cpu" for device in devices) and all(
+        index[0].start * row_bytes % memory.ALIGNMENT == 0 for index in local
+    )
+    return _Leaf(
+        path,
+        dtype,
+        BlockDevicePut(how, plan.global_shape, plan.sharding, dtype, devices, [block.index for block in plan.blocks]),
+        [index[0] for index in local] if whole else None,
+        list(parts.values()),
+        [list(parts).index(_key(index)) for index in local],
+        align,
+    )
+
+
+def local_indices(leaf: np.ndarray, plan: LeafPlan, path: str) -> list[tuple[slice, ...]]:
+    """For each block of the plan, its index in the host array, which has all columns of a record or only the plan's."""
+    if leaf.shape[1:] == plan.global_shape[1:]:
+        return [(block.local[0], *block.index[1:]) for block in plan.blocks]
+    if leaf.shape[1:] == plan.column_shape:
+        return [block.local for block in plan.blocks]
+    raise SourceError(
+        f"leaf {path or '(the only one)'} has shape {leaf.shape} and dtype {leaf.dtype}; expected rows of shape "
+        f"{plan.global_shape[1:]}, as in the first record, or {plan.column_shape}, this host's columns. All records "
+        f"must have the same shape: pad or cut them in `decode`."
+    )
 
 
 class BlockDevicePut:
@@ -59,7 +220,7 @@ class BlockDevicePut:
         self._sharding = sharding
         self._dtype = np.dtype(dtype)
         self._devices = list(devices)
-        self._number_of_index = {index_key(index): number for number, index in enumerate(indices)}
+        self._number_of_index = {_key(index): number for number, index in enumerate(indices)}
         self._aval: object = None
 
     def __call__(self, blocks: list[np.ndarray]) -> jax.Array:
@@ -88,7 +249,7 @@ class BlockDevicePut:
     def _number(self, index: tuple[slice, ...] | None) -> int:
         assert index is not None  # None is for dtypes without an index, such as PRNG keys
         whole = (slice(*part.indices(size)[:2]) for part, size in zip(index, self._shape, strict=True))
-        return self._number_of_index[index_key(whole)]
+        return self._number_of_index[_key(whole)]
 
 
 class DevicePut:
@@ -159,8 +320,7 @@ def _both(
         yield
 
 
-def index_key(index: Iterable[slice]) -> tuple[tuple[int, int], ...]:
-    """Returns slices in a form that can be hashed."""
+def _key(index: Iterable[slice]) -> tuple[tuple[int, int], ...]:
     return tuple((part.start, part.stop) for part in index)
 
 

@@ -1,22 +1,38 @@
-"""Places host batches on the mesh as global ``jax.Array``: what a feed needs from the two ways to do it.
+"""Places host batches on the mesh as global ``jax.Array``, following the host's plan.
 
-With ``load="sharded"`` each host reads the rows that its devices hold (``sharded.py``), which needs no device computation and
-no cross-host communication. With ``load="once"`` (``load_once.py``), one host reads each row.
+With ``load="sharded"`` each host reads the rows that its devices hold (:class:`ShardedPlacer`), which needs no device
+computation and no cross-host communication. With ``load="once"`` (``load_once.py``), one host reads each row.
 """
 
 from __future__ import annotations
 
+import functools
+import math
 from collections.abc import Callable, Mapping
 from typing import Protocol
 
 import numpy as np
+from jax.sharding import NamedSharding
 
+from meshfeed._src.arrays.device_put import Assembler, DevicePut, local_indices
+from meshfeed._src.arrays.dtypes import batch_spec
 from meshfeed._src.arrays.load_once import LoadOncePlacer
-from meshfeed._src.arrays.sharded import ShardedPlacer
 from meshfeed._src.base import coordination
+from meshfeed._src.base.errors import PlanError
 from meshfeed._src.base.settings import FeedSettings
-from meshfeed._src.base.types import PyTree
-from meshfeed._src.plan.plan import HostRows, cut_spec, normalize_sharding, sharding_leaves
+from meshfeed._src.base.trees import flatten_with_paths
+from meshfeed._src.base.types import ColumnSlices, PyTree, RecordIds
+from meshfeed._src.plan.plan import (
+    HostPlan,
+    HostRows,
+    axes_of,
+    cut_spec,
+    leaves_with_shardings,
+    normalize_sharding,
+    participants,
+    plan_host,
+    sharding_leaves,
+)
 from meshfeed._src.reading.stacking import RecordSpec
 
 
@@ -55,6 +71,116 @@ class Placer(Protocol):
     def blocks(self, tree: PyTree, global_batch_size: int) -> dict[str, np.ndarray]:
         """Returns the blocks of a host batch that replicas on other hosts also hold, by leaf and global index."""
         ...
+
+
+class ShardedPlacer:
+    """Each host reads the rows that its devices hold.
+
+    Args:
+      prefix: normalized shardings, a pytree prefix of the batch.
+      process_index: this host.
+      mask_key: key of the mask, a leaf of ``prefix`` that records do not have.
+      device_put: how arrays are put on devices and whether 64-bit dtypes are kept; see :meth:`DevicePut.default`.
+
+    Attributes:
+      plan: global batch size → this host's plan; cached.
+      put: host batch, global batch size → global arrays.
+    """
+
+    finish_computes = False
+
+    def __init__(
+        self,
+        prefix: PyTree,
+        process_index: int,
+        mask_key: str | None = None,
+        *,
+        device_put: DevicePut | None = None,
+    ) -> None:
+        self.participants = participants(prefix)
+        self.plan: Callable[[int], HostPlan] = functools.cache(lambda size: plan_host(prefix, size, process_index))
+        self.put = Assembler(prefix, self.plan, device_put=device_put)
+        self._prefix = prefix
+        self._mask_key = mask_key
+
+    def host_rows(self, spec_of: Callable[[], RecordSpec] | None) -> HostRows:
+        """See :class:`Placer`."""
+
+        @functools.cache
+        def columns(size: int) -> ColumnSlices | None:
+            if spec_of is None:
+                return None
+            shapes = spec_of().shapes()
+            self.put.record_shapes = {path: spec.shape for path, spec in flatten_with_paths(shapes)[0]}
+            return columns_of(_without_mask(self._prefix, self._mask_key), shapes, self.plan(size))
+
+        def rows(size: int) -> RecordIds:
+            return self.plan(size).rows
+
+        return HostRows(rows, columns)
+
+    def global_batch_size_of(self, host_rows: int) -> int:
+        """See :class:`Placer`.
+
+        Raises:
+          PlanError: this host's rows do not divide evenly over its devices.
+        """
+        shards = self.smallest_batch_size()
+        mine = self.plan(shards).num_rows
+        if not mine or host_rows % mine:
+            raise PlanError(
+                f"a host batch of {host_rows} rows cannot be split over this host's {mine} of the {shards} row shards of "
+                f"the mesh; use a multiple of {mine} rows. If this is a single record, pass its source as a "
+                "meshfeed.sources.Stream."
+            )
+        return host_rows // mine * shards
+
+    def smallest_batch_size(self) -> int:
+        """See :class:`Placer`."""
+        return math.lcm(*(_row_shards(sharding) for sharding in sharding_leaves(self._prefix)))
+
+    def finish(self, arrays: PyTree, global_batch_size: int) -> PyTree:
+        """Returns ``arrays``, which are already in the target sharding."""
+        del global_batch_size
+        return arrays
+
+    def element_spec(self, spec: RecordSpec, global_batch_size: int) -> PyTree:
+        """See :class:`Placer`."""
+        return batch_spec(self._prefix, spec.shapes(), global_batch_size, self.put.x64)
+
+    def blocks(self, tree: PyTree, global_batch_size: int) -> dict[str, np.ndarray]:
+        """See :class:`Placer`."""
+        plan = self.plan(global_batch_size)
+        blocks: dict[str, np.ndarray] = {}  # replicas on this host have one label, so they are digested once
+        shapes = self.put.record_shapes or {}
+        for path, leaf, sharding in leaves_with_shardings(self._prefix, tree):
+            name = path or "(the record)"
+            width = shapes[path] if path in shapes else leaf.shape[1:]
+            leaf_plan = plan.leaf(sharding, (global_batch_size, *width), name)
+            for block, index in zip(leaf_plan.blocks, local_indices(leaf, leaf_plan, path), strict=True):
+                where = ", ".join(f"{part.start or 0}:{part.stop}" for part in block.index)
+                blocks[f"leaf {name}[{where}]"] = leaf[index]
+        return blocks
+
+
+def columns_of(prefix: PyTree, record_shapes: PyTree, plan: HostPlan) -> dict[str, tuple[slice, ...]]:
+    """Leaf path → the columns that this host holds; a source need not read the others."""
+    return {
+        path: plan.leaf(sharding, (plan.global_batch_size, *spec.shape), path).columns
+        for path, spec, sharding in leaves_with_shardings(prefix, record_shapes)
+    }
+
+
+def _row_shards(sharding: NamedSharding) -> int:
+    entry = sharding.spec[0] if len(sharding.spec) else None
+    return math.prod(sharding.mesh.shape[axis] for axis in axes_of(entry))
+
+
+def _without_mask(prefix: PyTree, mask_key: str | None) -> PyTree:
+    """``prefix`` for the source's records, which have no mask."""
+    if mask_key is None or not isinstance(prefix, Mapping):
+        return prefix
+    return {key: sharding for key, sharding in prefix.items() if key != mask_key}
 
 
 def _masked_prefix(prefix: PyTree, mask_key: str | None) -> PyTree:
