@@ -46,9 +46,9 @@ def milliseconds(num_devices: int, num_leaves: int, rounds: int, num_bytes: int)
     from jax._src.lib import xla_client
     from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
-    from meshfeed._src.arrays.device_put import Assembler, DevicePut
+    from meshfeed._src.arrays.device_put import DevicePut
+    from meshfeed._src.arrays.placer import ShardedPlacer
     from meshfeed._src.base import memory
-    from meshfeed._src.plan.plan import plan_host
 
     mesh = jax.make_mesh((num_devices,), ("data",), axis_types=(AxisType.Auto,))
     sharding = NamedSharding(mesh, PartitionSpec("data"))
@@ -57,8 +57,7 @@ def milliseconds(num_devices: int, num_leaves: int, rounds: int, num_bytes: int)
     batch = {f"leaf_{i}": memory.empty((num_rows, COLUMNS), np.int32) for i in range(num_leaves)}
     for i, leaf in enumerate(batch.values()):
         leaf[:] = i
-    plan = plan_host(sharding, num_rows, 0)
-    ours, public = Assembler(sharding), Assembler(sharding, device_put=DevicePut(None, False))
+    ours, public = ShardedPlacer(sharding, 0), ShardedPlacer(sharding, 0, device_put=DevicePut(None, False))
     aval = jax.device_put(batch["leaf_0"], sharding).aval
     size = num_rows // num_devices
     slices = [slice(i * size, (i + 1) * size) for i in range(num_devices)]
@@ -70,9 +69,9 @@ def milliseconds(num_devices: int, num_leaves: int, rounds: int, num_bytes: int)
         }
 
     ways: dict[str, Callable[[], Any]] = {
-        "ours": lambda: ours(batch, plan),
+        "ours": lambda: ours.put(batch, num_rows),
         "raw_fast_call": raw,
-        "ours_public_fall_back": lambda: public(batch, plan),
+        "ours_public_fall_back": lambda: public.put(batch, num_rows),
         "maxtext": lambda: maxtext_way(batch, sharding, devices),
         "levanter": lambda: {
             key: jax.make_array_from_callback(leaf.shape, sharding, lambda index, leaf=leaf: leaf[index])

@@ -103,17 +103,16 @@ def bookkeeping(options: argparse.Namespace) -> Table:
     import jax
     from jax.sharding import NamedSharding, PartitionSpec
 
-    from meshfeed._src.arrays.device_put import Assembler
-    from meshfeed._src.plan.plan import plan_host
+    from meshfeed._src.arrays.placer import ShardedPlacer
 
     source = Slow(0.0)
     sharding = NamedSharding(make_mesh(), PartitionSpec("data"))
-    plan, assemble = plan_host(sharding, ROWS, 0), Assembler(sharding)
+    placer = ShardedPlacer(sharding, 0)
     batch = source.read_batch(range(ROWS))
     feed = make_feed(source, 0)
     ways = {
         "next(feed), reading costs nothing": lambda: next(feed),
-        "of which assembly, that is JAX's call": lambda: assemble(batch, plan),
+        "of which assembly, that is JAX's call": lambda: placer.put(batch, ROWS),
         "get_state()": feed.get_state,
         "stats()": feed.stats,
     }

@@ -5,6 +5,7 @@
     - from maxtext.input_pipeline import multihost_dataloading
     + from meshfeed import maxtext as multihost_dataloading
 
+``MultiHostDataLoadIterator`` here is not ``meshfeed.MultiHostDataLoadIterator``, which is a second name of ``meshfeed.Feed``.
 docs/how-to/migrate-from-maxtext.md lists all differences from MaxText.
 """
 

@@ -18,12 +18,12 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 from hosts import CountingStore, Job
 
-from meshfeed import AgreementError, PeerError, Retry, SkipBad, StalledError
+from meshfeed import AgreementError, PeerError, SkipBad, StalledError
 from meshfeed._src.agreement import handshake
 from meshfeed._src.agreement.handshake import Handshake, agreed_settings, compare
 from meshfeed._src.base import coordination, reduction
 from meshfeed._src.base.errors import Failure
-from meshfeed._src.base.settings import BatchSchedule, check_settings
+from meshfeed._src.base.settings import BatchSchedule, FeedSettings
 from meshfeed._src.streams.protocol import Cursor
 
 SEED = {"seed": 0}
@@ -94,28 +94,13 @@ def test_any_order_gives_the_same_differences(hosts: list[dict[str, int]], rng: 
     assert {text[0] for text in outcome["differences"]} == differ
 
 
-RAMP = ((0, 8), (4, 16))
+RAMP = [[0, 8], [4, 16]]
 
 
 @pytest.mark.parametrize(("size", "compared"), [(8, 8), (BatchSchedule(RAMP), RAMP)])
 def test_all_that_must_be_equal_is_compared(size: int | BatchSchedule, compared: object) -> None:
-    settings = check_settings(
-        global_batch_size=size,
-        shuffle=True,
-        seed=0,
-        num_epochs=1,
-        end="pad",
-        mask_key="mask",
-        num_lanes=None,
-        load="once",
-        prefetch=2,
-        num_workers=0,
-        num_threads=None,
-        retry=Retry(),
-        bad_records=None,
-        check_replicas=True,
-        timeout_seconds=5,
-        name=None,
+    settings = FeedSettings(
+        global_batch_size=size, shuffle=True, end="pad", mask_key="mask", load="once", check_replicas=True
     )
     cursor = Cursor(None, 3, 24, num_skipped=2)  # type: ignore[arg-type]
     agreed = agreed_settings(settings, {"source": {"kind": "Memory", "records": 5}}, cursor)
@@ -132,9 +117,13 @@ def test_all_that_must_be_equal_is_compared(size: int | BatchSchedule, compared:
         "check_replicas": True,
         "global_batch_size": compared,
     }
-    skipping = dataclasses.replace(settings, bad_records=SkipBad(0.25), schedule=None)
+    skipping = dataclasses.replace(settings, bad_records=SkipBad(0.25), global_batch_size=None)
     agreed = agreed_settings(skipping, {}, cursor)
-    assert (agreed["bad_records"], agreed["num_skipped"], agreed["global_batch_size"]) == (0.25, 2, None)
+    assert (agreed["bad_records"], agreed["num_skipped"], agreed["global_batch_size"]) == (
+        {"max_fraction": 0.25},
+        2,
+        None,
+    )
 
 
 # ---------------------------------------------------------------------- rounds

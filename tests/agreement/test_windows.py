@@ -24,8 +24,8 @@ from meshfeed._src.agreement.window_report import WindowReports
 from meshfeed._src.agreement.windows import WindowAgreement
 from meshfeed._src.base import coordination, reduction
 from meshfeed._src.base.errors import Failure
+from meshfeed._src.base.progress import Dropping
 from meshfeed._src.base.reduction import Reduction
-from meshfeed._src.base.stats import Dropping
 from meshfeed._src.feed.pipeline import Pipeline
 
 RUN = "meshfeed/test"

@@ -224,12 +224,6 @@ def test_readers_must_have_a_device_in_the_sharding() -> None:
         load_participants(both, [0])
 
 
-@pytest.mark.parametrize("load", ["twice", [], [True], [0.5], 3, None])
-def test_what_load_takes(load: Any) -> None:
-    with pytest.raises(SettingsError, match=r'; it takes "sharded", "once", or a list of process indices'):
-        load_participants(NamedSharding(fake_mesh({"d": 2}, 2, 1), P("d")), load)
-
-
 def test_leaves_that_do_not_fit_are_refused() -> None:
     plan = RowAssignment(NamedSharding(mesh_of(), P("data", "model")), "once", 8, 0)
     with pytest.raises(SourceError, match=r"leaf \['x'\] has shape \(7, 2\) .* expected 8 rows first"):

@@ -18,8 +18,8 @@ from hosts import CountingStore, Job
 
 from meshfeed import MeshfeedError, StalledError
 from meshfeed._src.base import coordination, reduction
+from meshfeed._src.base.progress import Dropping
 from meshfeed._src.base.reduction import Patience, ProgressReport, Reduction, Rounds, Stragglers, leave
-from meshfeed._src.base.stats import Dropping
 
 
 def total(values: dict[int, Any]) -> Any:

@@ -18,10 +18,10 @@ from scenario import DiskGone, Scenario
 import meshfeed
 from meshfeed._src.agreement.window_report import WindowReports
 from meshfeed._src.agreement.windows import WindowAgreement
-from meshfeed._src.base.settings import check_settings
+from meshfeed._src.base.settings import FeedSettings
 from meshfeed._src.base.stats import StatsRecorder
 from meshfeed._src.feed.parts import make_stream
-from meshfeed._src.feed.pipeline import Pipeline
+from meshfeed._src.feed.pipeline import Pipeline, PrefetchDepth
 from meshfeed._src.plan.plan import HostRows
 from meshfeed._src.state.state import merge_states, parse_state
 
@@ -59,23 +59,16 @@ class Host:
 
     def _run(self) -> None:
         scenario, plan = self.scenario, self.plan
-        settings = check_settings(
+        settings = FeedSettings(
             global_batch_size=scenario.batch,
             shuffle=scenario.kind == "random",
             seed=scenario.seed,
-            num_epochs=1,
             end="pad",
             mask_key="mask",
             num_lanes=scenario.num_lanes if scenario.kind == "stream" else None,
-            load="sharded",
             prefetch=scenario.prefetch,
-            num_workers=0,
-            num_threads=None,
             retry=meshfeed.Retry(attempts=60, initial_seconds=0.001, max_seconds=0.01),
-            bad_records=None,
-            check_replicas=False,
             timeout_seconds=TIMEOUT_SECONDS,
-            name=None,
         )
         stream: Any = make_stream(scenario.source(self.number, self.host), settings, None)  # type: ignore[arg-type]
         cursor = stream.start() if self.state is None else stream.restore(parse_state(self.state))
@@ -102,7 +95,7 @@ class Host:
         pipeline = Pipeline(
             reader,
             lambda tree, size: tree,
-            prefetch=scenario.prefetch,
+            prefetch=PrefetchDepth(scenario.prefetch, "simulated"),
             agreement=agreement,
             window_reports=window_reports,
             cursor=cursor,

@@ -10,7 +10,7 @@ import numpy as np
 from meshfeed._src.agreement.window_report import WindowReports
 from meshfeed._src.agreement.windows import WindowAgreement
 from meshfeed._src.base.stats import StatsRecorder
-from meshfeed._src.feed.pipeline import Pipeline
+from meshfeed._src.feed.pipeline import Pipeline, PrefetchDepth
 from meshfeed._src.streams.protocol import HostBatch
 
 
@@ -69,7 +69,7 @@ def numbers_pipeline(
     pipeline = Pipeline(
         Numbers(bad_step),
         lambda tree, size: tree,
-        prefetch=prefetch,
+        prefetch=PrefetchDepth(prefetch, "numbers"),
         agreement=agreement,
         window_reports=window_reports,
         cursor=Position(0),

@@ -13,11 +13,10 @@ from jax.sharding import PartitionSpec as P
 
 from meshfeed import testing
 from meshfeed._src.arrays import load_once
-from meshfeed._src.arrays.device_put import Assembler, DevicePut
+from meshfeed._src.arrays.device_put import DevicePut
 from meshfeed._src.arrays.load_once import RowAssignment
-from meshfeed._src.arrays.placer import columns_of
+from meshfeed._src.arrays.placer import ShardedPlacer, columns_of
 from meshfeed._src.base.jax_internals import probe_fast_call
-from meshfeed._src.plan.plan import plan_host
 
 pytestmark = pytest.mark.multihost
 
@@ -77,14 +76,16 @@ def _sharded(fast: bool) -> int:
         num_own = sum(device.process_index == here for device in mesh.devices.flat)
         for spec in SPECS:
             sharding = NamedSharding(mesh, spec)
-            plan = plan_host(sharding, ROWS, here)
-            assemble = Assembler(sharding, device_put=DevicePut(probe_fast_call() if fast else None, False))
+            how = DevicePut(probe_fast_call() if fast else None, False)
+            placer = ShardedPlacer(sharding, here, device_put=how)
+            placer.put.record_shapes = {f"['{key}']": leaf.shape[1:] for key, leaf in whole.items()}
+            plan = placer.plan(ROWS)
             records = {key: jax.ShapeDtypeStruct(leaf.shape[1:], leaf.dtype) for key, leaf in whole.items()}
             boxes = columns_of(sharding, records, plan)
             rows = {key: leaf[plan.rows] for key, leaf in whole.items()}
             boxed = {key: leaf[(slice(None), *boxes[f"['{key}']"])] for key, leaf in rows.items()}
             for batch in (rows, rows, boxed, boxed):
-                out = assemble(batch, plan, records)
+                out = placer.put(batch, ROWS)
                 for key, leaf in whole.items():
                     _check(out[key], leaf, NamedSharding(mesh, P(*tuple(spec)[: leaf.ndim])), num_own)
                     checked += 1

@@ -16,7 +16,6 @@ from hypothesis.extra import numpy as hnp
 from meshfeed._src.base.errors import SourceError
 from meshfeed._src.reading.host_batch import (
     add_mask,
-    is_plain_batch,
     join_batches,
     num_rows,
     pad_rows,
@@ -200,14 +199,6 @@ TEXT = f"leaf ['x'] of the batch is ndarray (dtype <U1) of shape (2,); {NO_DTYPE
 )
 def test_what_is_no_batch_is_refused(batch: Any, message: str) -> None:
     assert refusal(spec_of_batch, batch, 2, what="the source") == (message, None, None)
-    assert not is_plain_batch(batch, 2)
-
-
-def test_a_plain_batch_is_one_of_numpy_arrays_of_numbers() -> None:
-    assert is_plain_batch({"x": np.zeros((2, 1), np.int8), "y": np.zeros(2, bool)}, 2)
-    assert not is_plain_batch({"x": np.zeros((2, 1)), "y": np.zeros(3)}, 2)
-    assert not is_plain_batch({"x": np.zeros(2, ml_dtypes.bfloat16)}, 2), "unsure"
-    assert not is_plain_batch({"x": [1, 2]}, 2)
 
 
 @given(st.lists(st.integers(1, 4), min_size=1, max_size=4))

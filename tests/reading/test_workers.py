@@ -19,7 +19,7 @@ import pytest
 
 from meshfeed._src.base import frames
 from meshfeed._src.base.errors import CorruptDataError, MeshfeedError, SettingsError, SourceError, StalledError
-from meshfeed._src.base.stats import PROGRESS
+from meshfeed._src.base.progress import PROGRESS
 from meshfeed._src.reading.workers import WorkerPool, pickle_task
 
 SECONDS = 60.0  # far beyond what anything here takes
@@ -498,10 +498,10 @@ def test_a_result_without_a_request_is_refused(echo) -> None:
 @pytest.mark.slow
 def test_a_worker_that_drops_records_may_take_longer_than_the_time_out(echo) -> None:
     def drop(count: int, then_seconds: float = 0.0):
-        from meshfeed._src.base import stats
+        from meshfeed._src.base import progress
 
-        stats._TELL_SECONDS = 0.1
-        with stats.Dropping("lane 0", 30) as dropping:
+        progress._TELL_SECONDS = 0.1
+        with progress.Dropping("lane 0", 30) as dropping:
             for _ in range(count):
                 time.sleep(0.1)
                 dropping.add()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import pathlib
 from typing import Any
 
 import pytest
@@ -181,6 +182,22 @@ def test_the_version_is_the_lowest_that_can_read_the_state() -> None:
 )  # fmt: skip
 def test_what_is_no_state_is_refused(state: Any, field: str, saved: Any, current: Any, remedy: str) -> None:
     assert refusal(parse_state, state) == (field, saved, current, remedy)
+
+
+@pytest.mark.parametrize(
+    "path", ["state.json", b"state.json", bytearray(b"state.json"), pathlib.Path("state.json"), "gs://bucket/state", "3.json"]
+)  # fmt: skip
+def test_a_path_is_no_state_and_the_error_says_what_to_pass(path: Any) -> None:
+    text = path.decode() if isinstance(path, bytes | bytearray) else str(path)
+    field, saved, current, remedy = refusal(parse_state, path)
+    assert (field, saved, current) == ("state", str(path) if isinstance(path, pathlib.Path) else path, "JSON")
+    assert f"If this is the path of a file, pass json.loads(open({text!r}).read())" in remedy
+    assert "Checkpointer.restore restores a checkpoint folder." in remedy
+
+
+@pytest.mark.parametrize("text", ["", "{", "[1", b"\x80\x04}", "state\n", '{"kind": "random_acc'])
+def test_text_that_was_cut_short_is_not_taken_for_a_path(text: Any) -> None:
+    assert "truncated or not JSON" in refusal(parse_state, text)[3]
 
 
 @pytest.mark.parametrize(

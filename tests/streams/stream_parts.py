@@ -10,19 +10,13 @@ from typing import Any
 import jax
 import numpy as np
 
-from meshfeed._src.base.settings import FeedSettings, Retry, check_settings
+from meshfeed._src.base.settings import FeedSettings, Retry
 from meshfeed._src.plan.plan import HostRows
 from meshfeed._src.state.state import FeedState, merge_states, parse_state
 
 
 def settings_of(**changes: Any) -> FeedSettings:
-    keywords = {
-        "global_batch_size": 8, "shuffle": False, "seed": 0, "num_epochs": 1, "end": "drop", "mask_key": None,
-        "num_lanes": None, "load": "sharded", "prefetch": 0, "num_workers": 0, "num_threads": None,
-        "retry": Retry(initial_seconds=0), "bad_records": None, "check_replicas": False, "timeout_seconds": 300,
-        "name": None,
-    }  # fmt: skip
-    return check_settings(**{**keywords, **changes})
+    return FeedSettings(**{"global_batch_size": 8, "prefetch": 0, "retry": Retry(initial_seconds=0), **changes})
 
 
 def rows_of_host(owners: Sequence[int], host: int) -> HostRows:

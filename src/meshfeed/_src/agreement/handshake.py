@@ -18,7 +18,7 @@ from meshfeed._src.base import coordination
 from meshfeed._src.base.coordination import KeyValueStore, call_briefly, format_differences
 from meshfeed._src.base.errors import LEFT, AgreementError, Failure, PeerError
 from meshfeed._src.base.reduction import Reduction, leave
-from meshfeed._src.base.settings import BatchSchedule, FeedSettings, balance_json
+from meshfeed._src.base.settings import FeedSettings
 from meshfeed._src.base.types import JsonValue
 from meshfeed._src.state.state import flatten
 from meshfeed._src.streams.protocol import Cursor
@@ -33,23 +33,13 @@ def agreed_settings(
     settings: FeedSettings, fingerprint: Mapping[str, JsonValue], cursor: Cursor
 ) -> dict[str, JsonValue]:
     """Returns what must be equal on all hosts before the first batch: field → JSON value, flat."""
-    bad = settings.bad_records
     return {
         **flatten(dict(fingerprint)),
         "position": cursor.position,
         "step": cursor.step,
-        "load": settings.load,
-        "mask_key": settings.mask_key,
-        "balance": balance_json(settings),
-        "bad_records": None if bad is None else bad.max_fraction,
-        "num_skipped": None if bad is None else cursor.num_skipped,
-        "check_replicas": settings.check_replicas,
-        "global_batch_size": None if settings.schedule is None else _sizes(settings.schedule),
+        "num_skipped": None if settings.bad_records is None else cursor.num_skipped,
+        **settings.agreed(),
     }
-
-
-def _sizes(schedule: BatchSchedule) -> JsonValue:
-    return schedule.sizes[0] if len(schedule.sizes) == 1 else schedule.stages
 
 
 class Handshake:

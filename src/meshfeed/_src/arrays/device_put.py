@@ -26,215 +26,172 @@ from meshfeed._src.base.errors import SourceError
 from meshfeed._src.base.jax_internals import FastCall, probe_fast_call
 from meshfeed._src.base.trees import TreeDef
 from meshfeed._src.base.types import MeshDevice, PyTree
-from meshfeed._src.plan.plan import (
-    HostPlan,
-    LeafPlan,
-    leaves_with_shardings,
-    plan_host,
-)
+from meshfeed._src.plan.plan import HostPlan, LeafPlan, leaves_with_shardings
 
 _log = logging.getLogger("meshfeed.put")
-_MAX_CACHED_BATCH_KINDS = 64  # batch schedules and ragged widths need several; beyond that, the cache is cleared
-_Shapes = tuple[tuple[int, ...], ...]
 # Without the *_explicit levels: they also cover explicit transfers, so a user who sets them means these transfers too.
 _GUARDS_OF_IMPLICIT_TRANSFERS = ("log", "disallow")
 BlockOf = Callable[[tuple[slice, ...] | None], np.ndarray]
 """Index of a block in the global array → the block."""
 
 
-class HostBatchPut:
-    """Puts the batches of one host, of any size, on its devices; each of them has its own rows.
-
-    Args:
-      prefix: normalized shardings.
-      process_index: this host.
-
-    Attributes:
-      assembler: makes global arrays from host batches.
-      record_shapes: pytree with the ``.shape`` of each leaf of a record; set if hosts read only some of the columns.
-    """
-
-    def __init__(self, prefix: PyTree, process_index: int) -> None:
-        self.assembler = Assembler(prefix)
-        self.record_shapes: PyTree | None = None
-        self._prefix = prefix
-        self._process_index = process_index
-        self._plans: dict[int, HostPlan] = {}
-
-    def __call__(self, tree: PyTree, global_batch_size: int) -> PyTree:
-        """Starts the transfer; see :class:`Assembler`. Any thread."""
-        return self.assembler(tree, self.plan(global_batch_size), self._shapes_of(tree))
-
-    def plan(self, global_batch_size: int) -> HostPlan:
-        """Returns this host's plan; cached per batch size."""
-        plan = self._plans.get(global_batch_size)
-        if plan is None:
-            plan = self._plans[global_batch_size] = plan_host(self._prefix, global_batch_size, self._process_index)
-        return plan
-
-    def _shapes_of(self, tree: PyTree) -> PyTree | None:
-        shapes = self.record_shapes
-        if shapes is None or (type(tree) is dict is type(shapes) and tree.keys() == shapes.keys()):
-            return shapes  # the usual case
-        if not isinstance(tree, Mapping) or not isinstance(shapes, Mapping):
-            return shapes
-        extra = {key: np.empty(()) for key in tree if key not in shapes}  # the mask is one scalar per row
-        return {**shapes, **extra} if extra else shapes
+_MAX_KINDS = 64  # batch schedules and ragged widths need several
 
 
 class _BatchKind(NamedTuple):
-    """The properties that determine how a batch is assembled; equal for most batches."""
+    """What determines how a batch is put; equal for most batches."""
 
-    plan: HostPlan
+    global_batch_size: int
     treedef: TreeDef
-    record_shapes: _Shapes | None
-    leaves: tuple[tuple[tuple[int, ...], np.dtype], ...]
+    leaves: list[tuple[tuple[int, ...], np.dtype]]
+
+
+class _Leaf(NamedTuple):
+    """How one leaf of the batches of one kind is put.
+
+    Attributes:
+      path: for messages.
+      dtype: dtype of the global array; host arrays of other dtypes are narrowed to it.
+      put: puts the blocks.
+      rows: the rows of each block, if blocks are whole rows of the host array; else None.
+      parts: the distinct blocks; replicas on this host share one: a view, or a single copy if its columns are sliced.
+      part_of_block: for each block, its index in ``parts``.
+      align: whether an unaligned host array is copied first.
+    """
+
+    path: str
+    dtype: np.dtype
+    put: BlockDevicePut
+    rows: list[slice] | None
+    parts: list[tuple[slice, ...]]
+    part_of_block: list[int]
+    align: bool
 
 
 class Assembler:
-    """Assembles the host batches of one feed into global arrays.
+    """Assembles this host's batches into global arrays; plans each kind of batch once.
 
-    A host with no device in a leaf's sharding gets a ``jax.Array`` of the same global shape, dtype and sharding but
-    no addressable shards. It can be passed to a jitted step and holds no values.
+    A host with no device in a leaf's sharding gets a ``jax.Array`` of the same global shape, dtype and sharding but no
+    addressable shards. It can be passed to a jitted step and holds no values.
 
     Args:
       prefix: normalized shardings, a pytree prefix of the batch.
+      plan: global batch size → the rows that this host holds.
       device_put: how arrays are put on devices and whether 64-bit dtypes are kept; see :meth:`DevicePut.default`.
 
     Attributes:
       x64: whether 64-bit dtypes are kept.
+      record_shapes: leaf path → shape of a record's leaf; set if hosts read only some of the columns.
     """
 
-    def __init__(self, prefix: PyTree, *, device_put: DevicePut | None = None) -> None:
+    def __init__(self, prefix: PyTree, plan: Callable[[int], HostPlan], *, device_put: DevicePut | None = None) -> None:
         self._prefix = prefix
-        self._device_put = device_put or DevicePut.default()
-        self.x64 = self._device_put.x64
-        self._kinds: dict[_BatchKind, list[LeafDevicePut]] = {}
-        self._last: tuple[_BatchKind | None, list[LeafDevicePut]] = (None, [])
-        self._last_shapes: tuple[PyTree, _Shapes] = (None, ())
+        self._plan = plan
+        self._how = device_put or DevicePut.default()
+        self.x64 = self._how.x64
+        self.record_shapes: Mapping[str, tuple[int, ...]] | None = None
+        self._kinds: list[tuple[_BatchKind, list[_Leaf]]] = []  # the last used first
 
-    def __call__(self, host_tree: PyTree, plan: HostPlan, record_shapes: PyTree = None) -> PyTree:
-        """Returns a global array for each leaf.
+    def __call__(self, tree: PyTree, global_batch_size: int) -> PyTree:
+        """Starts the transfer of a host batch and returns a global array for each leaf. Any thread.
 
         Args:
-          host_tree: arrays ``[plan.num_rows, ...]``, rows in the order of ``plan.rows``. The remaining dimensions are
-            those of a record or, if ``record_shapes`` is given, only the plan's columns of it. On CPU the result
-            shares memory with arrays whose address is a multiple of 64 bytes: do not write to them afterwards.
-          plan: the rows that this host holds.
-          record_shapes: pytree of the same structure with the ``.shape`` of each leaf of one record. Required if
-            leaves hold only some of the columns.
+          tree: arrays ``[host rows, ...]``, rows in the order of the plan. The remaining dimensions are those of a record
+            or, with ``record_shapes``, only the plan's columns of it. On CPU the result shares memory with arrays whose
+            address is a multiple of 64 bytes: do not write to them afterwards.
+          global_batch_size: rows of the global batch.
 
         Returns:
-          The same pytree with global arrays ``[plan.global_batch_size, ...]``.
+          The same pytree with global arrays ``[global_batch_size, ...]``.
 
         Raises:
-          SourceError: a leaf has no rows, a different number of rows or columns than planned, or a dtype that JAX
-            does not support. The message names the leaf's path.
+          SourceError: a leaf has no rows, a different number of rows or columns than planned, or a dtype that JAX does
+            not support. The message names the leaf's path.
           PlanError: a leaf's columns are not divisible by the mesh axes of its sharding.
         """
-        arrays, treedef = jax.tree.flatten(host_tree)
-        leaves = [leaf if isinstance(leaf, np.ndarray) else np.asarray(leaf) for leaf in arrays]
-        shapes = None if record_shapes is None else self._flat_shapes(record_shapes)
-        kind = _BatchKind(plan, treedef, shapes, tuple([(leaf.shape, leaf.dtype) for leaf in leaves]))
-        device_puts = self._last[1] if kind == self._last[0] else self._device_puts_of(kind, host_tree, leaves)
-        with self._device_put.transfer():
-            return treedef.unflatten([put(leaf) for put, leaf in zip(device_puts, leaves, strict=True)])
+        arrays, treedef = jax.tree.flatten(tree)
+        hosts = [array if isinstance(array, np.ndarray) else np.asarray(array) for array in arrays]
+        kind = _BatchKind(global_batch_size, treedef, [(host.shape, host.dtype) for host in hosts])
+        known, leaves = self._kinds[0] if self._kinds else (None, [])
+        if known != kind:  # comparing with the last is cheaper than hashing
+            leaves = self._leaves_of(kind, tree, hosts)
+        with self._how.transfer():
+            x64 = self._how.x64
+            return treedef.unflatten([_put_leaf(leaf, host, x64) for leaf, host in zip(leaves, hosts, strict=True)])
 
-    def _flat_shapes(self, record_shapes: PyTree) -> _Shapes:
-        if record_shapes is not self._last_shapes[0]:
-            shapes = tuple(tuple(spec.shape) for spec in jax.tree.leaves(record_shapes))
-            self._last_shapes = record_shapes, shapes
-        return self._last_shapes[1]
+    def _leaves_of(self, kind: _BatchKind, tree: PyTree, hosts: list[np.ndarray]) -> list[_Leaf]:
+        number = next((number for number, (known, _) in enumerate(self._kinds) if known == kind), None)
+        found = (kind, self._plan_leaves(tree, hosts, kind)) if number is None else self._kinds.pop(number)
+        self._kinds.insert(0, found)
+        del self._kinds[_MAX_KINDS:]
+        return found[1]
 
-    def _device_puts_of(self, kind: _BatchKind, host_tree: PyTree, leaves: list[np.ndarray]) -> list[LeafDevicePut]:
-        device_puts = self._kinds.get(kind)
-        if device_puts is None:
-            device_puts = self._device_puts(host_tree, leaves, kind.plan, kind.record_shapes)
-            if len(self._kinds) >= _MAX_CACHED_BATCH_KINDS:
-                self._kinds.clear()
-            self._kinds[kind] = device_puts
-        self._last = (kind, device_puts)  # most batches match the last one, and comparing is cheaper than hashing
-        return device_puts
-
-    def _device_puts(
-        self, host_tree: PyTree, leaves: list[np.ndarray], plan: HostPlan, record_shapes: _Shapes | None
-    ) -> list[LeafDevicePut]:
-        places = leaves_with_shardings(self._prefix, host_tree)
-        widths: Sequence[tuple[int, ...]] = (
-            [leaf.shape[1:] for leaf in leaves] if record_shapes is None else record_shapes
-        )
-        if len(widths) != len(leaves):
+    def _plan_leaves(self, tree: PyTree, hosts: list[np.ndarray], kind: _BatchKind) -> list[_Leaf]:
+        plan = self._plan(kind.global_batch_size)
+        places = leaves_with_shardings(self._prefix, tree)
+        shapes = self.record_shapes or {}
+        if missing := shapes.keys() - {path for path, _, _ in places}:
             raise SourceError(
-                f"the batch has {len(leaves)} leaves {[place[0] for place in places]}, but a record has {len(widths)}"
+                f"the batch has the leaves {[path for path, _, _ in places]}, but a record has {sorted(missing)} too"
             )
-        device_puts: list[LeafDevicePut] = []
-        for (path, _, sharding), leaf, width in zip(places, leaves, widths, strict=True):
-            check_leaf(leaf, plan, path, self.x64)
+        leaves: list[_Leaf] = []
+        for (path, _, sharding), host in zip(places, hosts, strict=True):
+            check_leaf(host, plan, path, self._how.x64)
+            width = shapes.get(path, host.shape[1:])  # the mask is no leaf of a record
             leaf_plan = plan.leaf(sharding, (plan.global_batch_size, *width), path)
-            local = _local_indices(leaf, leaf_plan, path)
-            dtype = narrowed_dtype(leaf.dtype, self.x64)
-            device_puts.append(LeafDevicePut(self._device_put, leaf_plan, leaf.shape, dtype, local, path))
-        return device_puts
+            leaves.append(_plan_leaf(self._how, leaf_plan, host, path))
+        return leaves
 
 
-class LeafDevicePut:
-    """Puts the host arrays of one leaf, all of one shape and dtype, on the devices of its plan.
+def _put_leaf(leaf: _Leaf, host: np.ndarray, x64: bool) -> jax.Array:
+    """Returns the global array of a leaf, from this host's rows and columns of it."""
+    if host.dtype != leaf.dtype:
+        host = narrow(host, leaf.path, x64)
+    if leaf.rows is not None and host.flags.c_contiguous:
+        if leaf.align and not memory.is_aligned(host):
+            # JAX would copy each unaligned block, which is up to twice as slow as one aligned copy that it can alias.
+            host = memory.copy(host)
+        return leaf.put([host[rows] for rows in leaf.rows])
+    parts = [contiguous(host[index]) for index in leaf.parts]
+    return leaf.put([parts[number] for number in leaf.part_of_block])
 
-    Args:
-      device_put: shared by all leaves.
-      plan: which device holds which block.
-      host_shape: shape of the host arrays.
-      dtype: dtype of the global arrays; host arrays of other dtypes are narrowed to it.
-      local: for each block of the plan, its index in the host array.
-      path: the leaf's path, for messages.
-    """
 
-    def __init__(
-        self,
-        device_put: DevicePut,
-        plan: LeafPlan,
-        host_shape: tuple[int, ...],
-        dtype: npt.DTypeLike,
-        local: Sequence[tuple[slice, ...]],
-        path: str,
-    ) -> None:
-        self._device_put, self._path, self._dtype = device_put, path, np.dtype(dtype)
-        devices = [block.device for block in plan.blocks]
-        indices = [block.index for block in plan.blocks]
-        self._put = BlockDevicePut(device_put, plan.global_shape, plan.sharding, dtype, devices, indices)
-        # Replicas on this host share one block: a view, or a single copy if its columns are sliced.
-        distinct = {_key(index): index for index in local}
-        self._distinct = list(distinct.values())
-        self._number_of_block = [list(distinct).index(_key(index)) for index in local]
-        columns = tuple((0, size) for size in host_shape[1:])
-        whole = all(key[1:] == columns for key in distinct)
-        # The usual case: whole rows need no column indices and no contiguity check per block.
-        self._rows = [index[0] for index in local] if whole else None
-        row_bytes = math.prod(host_shape[1:]) * np.dtype(dtype).itemsize
-        # On CPU, JAX shares aligned host memory instead of copying it. Aligning the host array is only useful if every
-        # block's byte offset keeps the alignment.
-        self._align = all(device.platform == "cpu" for device in devices) and all(
-            index[0].start * row_bytes % memory.ALIGNMENT == 0 for index in local
-        )
+def _plan_leaf(how: DevicePut, plan: LeafPlan, host: np.ndarray, path: str) -> _Leaf:
+    """Returns how host arrays like ``host`` are put on the devices of their plan."""
+    dtype = narrowed_dtype(host.dtype, how.x64)
+    local = local_indices(host, plan, path)
+    devices = [block.device for block in plan.blocks]
+    parts = {_key(index): index for index in local}
+    columns = tuple((0, size) for size in host.shape[1:])
+    whole = all(key[1:] == columns for key in parts)  # the usual case, without column indices
+    row_bytes = math.prod(host.shape[1:]) * dtype.itemsize
+    # On CPU, JAX shares aligned host memory instead of copying it. Aligning the host array is only useful if every block's
+    # byte offset keeps the alignment.
+    align = all(device.platform == "cpu" for device in devices) and all(
+        index[0].start * row_bytes % memory.ALIGNMENT == 0 for index in local
+    )
+    return _Leaf(
+        path,
+        dtype,
+        BlockDevicePut(how, plan.global_shape, plan.sharding, dtype, devices, [block.index for block in plan.blocks]),
+        [index[0] for index in local] if whole else None,
+        list(parts.values()),
+        [list(parts).index(_key(index)) for index in local],
+        align,
+    )
 
-    def __call__(self, host: np.ndarray) -> jax.Array:
-        """Returns the global array.
 
-        Args:
-          host: this host's rows and columns. On CPU the result shares its memory: do not write to it afterwards.
-
-        Raises:
-          SourceError: an integer does not fit in the dtype.
-        """
-        if host.dtype != self._dtype:
-            host = narrow(host, self._path, self._device_put.x64)
-        if self._rows is not None and host.flags.c_contiguous:
-            if self._align and not memory.is_aligned(host):
-                # JAX would copy each unaligned block, which is up to twice as slow as one aligned copy that it can alias.
-                host = memory.copy(host)
-            return self._put([host[rows] for rows in self._rows])
-        parts = [contiguous(host[index]) for index in self._distinct]
-        return self._put([parts[number] for number in self._number_of_block])
+def local_indices(leaf: np.ndarray, plan: LeafPlan, path: str) -> list[tuple[slice, ...]]:
+    """For each block of the plan, its index in the host array, which has all columns of a record or only the plan's."""
+    if leaf.shape[1:] == plan.global_shape[1:]:
+        return [(block.local[0], *block.index[1:]) for block in plan.blocks]
+    if leaf.shape[1:] == plan.column_shape:
+        return [block.local for block in plan.blocks]
+    raise SourceError(
+        f"leaf {path or '(the only one)'} has shape {leaf.shape} and dtype {leaf.dtype}; expected rows of shape "
+        f"{plan.global_shape[1:]}, as in the first record, or {plan.column_shape}, this host's columns. All records "
+        f"must have the same shape: pad or cut them in `decode`."
+    )
 
 
 class BlockDevicePut:
@@ -384,15 +341,3 @@ def check_leaf(leaf: np.ndarray, plan: HostPlan, path: str, x64: bool) -> None:
             f"first, the rows that host {plan.process_index} reads of a global batch of {plan.global_batch_size}"
         )
     narrow(leaf[:0], path, x64)
-
-
-def _local_indices(leaf: np.ndarray, plan: LeafPlan, path: str) -> list[tuple[slice, ...]]:
-    if leaf.shape[1:] == plan.global_shape[1:]:
-        return [(block.local[0], *block.index[1:]) for block in plan.blocks]
-    if leaf.shape[1:] == plan.column_shape:
-        return [block.local for block in plan.blocks]
-    raise SourceError(
-        f"leaf {path or '(the only one)'} has shape {leaf.shape} and dtype {leaf.dtype}; expected rows of shape "
-        f"{plan.global_shape[1:]}, as in the first record, or {plan.column_shape}, this host's columns. All records "
-        f"must have the same shape: pad or cut them in `decode`."
-    )

@@ -158,8 +158,8 @@ def load_participants(prefix: PyTree, load: Load) -> tuple[int, ...]:
       load: ``"once"`` or a list of process indices.
 
     Raises:
-      SettingsError: ``load`` has another value, names a host with no device in the shardings, or leaves one of several
-        meshes without a reading host.
+      SettingsError: ``load`` names a host with no device in the shardings, or leaves one of several meshes without a
+        reading host.
     """
     everyone = participants(prefix)
     readers = _readers(load, everyone)
@@ -181,15 +181,7 @@ def load_participants(prefix: PyTree, load: Load) -> tuple[int, ...]:
 
 
 def _readers(load: Load, everyone: tuple[int, ...]) -> tuple[int, ...]:
-    if isinstance(load, str) and load == "once":
-        return everyone
-    hosts = list(load) if isinstance(load, Sequence) and not isinstance(load, str) else []
-    if not hosts or any(isinstance(host, bool) or not isinstance(host, int | np.integer) for host in hosts):
-        raise SettingsError(
-            f'load={load!r}; it takes "sharded", "once", or a list of process indices that read for all.',
-            setting="load",
-        )
-    return tuple(sorted({int(host) for host in hosts}))
+    return everyone if isinstance(load, str) else tuple(sorted(load))
 
 
 def _device_orders(prefix: PyTree) -> list[tuple[MeshDevice, ...]]:

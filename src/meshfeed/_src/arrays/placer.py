@@ -6,6 +6,7 @@ computation and no cross-host communication. With ``load="once"`` (``load_once.p
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Mapping
 from typing import Protocol
@@ -13,7 +14,7 @@ from typing import Protocol
 import numpy as np
 from jax.sharding import NamedSharding
 
-from meshfeed._src.arrays.device_put import HostBatchPut
+from meshfeed._src.arrays.device_put import Assembler, DevicePut, local_indices
 from meshfeed._src.arrays.dtypes import batch_spec
 from meshfeed._src.arrays.load_once import LoadOncePlacer
 from meshfeed._src.base import coordination
@@ -29,6 +30,7 @@ from meshfeed._src.plan.plan import (
     leaves_with_shardings,
     normalize_sharding,
     participants,
+    plan_host,
     sharding_leaves,
 )
 from meshfeed._src.reading.stacking import RecordSpec
@@ -75,34 +77,42 @@ class ShardedPlacer:
     """Each host reads the rows that its devices hold.
 
     Args:
-      prefix: normalized shardings.
+      prefix: normalized shardings, a pytree prefix of the batch.
       process_index: this host.
       mask_key: key of the mask, a leaf of ``prefix`` that records do not have.
+      device_put: how arrays are put on devices and whether 64-bit dtypes are kept; see :meth:`DevicePut.default`.
+
+    Attributes:
+      plan: global batch size → this host's plan; cached.
+      put: host batch, global batch size → global arrays.
     """
 
     finish_computes = False
 
-    def __init__(self, prefix: PyTree, process_index: int, mask_key: str | None = None) -> None:
+    def __init__(
+        self,
+        prefix: PyTree,
+        process_index: int,
+        mask_key: str | None = None,
+        *,
+        device_put: DevicePut | None = None,
+    ) -> None:
         self.participants = participants(prefix)
-        self.put = HostBatchPut(prefix, process_index)
+        self.plan: Callable[[int], HostPlan] = functools.cache(lambda size: plan_host(prefix, size, process_index))
+        self.put = Assembler(prefix, self.plan, device_put=device_put)
         self._prefix = prefix
         self._mask_key = mask_key
 
-    def plan(self, global_batch_size: int) -> HostPlan:
-        """Returns this host's plan; cached per batch size."""
-        return self.put.plan(global_batch_size)
-
     def host_rows(self, spec_of: Callable[[], RecordSpec] | None) -> HostRows:
         """See :class:`Placer`."""
-        cached: dict[int, ColumnSlices] = {}
 
+        @functools.cache
         def columns(size: int) -> ColumnSlices | None:
             if spec_of is None:
                 return None
-            if size not in cached:
-                self.put.record_shapes = shapes = spec_of().shapes()
-                cached[size] = columns_of(_without_mask(self._prefix, self._mask_key), shapes, self.plan(size))
-            return cached[size]
+            shapes = spec_of().shapes()
+            self.put.record_shapes = {path: spec.shape for path, spec in flatten_with_paths(shapes)[0]}
+            return columns_of(_without_mask(self._prefix, self._mask_key), shapes, self.plan(size))
 
         def rows(size: int) -> RecordIds:
             return self.plan(size).rows
@@ -136,22 +146,19 @@ class ShardedPlacer:
 
     def element_spec(self, spec: RecordSpec, global_batch_size: int) -> PyTree:
         """See :class:`Placer`."""
-        return batch_spec(self._prefix, spec.shapes(), global_batch_size, self.put.assembler.x64)
+        return batch_spec(self._prefix, spec.shapes(), global_batch_size, self.put.x64)
 
     def blocks(self, tree: PyTree, global_batch_size: int) -> dict[str, np.ndarray]:
         """See :class:`Placer`."""
         plan = self.plan(global_batch_size)
         blocks: dict[str, np.ndarray] = {}  # replicas on this host have one label, so they are digested once
-        full = {
-            path: spec.shape for path, spec in flatten_with_paths(self.put.record_shapes)[0]
-        }  # of leaves read in columns
+        shapes = self.put.record_shapes or {}
         for path, leaf, sharding in leaves_with_shardings(self._prefix, tree):
             name = path or "(the record)"
-            leaf_plan = plan.leaf(sharding, (global_batch_size, *full.get(path, leaf.shape[1:])), name)
-            whole = leaf.shape[1:] == leaf_plan.global_shape[1:]
-            for block in leaf_plan.blocks:
+            width = shapes[path] if path in shapes else leaf.shape[1:]
+            leaf_plan = plan.leaf(sharding, (global_batch_size, *width), name)
+            for block, index in zip(leaf_plan.blocks, local_indices(leaf, leaf_plan, path), strict=True):
                 where = ", ".join(f"{part.start or 0}:{part.stop}" for part in block.index)
-                index = (block.local[0], *block.index[1:]) if whole else block.local
                 blocks[f"leaf {name}[{where}]"] = leaf[index]
         return blocks
 

@@ -31,7 +31,8 @@ from collections.abc import Callable, Mapping
 from typing import NoReturn, TypedDict
 
 from meshfeed._src.base.frames import Frame, Inbox, Packed, pack, send_packed, small_frame
-from meshfeed._src.base.stats import CACHES, PROGRESS
+from meshfeed._src.base.progress import PROGRESS
+from meshfeed._src.base.stats import CACHES
 
 SETUP, REQUEST, STOP = 1, 2, 3  # from the parent
 READY, RESULT, ERROR, PROGRESS_TEXT, CACHE_USE = 4, 5, 6, 7, 8  # from the child

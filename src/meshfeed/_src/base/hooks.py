@@ -469,15 +469,24 @@ def is_stream(source: object) -> bool:
     return find(source, StreamSource) is not None and not hasattr(source, "__getitem__")
 
 
-def accepts_keyword(function: Callable[..., Any] | None, keyword: str) -> bool:
-    """Whether ``function`` has the parameter ``keyword`` (``**kwargs`` does not count)."""
+def accepts_keyword(function: Callable[..., Any] | None, keyword: str, *, in_kwargs: bool = False) -> bool:
+    """Whether ``function`` has the parameter ``keyword``, and so gets it: a decoder ``rng=``, a stream ``epoch=``.
+
+    ``**kwargs`` does not count: a wrapper may pass them to a function that does not have the parameter. Only
+    ``sources.Stream``, which has always passed ``epoch=`` to such functions, counts them (``in_kwargs``), so that saved
+    streams continue with the same records.
+    """
     if function is None:
         return False
     try:  # not cached: a cache would keep the function, and so the source that a method is bound to
         parameters = inspect.signature(function).parameters.values()
     except (TypeError, ValueError):  # some C callables have no signature
         return False
-    return any(p.name == keyword and p.kind in (p.KEYWORD_ONLY, p.POSITIONAL_OR_KEYWORD) for p in parameters)
+    return any(
+        (p.name == keyword and p.kind in (p.KEYWORD_ONLY, p.POSITIONAL_OR_KEYWORD))
+        or (in_kwargs and p.kind is p.VAR_KEYWORD)
+        for p in parameters
+    )
 
 
 def open_lane(source: StreamSource, lane_index: int, num_lanes: int, *, epoch: int, seed: int) -> LaneIterator:

@@ -26,7 +26,7 @@ from typing import NamedTuple, Self
 from meshfeed._src.base import coordination
 from meshfeed._src.base.coordination import NAMED_HOSTS, KeyValueStore, call_briefly, call_in_background, format_hosts
 from meshfeed._src.base.errors import StalledError
-from meshfeed._src.base.stats import PROGRESS
+from meshfeed._src.base.progress import PROGRESS
 from meshfeed._src.base.types import JsonValue
 
 # A blocking get is split into slices to notice Ctrl-C, close and deadlines. The slices grow with the wait and the

@@ -1,4 +1,8 @@
-"""Validation of the feed's keywords, and the small value classes that some of them take."""
+"""The keywords of a feed, each declared once in :class:`FeedSettings`, and the small value classes that some of them take.
+
+To add a keyword, add a field to :class:`FeedSettings` and run ``scripts/check --fix``, which writes the constructors of
+``Feed`` and ``RemoteFeed`` and the docstring. The check, ``config()`` and the comparison between hosts follow from the field.
+"""
 
 from __future__ import annotations
 
@@ -9,8 +13,8 @@ import numbers
 import os
 import pathlib
 import re
-from collections.abc import Callable, Iterable, Sequence
-from typing import Any, Literal, TypeAlias, TypeVar, cast
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set
+from typing import Any, Literal, NamedTuple, TypeAlias, cast
 
 import numpy as np
 
@@ -19,33 +23,83 @@ from meshfeed._src.base.types import public
 
 GC_EVERY = 100
 _URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+:/")  # one slash: what pathlib leaves of two; "C:/" is a drive
-T = TypeVar("T")
+Check: TypeAlias = Callable[[Any], Any]
+"""Value → the same value, normalized; raises TypeError, ValueError or OverflowError for a value that it does not take."""
 
 Balance: TypeAlias = "Literal['attention', 'tokens'] | Callable[[np.ndarray], float]"
 """The cost by which rows of a global batch are balanced; a function takes one row's segment lengths, int64[segments]."""
 
 
-def _refused(setting: str, value: object, what: str) -> SettingsError:
-    return SettingsError(f"{setting}={value!r}; it takes {what}.", setting=setting)
+def checked(setting: str, value: object, check: Check, takes: str) -> Any:
+    """Returns ``value``, normalized by ``check``.
+
+    Raises:
+      SettingsError: ``check`` refused it. Names the setting, the value, its type if that is not plain, and ``takes``.
+    """
+    try:
+        return check(value)
+    except SettingsError:  # of a value class, which names its own attribute
+        raise
+    except (TypeError, ValueError, OverflowError):
+        kind = "" if value is None or isinstance(value, str | bool) else f" ({type(value).__name__})"
+        raise SettingsError(f"{setting}={value!r}{kind}; it takes {takes}.", setting=setting) from None
 
 
-def _wrong(setting: str, value: object, what: str) -> SettingsError:
-    """Like :func:`_refused`, with the type of the value, which may be what is wrong."""
-    return SettingsError(f"{setting}={value!r} ({type(value).__name__}); it takes {what}.", setting=setting)
+def integer(minimum: int, maximum: float = math.inf) -> Check:
+    """Takes integers of any type in ``[minimum, maximum]`` except bool; returns int."""
+
+    def check(value: Any) -> int:
+        if isinstance(value, bool) or not isinstance(value, numbers.Integral) or not minimum <= int(value) <= maximum:
+            raise ValueError
+        return int(value)
+
+    return check
 
 
-def _integer(setting: str, value: object, minimum: int, what: str) -> int:
-    """Returns ``value`` as an int; raises SettingsError for bool, float and values below ``minimum``."""
-    if isinstance(value, bool) or not isinstance(value, numbers.Integral) or int(value) < minimum:
-        raise _wrong(setting, value, what)
-    return int(value)
+def number(minimum: float, maximum: float = math.inf, *, above: bool = False) -> Check:
+    """Takes finite real numbers in ``[minimum, maximum]``, without the minimum if ``above``; returns float."""
+
+    def check(value: Any) -> float:
+        result = float(value) if isinstance(value, numbers.Real) and not isinstance(value, bool) else math.nan
+        if not math.isfinite(result) or not minimum <= result <= maximum or (above and result == minimum):
+            raise ValueError
+        return result
+
+    return check
 
 
-def _number(setting: str, value: object, minimum: float, what: str, *, strict: bool = False) -> float:
-    number = float(value) if isinstance(value, numbers.Real) and not isinstance(value, bool) else math.nan
-    if not math.isfinite(number) or number < minimum or (strict and number == minimum):
-        raise _wrong(setting, value, what)
-    return number
+def flag(value: Any) -> bool:
+    """Takes True and False, also of numpy."""
+    if not isinstance(value, bool | np.bool_):
+        raise TypeError
+    return bool(value)
+
+
+def instance(kind: type) -> Check:
+    """Takes instances of a class."""
+
+    def check(value: Any) -> Any:
+        if not isinstance(value, kind):
+            raise TypeError
+        return value
+
+    return check
+
+
+def one_of(*choices: str) -> Check:
+    """Takes one of some strings."""
+
+    def check(value: Any) -> str:
+        if not isinstance(value, str) or value not in choices:
+            raise ValueError
+        return value
+
+    return check
+
+
+def optional(check: Check) -> Check:
+    """Takes None too."""
+    return lambda value: None if value is None else check(value)
 
 
 def local_path(setting: str, value: str | os.PathLike[str]) -> pathlib.Path:
@@ -88,7 +142,10 @@ class BatchSchedule:
         except (TypeError, ValueError):
             raise refused from None
         stages = tuple(
-            (_integer("global_batch_size", first, 0, what), _integer("global_batch_size", size, 1, what))
+            (
+                checked("global_batch_size", first, integer(0), what),
+                checked("global_batch_size", size, integer(1), what),
+            )
             for first, size in pairs
         )
         firsts = [first for first, _ in stages]
@@ -148,8 +205,8 @@ class ShardShuffle:
     affinity: bool = False
 
     def __post_init__(self) -> None:
-        _integer("window_shards", self.window_shards, 1, "a number of shards of at least 1")
-        _flag("affinity", self.affinity)
+        checked("window_shards", self.window_shards, integer(1), "a number of shards of at least 1")
+        checked("affinity", self.affinity, flag, "True or False")
 
 
 @public("meshfeed")
@@ -174,9 +231,9 @@ class Retry:
     on: tuple[type[BaseException], ...] = (OSError,)
 
     def __post_init__(self) -> None:
-        _integer("retry.attempts", self.attempts, 1, "an int of at least 1 (1: no retries)")
-        _number("retry.initial_seconds", self.initial_seconds, 0, "a number of seconds of at least 0")
-        _number("retry.max_seconds", self.max_seconds, 0, "a number of seconds of at least 0")
+        checked("retry.attempts", self.attempts, integer(1), "an int of at least 1 (1: no retries)")
+        for name in ("initial_seconds", "max_seconds"):
+            checked(f"retry.{name}", getattr(self, name), number(0), "a number of seconds of at least 0")
         given = (self.on,) if isinstance(self.on, type) else self.on
         kinds = tuple(given) if isinstance(given, Iterable) else (given,)
         if not all(isinstance(kind, type) and issubclass(kind, BaseException) for kind in kinds):
@@ -201,8 +258,8 @@ class Workers(int):
 
     def __new__(cls, count: int, *, gc_every: int = GC_EVERY) -> Workers:
         """See the class."""
-        value = super().__new__(cls, _integer("num_workers", count, 0, "a number of processes of at least 0"))
-        value.gc_every = _integer("num_workers.gc_every", gc_every, 0, "a number of reads of at least 0")
+        value = super().__new__(cls, checked("num_workers", count, integer(0), "a number of processes of at least 0"))
+        value.gc_every = checked("num_workers.gc_every", gc_every, integer(0), "a number of reads of at least 0")
         return value
 
     def __repr__(self) -> str:
@@ -222,57 +279,7 @@ class SkipBad:
     max_fraction: float = 1e-4
 
     def __post_init__(self) -> None:
-        if _number("bad_records.max_fraction", self.max_fraction, 0, "a fraction in (0, 1]", strict=True) > 1:
-            raise _refused("bad_records.max_fraction", self.max_fraction, "a fraction in (0, 1]")
-
-
-@dataclasses.dataclass(frozen=True)
-class FeedSettings:
-    """The validated keywords of a feed, except source and sharding."""
-
-    schedule: BatchSchedule | None
-    shuffle: bool | int | str | ShardShuffle
-    seed: int
-    num_epochs: int | None
-    end: Literal["drop", "pad"]
-    mask_key: str | None
-    balance: Balance | None
-    num_lanes: int | None
-    load: Literal["sharded", "once"] | tuple[int, ...]
-    prefetch: int
-    num_workers: Workers
-    num_threads: int | None
-    retry: Retry
-    bad_records: SkipBad | None
-    check_replicas: bool
-    timeout_seconds: float
-    name: str | None
-
-
-def _optional_integer(setting: str, value: object, what: str = "an int of at least 1, or None") -> int | None:
-    return None if value is None else _integer(setting, value, 1, what)
-
-
-def _flag(setting: str, value: object) -> bool:
-    if not isinstance(value, bool | np.bool_):
-        raise _wrong(setting, value, "True or False")
-    return bool(value)
-
-
-def _instance(setting: str, value: object, kind: type[T], what: str) -> T:
-    if not isinstance(value, kind):
-        raise _wrong(setting, value, what)
-    return value
-
-
-def _schedule(value: object) -> BatchSchedule | None:
-    if value is None or isinstance(value, BatchSchedule):
-        return value
-    what = "an int of at least 1 or a meshfeed.BatchSchedule"
-    return BatchSchedule([(0, _integer("global_batch_size", value, 1, what))])
-
-
-_SHUFFLES = "False, True, 'shards', a meshfeed.ShardShuffle, or a number of records per block of at least 1"
+        checked("bad_records.max_fraction", self.max_fraction, number(0, 1, above=True), "a fraction in (0, 1]")
 
 
 def shard_shuffle(shuffle: object) -> ShardShuffle | None:
@@ -282,136 +289,210 @@ def shard_shuffle(shuffle: object) -> ShardShuffle | None:
     return ShardShuffle() if isinstance(shuffle, str) and shuffle == "shards" else None
 
 
-def _shuffle(value: object) -> bool | int | str | ShardShuffle:
-    if isinstance(value, ShardShuffle):
+def _batch_schedule(value: Any) -> BatchSchedule:
+    return value if isinstance(value, BatchSchedule) else BatchSchedule([(0, integer(1)(value))])
+
+
+def _shuffle(value: Any) -> bool | int | str | ShardShuffle:
+    if shard_shuffle(value) is not None:
         return value
-    if isinstance(value, bool | np.bool_):
-        return bool(value)
-    if isinstance(value, str) and value == "shards":
-        return value
-    return _integer("shuffle", value, 1, _SHUFFLES)
+    return bool(value) if isinstance(value, bool | np.bool_) else integer(1)(value)
 
 
-def _seed(value: object) -> int:
-    what = "an int from 0 to 2**64 - 1"
-    if (seed := _integer("seed", value, 0, what)) >= 2**64:
-        raise _refused("seed", seed, what)
-    return seed
+def _balance(value: Any) -> Any:
+    return value if callable(value) else one_of("attention", "tokens")(value)
 
 
-def _end(value: object) -> Literal["drop", "pad"]:
-    if isinstance(value, str) and (value == "drop" or value == "pad"):
-        return value
-    raise _refused("end", value, "'drop' or 'pad'")
+def _load(value: Any) -> str | tuple[int, ...]:
+    if isinstance(value, str):
+        return one_of("sharded", "once")(value)
+    if not isinstance(value, Sequence | Set) or isinstance(value, bytes | bytearray):
+        raise TypeError
+    hosts = tuple(sorted(map(integer(0), value)))
+    if not hosts or len(set(hosts)) != len(hosts):
+        raise ValueError
+    return hosts
 
 
-def _mask_key(value: object, end: str) -> str | None:
-    if value is not None and (not isinstance(value, str) or not value):
-        raise _refused("mask_key", value, "the name of the leaf to add, or None")
-    if value is not None and end != "pad":
-        text = f"mask_key={value!r} with end={end!r}; a mask needs end='pad' (with end='drop' every row is real)."
-        raise SettingsError(text, setting="mask_key")
+def _workers(value: Any) -> Workers:
+    return value if isinstance(value, Workers) else Workers(value)
+
+
+def _text(value: Any) -> str:
+    if not isinstance(value, str) or not value:
+        raise ValueError
     return value
 
 
-def _balance(value: object) -> Balance | None:
-    if not callable(value) and value not in (None, "attention", "tokens"):
-        what = "None, 'attention', 'tokens', or a function of the segment lengths of one row"
-        raise _refused("balance", value, what)
-    return cast("Balance | None", value)
-
-
-def _name(value: object) -> str | None:
-    if value is not None and (not isinstance(value, str) or not value or "/" in value):
-        raise _refused("name", value, "a string without '/', or None")
+def _name(value: Any) -> str:
+    if "/" in _text(value):
+        raise ValueError
     return value
 
 
-def _load(value: object) -> Literal["sharded", "once"] | tuple[int, ...]:
-    if isinstance(value, str) and (value == "sharded" or value == "once"):
-        return value
-    what = "'sharded', 'once', or a list of distinct process indices that read for all"
-    refused = _refused("load", value, what)
-    if isinstance(value, str) or not isinstance(value, Sequence | set | frozenset) or not value:
-        raise refused
-    hosts = {_integer("load", host, 0, what) for host in value}
-    if len(hosts) != len(value):
-        raise refused
-    return tuple(sorted(hosts))
+class Setting(NamedTuple):
+    """What the declaration of a keyword holds beside its name, type, default and description.
+
+    Attributes:
+      check: takes and normalizes a value; holds the bounds.
+      takes: the values that it takes, for the error.
+      hosts: ``"stream"``: determines the stream, so it is in the fingerprint, which hosts compare, and so does a resume.
+        ``"agree"``: hosts compare it, and it may change on resume. ``"free"``: hosts may differ.
+    """
+
+    check: Check
+    takes: str
+    hosts: Literal["stream", "agree", "free"]
 
 
-def check_settings(
-    *,
-    global_batch_size: object,
-    shuffle: object,
-    seed: object,
-    num_epochs: object,
-    end: object,
-    mask_key: object,
-    balance: object = None,
-    num_lanes: object,
-    load: object,
-    prefetch: object,
-    num_workers: object,
-    num_threads: object,
-    retry: object,
-    bad_records: object,
-    check_replicas: object,
-    timeout_seconds: object,
-    name: object,
-) -> FeedSettings:
-    """Validates all keywords of a feed except source and sharding; the same names.
+def setting(default: object, check: Check, takes: str, *, hosts: Literal["stream", "agree", "free"] = "free") -> Any:
+    """Declares a keyword of a feed; see :class:`Setting`."""
+    return dataclasses.field(default=default, metadata={"setting": Setting(check, takes, hosts)})  # pyright: ignore[reportUnknownVariableType]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class FeedSettings:
+    """The validated keywords of a feed, except source and sharding, with the descriptions that users read.
 
     Raises:
       SettingsError: a keyword has an invalid value. Names the first such keyword and the valid values.
     """
-    checked_end = _end(end)
-    no_retries, seconds = "meshfeed.Retry(attempts=1) disables retries", "a finite number of seconds above 0"
-    none_or_skip = "None (raise) or a meshfeed.SkipBad"
-    return FeedSettings(
-        schedule=_schedule(global_batch_size),
-        shuffle=_shuffle(shuffle),
-        seed=_seed(seed),
-        num_epochs=_optional_integer("num_epochs", num_epochs, "an int of at least 1, or None to repeat forever"),
-        end=checked_end,
-        mask_key=_mask_key(mask_key, checked_end),
-        balance=_balance(balance),
-        num_lanes=_optional_integer("num_lanes", num_lanes),
-        load=_load(load),
-        prefetch=_integer("prefetch", prefetch, 0, "a number of global batches of at least 0"),
-        num_workers=num_workers if isinstance(num_workers, Workers) else Workers(num_workers),  # pyright: ignore[reportArgumentType] # checked there
-        num_threads=_optional_integer("num_threads", num_threads),
-        retry=_instance("retry", retry, Retry, f"a meshfeed.Retry; {no_retries}"),
-        bad_records=None if bad_records is None else _instance("bad_records", bad_records, SkipBad, none_or_skip),
-        check_replicas=_flag("check_replicas", check_replicas),
-        timeout_seconds=_number("timeout_seconds", timeout_seconds, 0, seconds, strict=True),
-        name=_name(name),
+
+    global_batch_size: int | BatchSchedule | None = setting(
+        None, optional(_batch_schedule), "an int of at least 1 or a meshfeed.BatchSchedule", hosts="agree"
     )
+    """rows per step over all hosts, or a :class:`BatchSchedule`. Optional for HostBatches."""
+
+    shuffle: bool | int | str | ShardShuffle = setting(
+        False,
+        _shuffle,
+        "False, True, 'shards', a meshfeed.ShardShuffle, or a number of records per block of at least 1",
+        hosts="stream",
+    )
+    """False; True (uniform over the epoch); an int, the records per block of a two-level shuffle of blocks and of the
+    records in each block; or ``"shards"``, for sources over files, and ``Map``, ``Padded``, ``Packed``, ``Buckets``, views
+    and mixtures over them: shards in random order, divided into ``num_lanes`` lanes, each shuffled in windows of two
+    shards, so about one host needs each shard in an epoch. :class:`ShardShuffle` is the same with settings."""
+
+    seed: int = setting(0, integer(0, 2**64 - 1), "an int from 0 to 2**64 - 1", hosts="stream")
+    """0 to 2**64 - 1."""
+
+    num_epochs: int | None = setting(
+        1, optional(integer(1)), "an int of at least 1, or None to repeat forever", hosts="stream"
+    )
+    """passes over the source, with no gap between them; None to repeat forever."""
+
+    end: Literal["drop", "pad"] = setting("drop", one_of("drop", "pad"), "'drop' or 'pad'", hosts="stream")
+    """``"drop"`` the last partial batch or ``"pad"`` it with zeros. All hosts stop at the same step. With ``"drop"`` a
+    stream ends before the first step that some lane cannot fill, and what longer lanes still hold is not delivered;
+    ``"pad"`` delivers every record. A warning names the shortest lane where the lengths are known."""
+
+    mask_key: str | None = setting(None, optional(_text), "the name of the leaf to add, or None", hosts="agree")
+    """with ``end="pad"``, the key of an added bool ``[global_batch_size]`` leaf, False on padded rows."""
+
+    balance: Balance | None = setting(
+        None,
+        optional(_balance),
+        "None, 'attention', 'tokens', or a function of the segment lengths of one row",
+        hosts="agree",
+    )
+    """orders the rows of each global batch so that the shards of the batch cost about the same. The cost of a row is
+    ``"attention"``, the sum of the squares of its segment lengths; ``"tokens"``, their sum; or a function of its segment
+    lengths, int64[segments]. The set of rows of a step and the state stay the same. Requires ``Packed`` or a source with
+    ``lengths()``."""
+
+    num_lanes: int | None = setting(None, optional(integer(1)), "an int of at least 1, or None", hosts="stream")
+    """for streams and ``shuffle="shards"``: number of sequential parts that the rows are divided into. Default: the largest
+    common divisor of the batch sizes that is at most 64, and for ``shuffle="shards"`` at most an eighth of the number of
+    shards."""
+
+    load: Literal["sharded", "once"] | Sequence[int] = setting(
+        "sharded",
+        _load,
+        "'sharded', 'once', or a list of distinct process indices that read for all",
+        hosts="agree",
+    )
+    """``"sharded"``: each host reads the rows that its devices hold. ``"once"``: each row is read by one host, and rows are
+    resharded on device. A list of process indices: like ``"once"``, but only these hosts read. A lane with rows on several
+    hosts is read by each of them."""
+
+    prefetch: int = setting(2, integer(0), "a number of global batches of at least 0")
+    """global batches kept ready on device; 0 disables prefetching. Batches whose parts on this host would take more than a
+    quarter of its memory (or of its container's limit) are not kept ready, except for two; a warning gives the number."""
+
+    num_workers: int = setting(0, _workers, "a number of processes of at least 0")
+    """processes that read and decode, or a :class:`Workers`. Does not change the stream."""
+
+    num_threads: int | None = setting(None, optional(integer(1)), "an int of at least 1, or None")
+    """threads that read and decode; None for one, or 4 for remote files that are read without a cache."""
+
+    retry: Retry = setting(Retry(), instance(Retry), "a meshfeed.Retry; meshfeed.Retry(attempts=1) disables retries")
+    """how to retry failed reads."""
+
+    bad_records: SkipBad | None = setting(
+        None, optional(instance(SkipBad)), "None (raise) or a meshfeed.SkipBad", hosts="agree"
+    )
+    """None to raise; a :class:`SkipBad` to replace, count and record bad records."""
+
+    check_replicas: bool = setting(False, flag, "True or False", hosts="agree")
+    """whether to compare digests of replicated rows between hosts on the first batches."""
+
+    timeout_seconds: float = setting(300, number(0, above=True), "a finite number of seconds above 0")
+    """longest wait for another host or for the source. A resume that reads and drops records may take longer, as long as it
+    makes progress."""
+
+    name: str | None = setting(None, optional(_name), "a string without '/', or None")
+    """identifies the feed across hosts and in logs. Default: ``feed-<n>``, in order of creation; of feeds over some hosts of
+    the job, ``feed-<n>-of-<hosts>``, counted for each set of hosts."""
+
+    def __post_init__(self) -> None:
+        for name, declared in SETTINGS.items():
+            value = checked(name, getattr(self, name), declared.check, declared.takes)
+            object.__setattr__(self, name, value)  # the dataclass is frozen
+        if self.mask_key is not None and self.end != "pad":
+            raise SettingsError(
+                f"mask_key={self.mask_key!r} with end={self.end!r}; a mask needs end='pad' (with end='drop' every row is "
+                "real).",
+                setting="mask_key",
+            )
+
+    @classmethod
+    def of(cls, arguments: Mapping[str, Any]) -> FeedSettings:
+        """Returns the settings among the arguments of a constructor."""
+        return cls(**{name: arguments[name] for name in SETTINGS})
+
+    @property
+    def schedule(self) -> BatchSchedule | None:
+        """``global_batch_size`` as a schedule."""
+        return cast("BatchSchedule | None", self.global_batch_size)  # checked
+
+    @property
+    def workers(self) -> Workers:
+        """``num_workers`` with its settings."""
+        return cast("Workers", self.num_workers)  # checked
+
+    def to_json(self) -> dict[str, Any]:
+        """Returns all settings as JSON, keyed by keyword."""
+        return {name: _to_json(getattr(self, name)) for name in SETTINGS}
+
+    def agreed(self) -> dict[str, Any]:
+        """Returns as JSON what hosts compare beside the fingerprint."""
+        return {name: value for name, value in self.to_json().items() if SETTINGS[name].hosts == "agree"}
 
 
-def balance_json(settings: FeedSettings) -> str | None:
-    """Returns ``balance`` for display and for comparison between hosts; a function is represented by its name."""
-    balance = settings.balance
-    if balance is None or isinstance(balance, str):
-        return balance
-    return getattr(balance, "__qualname__", type(balance).__name__)
+SETTINGS: Mapping[str, Setting] = {field.name: field.metadata["setting"] for field in dataclasses.fields(FeedSettings)}
+"""The declaration of each keyword, in the order of the constructor."""
 
 
-def settings_json(settings: FeedSettings) -> dict[str, Any]:
-    """Returns all settings as JSON, keyed by keyword."""
-    value = {field.name: getattr(settings, field.name) for field in dataclasses.fields(settings)}
-    schedule = value.pop("schedule")
-    stages = None if schedule is None else [list(stage) for stage in schedule.stages]
-    retry, bad_records = settings.retry, settings.bad_records
-    return {
-        **value,
-        "global_batch_size": stages[0][1] if stages and len(stages) == 1 else stages,
-        "shuffle": dataclasses.asdict(settings.shuffle)
-        if isinstance(settings.shuffle, ShardShuffle)
-        else settings.shuffle,
-        "balance": balance_json(settings),
-        "num_workers": int(settings.num_workers),
-        "load": settings.load if isinstance(settings.load, str) else list(settings.load),
-        "retry": {**dataclasses.asdict(retry), "on": [kind.__name__ for kind in retry.on]},
-        "bad_records": None if bad_records is None else dataclasses.asdict(bad_records),
-    }
+def _to_json(value: Any) -> Any:
+    if value is None or isinstance(value, bool | str | float):
+        return value
+    if isinstance(value, int):
+        return int(value)  # Workers too
+    if isinstance(value, BatchSchedule):
+        return value.sizes[0] if len(value.sizes) == 1 else [list(stage) for stage in value.stages]
+    if dataclasses.is_dataclass(value):
+        return {field.name: _to_json(getattr(value, field.name)) for field in dataclasses.fields(value)}
+    if isinstance(value, Sequence):
+        return [_to_json(item) for item in value]
+    return getattr(value, "__qualname__", type(value).__name__)  # a function or a class

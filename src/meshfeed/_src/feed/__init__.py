@@ -1,4 +1,4 @@
-"""The feed: ``MultiHostDataLoadIterator`` combines source, order, plan, reading, agreement and assembly.
+"""The feed: ``Feed`` combines source, order, plan, reading, agreement and assembly.
 
 May import: agreement, arrays, base, pictures, plan, reading, sources, state, streams. Read first: ``iterator.py``,
 then ``pipeline.py``.

@@ -6,15 +6,11 @@ compares settings with the other hosts and builds the pipeline; each later ``nex
 
 from __future__ import annotations
 
-import json
 import logging
-import os
 import time
 from collections.abc import Mapping, Sequence
 from types import TracebackType
-from typing import Literal, NamedTuple, NoReturn, cast
-
-import numpy as np
+from typing import Literal, NamedTuple, NoReturn
 
 from meshfeed._src.agreement import handshake
 from meshfeed._src.agreement.windows import leave_notice
@@ -23,13 +19,13 @@ from meshfeed._src.base import coordination
 from meshfeed._src.base.coordination import warn_if_forgotten
 from meshfeed._src.base.errors import (
     MeshfeedError,
-    SettingsError,
     StalledError,
     hide_own_frames,
     hides_own_frames,
     suggests_keywords,
 )
 from meshfeed._src.base.fork import Finalizer, Owner, finalize
+from meshfeed._src.base.progress import PROGRESS
 from meshfeed._src.base.reduction import ProgressReport
 from meshfeed._src.base.settings import (
     Balance,
@@ -38,21 +34,17 @@ from meshfeed._src.base.settings import (
     Retry,
     ShardShuffle,
     SkipBad,
-    check_settings,
-    local_path,
-    settings_json,
 )
-from meshfeed._src.base.stats import CACHES, PROGRESS, FeedStats, Sample, StatsRecorder, stats_since
+from meshfeed._src.base.stats import StatsRecorder
 from meshfeed._src.base.threads import SingleCall
 from meshfeed._src.base.turn import TURN, in_turn, in_use
-from meshfeed._src.base.types import JsonValue, PyTree, RecordIds, public
+from meshfeed._src.base.types import JsonValue, PyTree, public
+from meshfeed._src.feed.inspection import Inspection
 from meshfeed._src.feed.local_iterator import LocalIterator
-from meshfeed._src.feed.parts import check_can_follow, make_pipeline, make_stream, replay_step
-from meshfeed._src.feed.pipeline import Pipeline, Ready
-from meshfeed._src.pictures.plan import MeshPlan, plan_of_batch
-from meshfeed._src.pictures.report import HostLog, report_figures, report_page
+from meshfeed._src.feed.parts import check_can_follow, make_pipeline, make_stream
+from meshfeed._src.feed.pipeline import Pipeline, PrefetchDepth, Ready
+from meshfeed._src.feed.step_log import STEP_LOG, log_step
 from meshfeed._src.plan.plan import normalize_sharding, participants
-from meshfeed._src.reading.host_batch import spec_with_mask
 from meshfeed._src.sources.recognize import describe_source
 from meshfeed._src.state import state as feed_state
 from meshfeed._src.state.files import Checkpointable
@@ -93,46 +85,15 @@ class _Generation(NamedTuple):
     because: BaseException | None
 
 
-_step_log = logging.getLogger("meshfeed.steps")
-
-
-def _log_step(
-    name: str, host: int, ready: Ready, position: int, wait_seconds: float, contents: Mapping[str, JsonValue]
-) -> None:
-    """Logs one line for a delivered batch: ids and files of this host's rows, and times in seconds.
-
-    Args:
-      name: name of the feed.
-      host: process index.
-      ready: the batch; its index, counted from 0, is logged as ``step``.
-      position: records delivered before it, over all hosts.
-      wait_seconds: time that the caller waited for it.
-      contents: the stream's description of the batch, such as record ids and files.
-    """
-    batch = ready.batch
-    line: dict[str, JsonValue] = {
-        "time": round(time.time(), 3),
-        "feed": name,
-        "host": host,
-        "step": batch.step,
-        "position": position,
-        "global_batch_size": batch.global_batch_size,
-        "wait_seconds": round(wait_seconds, 6),
-        "transfer_seconds": round(ready.seconds, 6),
-        **{key: round(value, 6) for key, value in batch.times.items()},
-        **contents,
-    }
-    if batch.bad:
-        line["bad_records"] = [list(entry) for entry in batch.bad]
-    _step_log.debug("%s", json.dumps(line))
-
-
 @public("meshfeed")
-class Feed(Checkpointable):
+class Feed(Inspection, Checkpointable):
     """One stream of global batches over a mesh of any number of hosts.
 
     The global batch of step k depends only on the source, the settings and k, not on the number of hosts, devices,
     workers or threads, or on the read-ahead. ``iter(feed)`` returns the feed itself and does not reset it.
+
+    ``meshfeed.MultiHostDataLoadIterator`` is this class under a second name, which users of MaxText look for.
+    :class:`meshfeed.maxtext.MultiHostDataLoadIterator` is a different class, with MaxText's signature, for host batches.
 
     Args:
       source: a source of :mod:`meshfeed.sources`; a Grain, Hugging Face, TFDS or tf.data object; a sequence, a pytree
@@ -140,28 +101,29 @@ class Feed(Checkpointable):
       sharding: the sharding of the batches: a NamedSharding, a Mesh (rows over all its axes), or a pytree prefix of
         NamedShardings. A single NamedSharding applies to all leaves, with its spec truncated to each leaf's rank.
       global_batch_size: rows per step over all hosts, or a :class:`BatchSchedule`. Optional for HostBatches.
-      shuffle: False; True (uniform over the epoch); an int, the records per block of a two-level shuffle of blocks and
-        of the records in each block; or ``"shards"``, for sources over files, and ``Map``, ``Padded``, ``Packed``,
-        ``Buckets``, views and mixtures over them: shards in random order, divided into ``num_lanes`` lanes, each
-        shuffled in windows of two shards, so about one host needs each shard in an epoch. :class:`ShardShuffle` is the
-        same with settings.
+      shuffle: False; True (uniform over the epoch); an int, the records per block of a two-level shuffle of blocks and of
+        the records in each block; or ``"shards"``, for sources over files, and ``Map``, ``Padded``, ``Packed``, ``Buckets``,
+        views and mixtures over them: shards in random order, divided into ``num_lanes`` lanes, each shuffled in windows of
+        two shards, so about one host needs each shard in an epoch. :class:`ShardShuffle` is the same with settings.
       seed: 0 to 2**64 - 1.
       num_epochs: passes over the source, with no gap between them; None to repeat forever.
       end: ``"drop"`` the last partial batch or ``"pad"`` it with zeros. All hosts stop at the same step. With ``"drop"`` a
         stream ends before the first step that some lane cannot fill, and what longer lanes still hold is not delivered;
         ``"pad"`` delivers every record. A warning names the shortest lane where the lengths are known.
       mask_key: with ``end="pad"``, the key of an added bool ``[global_batch_size]`` leaf, False on padded rows.
-      balance: orders the rows of each global batch so that the shards of the batch cost about the same. The cost of a row
-        is ``"attention"``, the sum of the squares of its segment lengths; ``"tokens"``, their sum; or a function of its
-        segment lengths, int64[segments]. The set of rows of a step and the state stay the same. Requires ``Packed`` or a
-        source with ``lengths()``.
-      num_lanes: for streams and ``shuffle="shards"``: number of sequential parts that the rows are divided into.
-        Default: the largest common divisor of the batch sizes that is at most 64, and for ``shuffle="shards"`` at most
-        an eighth of the number of shards.
-      load: ``"sharded"``: each host reads the rows that its devices hold. ``"once"``: each row is read by one host, and
-        rows are resharded on device. A list of process indices: like ``"once"``, but only these hosts read. A lane with
-        rows on several hosts is read by each of them.
-      prefetch: global batches kept ready on device; 0 disables prefetching.
+      balance: orders the rows of each global batch so that the shards of the batch cost about the same. The cost of a row is
+        ``"attention"``, the sum of the squares of its segment lengths; ``"tokens"``, their sum; or a function of its segment
+        lengths, int64[segments]. The set of rows of a step and the state stay the same. Requires ``Packed`` or a source with
+        ``lengths()``.
+      num_lanes: for streams and ``shuffle="shards"``: number of sequential parts that the rows are divided into. Default:
+        the largest common divisor of the batch sizes that is at most 64, and for ``shuffle="shards"`` at most an eighth of
+        the number of shards.
+      load: ``"sharded"``: each host reads the rows that its devices hold. ``"once"``: each row is read by one host, and rows
+        are resharded on device. A list of process indices: like ``"once"``, but only these hosts read. A lane with rows on
+        several hosts is read by each of them.
+      prefetch: global batches kept ready on device; 0 disables prefetching. Batches whose parts on this host would take more
+        than a quarter of its memory (or of its container's limit) are not kept ready, except for two; a warning gives the
+        number.
       num_workers: processes that read and decode, or a :class:`Workers`. Does not change the stream.
       num_threads: threads that read and decode; None for one, or 4 for remote files that are read without a cache.
       retry: how to retry failed reads.
@@ -197,12 +159,13 @@ class Feed(Checkpointable):
         prefetch: int = 2,
         num_workers: int = 0,
         num_threads: int | None = None,
-        retry: Retry = Retry(),  # noqa: B008 (a frozen value)
+        retry: Retry = Retry(),
         bad_records: SkipBad | None = None,
         check_replicas: bool = False,
         timeout_seconds: float = 300,
         name: str | None = None,
     ) -> None:
+        arguments = locals()  # must be first: only the arguments are defined
         self._opening: SingleCall[AnyReader] | None = None  # opens the data at the cursor
         self._last_opening: SingleCall[AnyReader] | None = None
         self._pipeline: Pipeline | None = None
@@ -217,7 +180,7 @@ class Feed(Checkpointable):
         self._host = coordination.process_index()
         self._owner = Owner()
         self._participants = _participants(sharding)
-        # check_settings rejects other types below, once the handshake exists and can report the error to other hosts.
+        # FeedSettings rejects other types below, once the handshake exists and can report the error to other hosts.
         self.name = name if isinstance(name, str) else coordination.next_name("feed", self._participants)
         self._stats = StatsRecorder(self.name)
         self._second_pass = SecondPass(self.name)
@@ -229,29 +192,7 @@ class Feed(Checkpointable):
             if self._hosts_agree:
                 coordination.require_store()
             warn_if_forgotten()
-            self._make(
-                source,
-                sharding,
-                check_settings(
-                    global_batch_size=global_batch_size,
-                    shuffle=shuffle,
-                    seed=seed,
-                    num_epochs=num_epochs,
-                    end=end,
-                    mask_key=mask_key,
-                    balance=balance,
-                    num_lanes=num_lanes,
-                    load=load,
-                    prefetch=prefetch,
-                    num_workers=num_workers,
-                    num_threads=num_threads,
-                    retry=retry,
-                    bad_records=bad_records,
-                    check_replicas=check_replicas,
-                    timeout_seconds=timeout_seconds,
-                    name=name,
-                ),
-            )
+            self._make(source, sharding, FeedSettings.of(arguments))
         except BaseException as error:
             self._handshake.fail(error)  # other hosts wait for this one in the handshake
             self._handshake.leave()
@@ -262,6 +203,7 @@ class Feed(Checkpointable):
 
     def _make(self, source: object, sharding: PyTree, settings: FeedSettings) -> None:
         self._settings = settings
+        self._prefetch = PrefetchDepth(settings.prefetch, self.name)
         self._placer = make_placer(sharding, settings)
         self._stream = make_stream(source, settings, self._placer)
         if not self._stream.length_is_known and self._host not in self._participants:
@@ -385,9 +327,9 @@ class Feed(Checkpointable):
         self._stats.counts, ready.counted = counts, True  # without a call, so an interrupt cannot split it
         if self._stats.due:
             self._stats.publish(ready.cursor.step, ready.cursor.position)
-        if _step_log.isEnabledFor(logging.DEBUG):
+        if STEP_LOG.isEnabledFor(logging.DEBUG):
             contents = self._stream.describe_batch(batch)
-            _log_step(self.name, self._host, ready, position, time.perf_counter() - start, contents)
+            log_step(self.name, self._host, ready, position, time.perf_counter() - start, contents)
 
     def _running_pipeline(self) -> Pipeline:
         """Returns the pipeline of this generation. Each object is stored before it starts threads, for ``close``."""
@@ -426,6 +368,7 @@ class Feed(Checkpointable):
             cursor=cursor,
             host_rows=self._host_rows,
             settings=settings,
+            prefetch=self._prefetch,
             stats=self._stats,
             name=self.name,
             scope=self._scope,
@@ -529,141 +472,10 @@ class Feed(Checkpointable):
         if self._closed:  # nothing will read from what was opened to check a state
             self._leave(cursor, None, doing)
 
-    # ------------------------------------------------------------------ inspection
-
-    @property
-    def step(self) -> int:
-        """Batches delivered so far, which is the index of the next batch."""
-        return self._cursor.step
-
-    @property
-    def position(self) -> int:
-        """Real records delivered so far, over all hosts."""
-        return self._cursor.position
-
-    def __bool__(self) -> bool:
-        """True for every feed: without it, Python would ask for the length, which a stream does not have."""
-        return True
-
-    def __len__(self) -> int:
-        """Total number of batches, including delivered ones.
-
-        Raises:
-          TypeError: the stream is infinite, or its length is unknown.
-        """
-        steps = self._stream.num_steps(self._cursor)
-        if steps is None:
-            raise TypeError(f"{self.name} repeats forever (num_epochs=None) and has no length.")
-        return steps
-
-    @property
-    def element_spec(self) -> PyTree:
-        """Spec of the next batch, a pytree of ``jax.ShapeDtypeStruct`` with shardings. Reads a record if needed."""
-        spec = spec_with_mask(self._stream.record_spec(self._cursor), self._settings.mask_key)
-        return self._placer.element_spec(spec, self._stream.batch_size_at(self._cursor))
-
-    @hides_own_frames
-    def record_ids(self, step: int) -> RecordIds:
-        """Returns the record ids of any past or future batch.
-
-        Args:
-          step: index of the batch.
-
-        Returns:
-          int64 ``[rows]`` in row order, without padding.
-
-        Raises:
-          IndexError: the stream has no such step.
-          SettingsError: ``step`` is not an integer.
-          SourceError: the source is not random-access.
-        """
-        return self._stream.record_ids(self._cursor, _checked_step(step, "record_ids"))
-
-    @hides_own_frames
-    def read(self, record_ids: Sequence[int] | np.ndarray) -> PyTree:
-        """Returns decoded records as host-local numpy: a pytree of arrays ``[len(record_ids), ...]``.
-
-        Raises:
-          SourceError: an id is not in the source, or the source is not random-access.
-          SettingsError: ``record_ids`` is not a sequence of integers.
-        """
-        return self._stream.read(record_ids)
-
-    @hides_own_frames
-    def replay(self, step: int, *, state: Mapping[str, JsonValue] | None = None) -> PyTree:
-        """Reads all rows of one global batch again, on this host alone, as host-local numpy. The feed does not move.
-
-        Args:
-          step: index of the batch.
-          state: a state taken at or before the step, with all lanes of a stream (:func:`meshfeed.merge_states`). None
-            reads from the beginning. Ignored for random access.
-
-        Returns:
-          A pytree of arrays ``[global_batch_size, ...]``, including padding and mask.
-
-        Raises:
-          IndexError: the stream has no such step.
-          StateMismatchError: the state is from a different stream, or lacks lanes.
-          SettingsError: the state was taken after the step, or ``step`` is not an integer.
-          SourceError: host batches cannot be replayed.
-        """
-        step = _checked_step(step, "replay")
-        parsed = None if state is None else feed_state.parse_state(state)
-        return replay_step(self._stream, self._stream.replay_from(self._cursor, step, parsed), step)
-
-    @hides_own_frames
-    def plan(self) -> MeshPlan:
-        """Returns the rows and columns that each host reads and each device holds; a notebook displays it as a picture.
-
-        Describes the leaf that is divided in the most dimensions. Reads the first record if its shape is not known yet.
-
-        Raises:
-          SourceError: the first record cannot be read, or the source is empty.
-        """
-        return plan_of_batch(self.element_spec)
-
-    def config(self) -> dict[str, JsonValue]:
-        """Returns all settings and the fingerprint, as JSON."""
-        return {
-            **settings_json(self._settings),
-            "name": self.name,
-            "kind": self._stream.kind,
-            "num_lanes": self._cursor.num_lanes or None,
-            "participants": list(self._participants),
-            "fingerprint": self._stream.fingerprint(self._cursor),
-        }
-
     @property
     def local_iterator(self) -> LocalIterator:
         """The feed as the local iterator that MaxText expects, with its state after the last delivered batch."""
         return LocalIterator(self)
-
-    @hides_own_frames
-    def stats(self, *, since: FeedStats | None = None) -> FeedStats:
-        """Returns this host's counters and times so far.
-
-        Args:
-          since: result of an earlier call; the result then covers only the time between the two calls.
-
-        Raises:
-          SettingsError: ``since`` belongs to a different feed, or is not earlier.
-        """
-        return stats_since(self._stats.snapshot(), since)
-
-    @hides_own_frames
-    def report(self, path: str | os.PathLike[str]) -> None:
-        """Writes this host's figures over time as one HTML page, without external resources.
-
-        For the figures of all hosts, write logs with :func:`meshfeed.monitoring.log` and run ``meshfeed report``.
-
-        Raises:
-          OSError: the file cannot be written.
-        """
-        local_path("path", path).write_text(report_page(report_figures([self._figures()])), encoding="utf-8")
-
-    def _figures(self) -> HostLog:
-        now = Sample(time.time(), self.step, self.position, self._stats.snapshot(), CACHES.totals())
-        return HostLog(self.name, self._host, [*self._stats.history(), now])
 
     # ------------------------------------------------------------------ closing
 
@@ -713,12 +525,6 @@ class Feed(Checkpointable):
 
 MultiHostDataLoadIterator = Feed
 """The feed under the name of MaxText's loader."""
-
-
-def _checked_step(step: object, method: str) -> int:
-    if isinstance(step, bool) or not isinstance(step, int | np.integer):
-        raise SettingsError(f"{method}({step!r}); it takes an int of at least 0.", setting="step")
-    return int(cast("int", step))
 
 
 def _participants(sharding: PyTree) -> Sequence[int]:

@@ -17,7 +17,7 @@ from meshfeed._src.base.hooks import is_stream
 from meshfeed._src.base.settings import FeedSettings
 from meshfeed._src.base.stats import StatsRecorder
 from meshfeed._src.base.types import PyTree
-from meshfeed._src.feed.pipeline import Pipeline
+from meshfeed._src.feed.pipeline import Pipeline, PrefetchDepth
 from meshfeed._src.plan.plan import HostRows
 from meshfeed._src.sources.host_batches import HostBatches
 from meshfeed._src.sources.recognize import as_source
@@ -86,6 +86,7 @@ def make_pipeline(
     cursor: Cursor,
     host_rows: HostRows,
     settings: FeedSettings,
+    prefetch: PrefetchDepth,
     stats: StatsRecorder,
     name: str,
     scope: str,
@@ -105,6 +106,7 @@ def make_pipeline(
       cursor: where to start.
       host_rows: this host's rows.
       settings: the feed's settings.
+      prefetch: the number of batches to keep ready.
       stats: records read times and retries.
       name: name of the feed.
       scope: key prefix, unique to the feed.
@@ -155,7 +157,7 @@ def make_pipeline(
     return Pipeline(
         reader,
         placer.put,
-        prefetch=settings.prefetch,
+        prefetch=prefetch,
         agreement=agreement,
         window_reports=window_reports,
         cursor=cursor,

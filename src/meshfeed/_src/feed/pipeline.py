@@ -12,6 +12,7 @@ cannot be repeated after an interrupt and therefore keep a reader thread.
 from __future__ import annotations
 
 import dataclasses
+import logging
 import time
 from collections.abc import Callable, Mapping
 
@@ -23,12 +24,17 @@ from meshfeed._src.agreement.window_report import WindowReports
 from meshfeed._src.agreement.windows import WindowAgreement, leave_notice
 from meshfeed._src.base.errors import Failure, StalledError
 from meshfeed._src.base.fork import Owner
+from meshfeed._src.base.host_memory import host_memory_bytes
+from meshfeed._src.base.progress import PROGRESS
 from meshfeed._src.base.read_ahead import ReadAhead
-from meshfeed._src.base.stats import PROGRESS, StatsRecorder
+from meshfeed._src.base.stats import StatsRecorder
 from meshfeed._src.base.types import PyTree
 from meshfeed._src.streams.protocol import AnyReader, Cursor, HostBatch
 
+_log = logging.getLogger("meshfeed.prefetch")
 _SLACK_SECONDS = 15.0
+_PREFETCH_SHARE = 0.25  # of the host's memory
+_LEAST_PREFETCH = 2  # below it, nothing would overlap the step
 _NOTHING_KNOWN: tuple[Mapping[int, int], int] = ({}, 0)  # no lane has ended, and no record was bad
 
 
@@ -55,13 +61,50 @@ class Ready:
     counted: bool = False
 
 
+class PrefetchDepth:
+    """The number of global batches to keep ready: ``prefetch=``, or fewer if they would take a quarter of the host's memory.
+
+    Args:
+      prefetch: the setting.
+      name: name of the feed, for the warning, which is logged once.
+    """
+
+    def __init__(self, prefetch: int, name: str) -> None:
+        self.depth = self._prefetch = prefetch
+        self._name = name
+        self._largest = 0
+
+    def __call__(self) -> int:
+        """Returns the current depth."""
+        return self.depth
+
+    def measure(self, num_bytes: int) -> None:
+        """Lowers the depth if this host's part of a batch, ``num_bytes``, is larger than all before and too large."""
+        if num_bytes <= self._largest:
+            return
+        self._largest = num_bytes
+        memory = host_memory_bytes()
+        depth = min(self._prefetch, max(_LEAST_PREFETCH, int(memory * _PREFETCH_SHARE) // num_bytes))
+        if depth < self._prefetch == self.depth:
+            _log.warning(
+                "%s: prefetch=%d batches of %s bytes on this host would take more than a quarter of its memory of %s "
+                "bytes, so at most %d are kept ready. Pass a smaller prefetch.",
+                self._name,
+                self._prefetch,
+                f"{num_bytes:,}",
+                f"{memory:,}",
+                depth,
+            )
+        self.depth = min(self.depth, depth)
+
+
 class Pipeline:
     """Batches in order, starting at a cursor. No thread starts before the first :meth:`peek`.
 
     Args:
       reader: reads this host's part; closed with the pipeline.
       put: (host tree, global batch size) → arrays; called on any thread.
-      prefetch: number of global batches kept ready.
+      prefetch: number of global batches to keep ready, possibly 0.
       agreement: agreement with other hosts, also as seen by one that only follows; None in a single process.
       window_reports: makes and checks window reports.
       cursor: where the reader starts.
@@ -76,7 +119,7 @@ class Pipeline:
         reader: AnyReader,
         put: Callable[[PyTree, int], PyTree],
         *,
-        prefetch: int,
+        prefetch: PrefetchDepth,
         agreement: WindowAgreement | Follower | None,
         window_reports: WindowReports,
         cursor: Cursor,
@@ -104,13 +147,12 @@ class Pipeline:
         self._held: HostBatch | None = None  # without a reader thread: a batch read but not yet transferred
         self._host_stage: ReadAhead[HostBatch] | None = None
         self._device_stage: ReadAhead[Ready] | None = None
-        if agreement is not None or (reader.sequential and not prefetch):
+        self._prefetch = prefetch
+        if agreement is not None or (reader.sequential and not prefetch.depth):
             depth = (lambda: 1) if agreement is None else (lambda: agreement.read_ahead)
             self._host_stage = ReadAhead(self._read, depth=depth, name=f"meshfeed-reader-{name}")
-        if prefetch:
-            self._device_stage = ReadAhead(
-                self._produce_ahead, depth=lambda: prefetch, name=f"meshfeed-prefetch-{name}"
-            )
+        if prefetch.depth:
+            self._device_stage = ReadAhead(self._produce_ahead, depth=prefetch, name=f"meshfeed-prefetch-{name}")
 
     def _read(self) -> HostBatch:
         agreement = self._agreement
@@ -170,6 +212,7 @@ class Pipeline:
 
     def _produce_ahead(self) -> Ready:
         ready = self._produce()
+        self._prefetch.measure(ready.batch.num_bytes)
         self._take_off(ready)
         return ready
 

@@ -36,15 +36,16 @@ from meshfeed._src.base.errors import (
 from meshfeed._src.base.fork import Owner
 from meshfeed._src.base.hooks import Resumable, find
 from meshfeed._src.base.ownership import own, seal
+from meshfeed._src.base.progress import Dropping
 from meshfeed._src.base.reduction import Rounds
 from meshfeed._src.base.retry import call_with_retry
 from meshfeed._src.base.settings import Retry
-from meshfeed._src.base.stats import Dropping, FeedStats
+from meshfeed._src.base.stats import FeedStats
 from meshfeed._src.base.threads import close_within
 from meshfeed._src.base.trees import decode_value, encode_value, tree_from_json, tree_to_json
 from meshfeed._src.base.turn import TURN, in_turn, in_use
 from meshfeed._src.base.types import JsonValue, PyTree, public
-from meshfeed._src.feed.iterator import MultiHostDataLoadIterator as Feed
+from meshfeed._src.feed.iterator import Feed
 from meshfeed._src.plan.plan import normalize_sharding, participants
 from meshfeed._src.remote.client import zeros
 from meshfeed._src.sources.host_batches import HostBatches, is_grain, is_one_shot, start
@@ -63,6 +64,9 @@ _TIMEOUT_SECONDS = 600.0  # a loader may wait 300 s for its tf.data pipeline whi
 @public("meshfeed.maxtext")
 class MultiHostDataLoadIterator(Checkpointable):
     """Assembles host-local batches into global arrays; a drop-in replacement for MaxText's class of the same name.
+
+    ``meshfeed.MultiHostDataLoadIterator`` is a different class: a second name of :class:`meshfeed.Feed`, which reads records
+    from a source and can resume on any number of hosts. Only the class here takes MaxText's arguments.
 
     Host batches are concatenated into one global batch, with dimension 0 sharded over all axes of the mesh.
     ``iter()`` restarts the loader; a one-shot iterator instead resumes after the last delivered batch. Without padding,

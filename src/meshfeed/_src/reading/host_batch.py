@@ -42,15 +42,6 @@ def spec_of_batch(batch: PyTree, num_rows: int, *, what: str) -> RecordSpec:
     return RecordSpec(treedef, tuple(leaves))
 
 
-def is_plain_batch(batch: PyTree, num_rows: int) -> bool:
-    """Whether :func:`spec_of_batch` would raise no error; fast, and False if unsure."""
-    leaves = jax.tree.leaves(batch)
-    for leaf in leaves:
-        if type(leaf) is not np.ndarray or leaf.dtype.kind not in "biufc" or leaf.shape[:1] != (num_rows,):
-            return False
-    return bool(leaves)
-
-
 def num_rows(batch: PyTree) -> int:
     """Number of rows of a batch, from its first leaf."""
     return int(jax.tree.leaves(batch)[0].shape[0])

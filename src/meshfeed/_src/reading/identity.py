@@ -41,7 +41,7 @@ def digest_tree(tree: PyTree) -> str:
     return hasher.hexdigest()
 
 
-def probe_digest(num_records: int, digest: Callable[[np.ndarray], str], retry: Retry = Retry()) -> str:  # noqa: B008 (a frozen value)
+def probe_digest(num_records: int, digest: Callable[[np.ndarray], str], retry: Retry = Retry()) -> str:
     """Returns a digest of up to four records spread over a source.
 
     A single unreadable record does not raise: it is marked in the digest, because a feed over it must still have a state.
@@ -111,7 +111,7 @@ def digest_raw(records: Iterable[bytes]) -> str:
     return hasher.hexdigest()
 
 
-def source_identity(source: RandomAccessSource | StreamSource, retry: Retry = Retry()) -> dict[str, JsonValue]:  # noqa: B008 (a frozen value)
+def source_identity(source: RandomAccessSource | StreamSource, retry: Retry = Retry()) -> dict[str, JsonValue]:
     """Returns the part of the fingerprint that identifies the source, as JSON. May read records.
 
     A source's own ``fingerprint()`` replaces the probe of four records. The kind is always included, and the number of

@@ -23,14 +23,14 @@ from meshfeed._src.base.types import (
     DecodeBatch,
     PyTree,
     RandomAccessSource,
-    Record,
     RecordIds,
     Rngs,
 )
 from meshfeed._src.order import permutation
-from meshfeed._src.reading.host_batch import is_plain_batch, spec_of_batch
+from meshfeed._src.reading.host_batch import spec_of_batch
+from meshfeed._src.reading.items import decode_each, ended, read_items
 from meshfeed._src.reading.recovery import Recovery
-from meshfeed._src.reading.stacking import RecordSpec, RecordStack
+from meshfeed._src.reading.stacking import RecordSpec
 from meshfeed._src.reading.structure import check_spec
 
 _trace = jax.profiler.TraceAnnotation
@@ -72,72 +72,7 @@ def file_of(source: object, record_id: int) -> str | None:
     return None if located is None else located.file_of(int(record_id))
 
 
-def _name_record(source: object, record_id: int) -> str:
-    path = file_of(source, record_id)
-    return f"record {record_id}" + (f" of {path}" if path else "")
-
-
-def _add_seconds(times: dict[str, float], name: str, start: float) -> None:
-    times[name] = times.get(name, 0.0) + time.perf_counter() - start
-
-
-def _ended(doing: str, record_id: int | None) -> SourceError:
-    return SourceError(
-        f"the source raised StopIteration while {doing}; a random-access source ends at len(source), so this is a bug in "
-        "the source or its decoder.",
-        record_id=record_id,
-    )
-
-
-def _read_items(source: RandomAccessSource, ids: list[int]) -> PyTree:
-    """Stacks records as they arrive, since the source may reuse the memory of one for the next."""
-    several = find(source, hooks.ItemsReader)
-    records = (_get_item(source, record_id) for record_id in ids) if several is None else _get_items(several, ids)
-    stack = RecordStack(len(ids))
-    for record_id, record in zip(ids, records, strict=True):
-        stack.add(record, record_id)
-    return stack.take()[0]
-
-
-def _get_items(source: hooks.ItemsReader, ids: list[int]) -> Sequence[Record]:
-    records = source.__getitems__(ids)
-    if len(records) != len(ids):
-        raise SourceError(f"__getitems__ returned {len(records)} records for {len(ids)} ids; expected one per id.")
-    return records
-
-
-def _get_item(source: RandomAccessSource, record_id: int) -> Record:
-    try:
-        return source[record_id]
-    except SourceError:
-        raise
-    except StopIteration as error:
-        raise _ended(f"reading {_name_record(source, record_id)}", record_id) from error
-    except Exception as error:
-        error.add_note(f"while reading {_name_record(source, record_id)}")
-        raise
-
-
-def _decode_each(
-    source: hooks.RawReader, decode: Decode, raw: Sequence[bytes], record_ids: RecordIds, rngs: Rngs | None
-) -> PyTree:
-    stack = RecordStack(len(raw))
-    for row, record in enumerate(raw):
-        record_id = int(record_ids[row])
-        try:
-            decoded = decode(record) if rngs is None else decode(record, rng=rngs[row])
-        except SourceError:
-            raise
-        except StopIteration as error:
-            raise _ended(f"decoding {_name_record(source, record_id)}", record_id) from error
-        except Exception as error:
-            error.add_note(f"while decoding {_name_record(source, record_id)}")
-            raise
-        stack.add(decoded, record_id)
-    return stack.take()[0]
-
-
-def _unchanged(record: Record) -> Record:
+def _unchanged(record: bytes) -> bytes:
     return record
 
 
@@ -161,13 +96,14 @@ class SourceReader:
         # Without a decoder, stacking bytes raises an error that names the keyword to pass.
         self._decode_one: Decode = _unchanged if one is None else one.decode
         self._decode_batch = None if several is None else several.decode_batch
-        self._one_takes_rng = accepts_keyword(self._decode_one, "rng")
-        self._batch_takes_rng = accepts_keyword(self._decode_batch, "rng")
+        decoder = self._decode_one if self._decode_batch is None else self._decode_batch
+        self._decoder_takes_rng = accepts_keyword(decoder, "rng")
         self._takes_rows = _takes_rows(source, self._decode_batch)
         self._fresh_batches = returns_fresh(source, "read_batch")
         self._fresh_rows = returns_fresh(source, "read_rows")
         self._fresh_decoded = returns_fresh(self._decode_batch, "__call__")
         self._fresh_from_rows = returns_fresh(self._decode_batch, "from_rows")
+        self._decoded_spec: RecordSpec | None = None  # of the last batch from decode_batch
 
     def read(
         self,
@@ -193,24 +129,42 @@ class SourceReader:
           Any exception of the source or the decoder; if it concerns a known record, with a note that names the record.
         """
         times = {} if times is None else times
-        start = time.perf_counter()
+        raw = rows = batch = None
         try:
-            if self._raw is not None:
-                return self._read_and_decode(self._raw, record_ids, rngs, times)
+            start = time.perf_counter()
             with _trace("meshfeed.read"):
-                if self._stacked is None:
-                    batch = _read_items(self.source, record_ids.tolist())
+                if self._raw is not None:
+                    if rngs is None and self._takes_rows:
+                        rows = cast("hooks.RowsReader", self._raw).read_rows(record_ids)
+                        rows = rows if self._fresh_rows else own_leaves(rows)
+                    raw = self._raw.read_raw(record_ids) if rows is None else ()
+                elif self._stacked is not None:
+                    batch = self._read_stacked(self._stacked, record_ids, rngs, columns)
                 else:
-                    batch = self._read_batch(self._stacked, record_ids, rngs, columns)
-            _add_seconds(times, "read_seconds", start)
+                    batch = read_items(self.source, record_ids.tolist(), self._name)
+            read = time.perf_counter()
+            times["read_seconds"] = times.get("read_seconds", 0.0) + read - start
+            if raw is None:
+                return batch
+            with _trace("meshfeed.decode"):
+                if self._decode_batch is not None:
+                    batch = self._decode(self._decode_batch, raw, rows, record_ids, rngs)
+                else:
+                    rngs = rngs if self._decoder_takes_rng else None
+                    batch = decode_each(self._decode_one, raw, record_ids, rngs, self._name)
+            times["decode_seconds"] = times.get("decode_seconds", 0.0) + time.perf_counter() - read
             return batch
         except StopIteration as error:
-            raise _ended(f"reading {len(record_ids)} records (first id {record_ids[0]})", None) from error
+            raise ended(f"reading {len(record_ids)} records (first id {record_ids[0]})", None) from error
         except Exception as error:
             note_thread(error)
             raise
 
-    def _read_batch(
+    def _name(self, record_id: int) -> str:
+        path = file_of(self.source, record_id)
+        return f"record {record_id}" + (f" of {path}" if path else "")
+
+    def _read_stacked(
         self, reader: hooks.BatchReader, record_ids: RecordIds, rngs: Rngs | None, columns: ColumnSlices | None
     ) -> PyTree:
         extra: dict[str, object] = {}
@@ -220,26 +174,6 @@ class SourceReader:
             extra["rngs"] = rngs
         batch = reader.read_batch(record_ids, **extra)
         return batch if self._fresh_batches else own_leaves(batch)
-
-    def _read_and_decode(
-        self, source: hooks.RawReader, record_ids: RecordIds, rngs: Rngs | None, times: dict[str, float]
-    ) -> PyTree:
-        start = time.perf_counter()
-        rows: np.ndarray | None = None
-        with _trace("meshfeed.read"):
-            if rngs is None and self._takes_rows:
-                rows = cast("hooks.RowsReader", source).read_rows(record_ids)
-                rows = rows if self._fresh_rows else own_leaves(rows)
-            raw = source.read_raw(record_ids) if rows is None else ()
-        _add_seconds(times, "read_seconds", start)
-        start = time.perf_counter()
-        with _trace("meshfeed.decode"):
-            if self._decode_batch is None:
-                batch = _decode_each(source, self._decode_one, raw, record_ids, rngs if self._one_takes_rng else None)
-            else:
-                batch = self._decode(self._decode_batch, raw, rows, record_ids, rngs)
-        _add_seconds(times, "decode_seconds", start)
-        return batch
 
     def _decode(
         self,
@@ -253,22 +187,22 @@ class SourceReader:
         try:
             if rows is not None:
                 batch = cast("hooks.DecodesRows", decode_batch).from_rows(rows)
-            elif rngs is not None and self._batch_takes_rng:
+            elif rngs is not None and self._decoder_takes_rng:
                 batch = decode_batch(list(raw), rng=list(rngs))
             else:
                 batch = decode_batch(list(raw))
         except SourceError:
             raise
         except Exception as error:
-            first = _name_record(self.source, int(record_ids[0]))
+            first = self._name(int(record_ids[0]))
             error.add_note(
                 f"while decoding {first}" if number == 1 else f"while decoding {number} records (first: {first})"
             )
             raise
         if not (self._fresh_decoded if rows is None else self._fresh_from_rows):
             batch = own_leaves(batch)
-        if not is_plain_batch(batch, number):
-            spec_of_batch(batch, number, what="decode_batch")
+        if self._decoded_spec is None or not self._decoded_spec.fits(batch, number):
+            self._decoded_spec = spec_of_batch(batch, number, what="decode_batch")
         return batch
 
 

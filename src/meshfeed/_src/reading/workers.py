@@ -16,8 +16,9 @@ from meshfeed._src.base import child as child_process
 from meshfeed._src.base.child import ChildProcess, ErrorDescription
 from meshfeed._src.base.errors import MeshfeedError, SettingsError, SourceError, StalledError, shorten
 from meshfeed._src.base.fork import finalize
+from meshfeed._src.base.progress import PROGRESS
 from meshfeed._src.base.settings import GC_EVERY, Workers
-from meshfeed._src.base.stats import CACHES, PROGRESS
+from meshfeed._src.base.stats import CACHES
 from meshfeed._src.base.types import ColumnSlices, RecordIds
 
 if TYPE_CHECKING:

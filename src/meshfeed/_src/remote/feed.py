@@ -26,12 +26,13 @@ from numpy.typing import ArrayLike
 
 from meshfeed._src.base.errors import MeshfeedError, SettingsError, SourceError, hides_own_frames, suggests_keywords
 from meshfeed._src.base.settings import (
+    SETTINGS,
     Balance,
     BatchSchedule,
+    FeedSettings,
     Retry,
     ShardShuffle,
     SkipBad,
-    check_settings,
     local_path,
 )
 from meshfeed._src.base.stats import FeedStats, stats_since
@@ -160,16 +161,16 @@ class RemoteFeed(Checkpointable):
         prefetch: int = 2,
         num_workers: int = 0,
         num_threads: int | None = None,
-        retry: Retry = Retry(),  # noqa: B008 (a frozen value)
+        retry: Retry = Retry(),
         bad_records: SkipBad | None = None,
         check_replicas: bool = False,
         timeout_seconds: float = 300,
         name: str | None = None,
     ) -> None:
-        given = locals()  # must be first: only the arguments are defined
-        settings = {name: value for name, value in given.items() if name not in ("self", "make_source", "sharding")}
+        arguments = locals()  # must be first: only the arguments are defined
         self._closed = self._ended = False
-        check_settings(**settings)  # fails here rather than on the hosts
+        FeedSettings.of(arguments)  # fails here rather than on the hosts
+        settings = {name: arguments[name] for name in SETTINGS}
         prefix = normalize_sharding(sharding)
         meshes = list(dict.fromkeys(leaf.mesh for leaf in sharding_leaves(prefix)))
         if len(meshes) > 1:

@@ -13,7 +13,7 @@ import xxhash
 
 from meshfeed._src.base import hooks
 from meshfeed._src.base.errors import SettingsError, SourceError
-from meshfeed._src.base.stats import Dropping
+from meshfeed._src.base.progress import Dropping
 from meshfeed._src.base.types import RandomAccessSource, Record
 from meshfeed._src.reading.records import file_of, wants_rng
 from meshfeed._src.sources.host_batches import HostBatches

@@ -16,7 +16,7 @@ from meshfeed._src.base import trees
 from meshfeed._src.base.errors import SourceError, StalledError, StateMismatchError, hides_own_frames, never_the_end
 from meshfeed._src.base.hooks import Resumable, find
 from meshfeed._src.base.ownership import own
-from meshfeed._src.base.stats import Dropping
+from meshfeed._src.base.progress import Dropping
 from meshfeed._src.base.threads import close_within
 from meshfeed._src.base.types import JsonValue, PyTree, public
 from meshfeed._src.sources.files.formats import reader_hint

@@ -22,9 +22,9 @@ from meshfeed._src.base import hooks
 from meshfeed._src.base.errors import SettingsError, SourceError, StateMismatchError, hides_own_frames, never_the_end
 from meshfeed._src.base.identities import ALL_RECORDS, without_all_records
 from meshfeed._src.base.ownership import own_batch
+from meshfeed._src.base.progress import Dropping
 from meshfeed._src.base.rng import philox
 from meshfeed._src.base.settings import ShardShuffle
-from meshfeed._src.base.stats import Dropping
 from meshfeed._src.base.types import ColumnSlices, JsonValue, PyTree, Record, RecordIds, Rngs, public
 from meshfeed._src.order import permutation
 from meshfeed._src.order.epochs import EpochOrder

@@ -11,7 +11,7 @@ from typing import Any
 from meshfeed._src.base import hooks
 from meshfeed._src.base.errors import SettingsError, SourceError, hides_own_frames
 from meshfeed._src.base.hooks import find
-from meshfeed._src.base.stats import Dropping
+from meshfeed._src.base.progress import Dropping
 from meshfeed._src.base.types import JsonValue, LaneIterator, Record, public
 from meshfeed._src.sources.files.formats import reader_hint
 
@@ -49,7 +49,8 @@ class Stream:
                 "itertools.islice(make_records(), lane_index, None, num_lanes)); for batches: HostBatches(iterable)."
                 f"{reader_hint(open)}"
             )
-        self._open, self._fingerprint, self._takes_epoch = open, fingerprint, _takes_keyword(open, "epoch")
+        self._open, self._fingerprint = open, fingerprint
+        self._takes_epoch = hooks.accepts_keyword(open, "epoch", in_kwargs=True)
         check_lane_function(open, ["epoch"] if self._takes_epoch else [], fingerprint, "Stream")
         self._given: weakref.WeakSet[Any] = weakref.WeakSet()
 
@@ -173,12 +174,3 @@ def ended_early(what: str, missing: int) -> SourceError:
         f"{what} ended {missing} records before the record to resume at; the data has become shorter. Pass the data that "
         "the state was saved with."
     )
-
-
-def _takes_keyword(function: Callable[..., Any], keyword: str) -> bool:
-    """Whether a function can be called with ``keyword``, even if only through ``**kwargs``."""
-    try:
-        parameters = inspect.signature(function).parameters.values()
-    except (TypeError, ValueError):  # some C callables have no signature
-        return False
-    return any(p.kind is p.VAR_KEYWORD or (p.name == keyword and p.kind is not p.POSITIONAL_ONLY) for p in parameters)

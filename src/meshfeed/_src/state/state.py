@@ -147,13 +147,22 @@ def parse_state(state: JsonValue) -> FeedState:
 
 
 def _parse_object(state: JsonValue) -> dict[str, JsonValue]:
+    if isinstance(state, os.PathLike):
+        state = os.fspath(cast("os.PathLike[str]", state))
     if isinstance(state, str | bytes | bytearray):
+        given = state
         try:
-            state = json.loads(state)
+            state = json.loads(given)
         except ValueError as error:
-            raise StateMismatchError(
-                "state", _shorten(state), "JSON", f"It is truncated or not JSON ({error}). {_DAMAGED}"
-            ) from None
+            text = given if isinstance(given, str) else given.decode(errors="replace")
+            if text[:1] not in ("", "{", "[") and text.isprintable():  # one line, as a path is
+                remedy = (
+                    "A state is the value that get_state() returned, or its JSON. If this is the path of a file, pass "
+                    f"json.loads(open({_shorten(text)!r}).read()); Checkpointer.restore restores a checkpoint folder."
+                )
+            else:
+                remedy = f"It is truncated or not JSON ({error}). {_DAMAGED}"
+            raise StateMismatchError("state", _shorten(given), "JSON", remedy) from None
     if not isinstance(state, Mapping):
         raise StateMismatchError("state", _shorten(state), "a JSON object", _DAMAGED)
     return dict(cast("Mapping[str, JsonValue]", state))

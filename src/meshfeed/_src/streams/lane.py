@@ -12,10 +12,10 @@ from meshfeed._src.base import hooks, trees
 from meshfeed._src.base.errors import SourceError, StateMismatchError, reason_of
 from meshfeed._src.base.hooks import accepts_keyword, find
 from meshfeed._src.base.ownership import own_batch
+from meshfeed._src.base.progress import Dropping
 from meshfeed._src.base.retry import call_with_retry
 from meshfeed._src.base.rng import philox
 from meshfeed._src.base.settings import Retry, SkipBad
-from meshfeed._src.base.stats import Dropping
 from meshfeed._src.base.threads import note_thread
 from meshfeed._src.base.types import JsonValue, LaneIterator, PyTree, Record, StreamSource
 from meshfeed._src.reading.host_batch import join_batches, num_rows

@@ -270,7 +270,7 @@ class LaneReader:
         self._runs: dict[int, tuple[int, tuple[LaneRun, ...]]] = {}  # batch size → (host rows, their runs)
         self._final: int | None = None
         self._lanes = (
-            WorkerLanes(cursor.source, shared, entries, settings.num_workers, settings.timeout_seconds)
+            WorkerLanes(cursor.source, shared, entries, settings.workers, settings.timeout_seconds)
             if settings.num_workers and entries
             else LaneGroup(cursor.source, shared, entries, settings.num_threads or 1)
         )

@@ -163,7 +163,7 @@ class RandomAccessReader:
         self._doing: tuple[str | tuple[int, RecordIds], float] = ("idle", time.monotonic())
         self.sequential = settings.num_workers > 0  # workers answer in the order of the requests
         if settings.num_workers:
-            self._workers = WorkerReader(records, settings.num_workers, timeout_seconds=settings.timeout_seconds)
+            self._workers = WorkerReader(records, settings.workers, timeout_seconds=settings.timeout_seconds)
             self._ahead = 2 * settings.num_workers  # two requests per worker, so that none waits for the next one
         elif (num_threads := settings.num_threads or _read_threads(records.source)) > 1:
             self._threads = Threads(num_threads, "meshfeed-read")

@@ -366,7 +366,7 @@ class ShardCache:
         max_bytes: int | None = None,
         *,
         ahead_bytes: int | None = None,
-        retry: Retry = Retry(),  # noqa: B008  # frozen
+        retry: Retry = Retry(),  # frozen
         checksums: Mapping[str, str] | None = None,
         stall_seconds: float = 60.0,
         read_timeout_seconds: float = 30.0,

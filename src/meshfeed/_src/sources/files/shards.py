@@ -13,6 +13,7 @@ from typing import Generic, TypeVar
 import numpy as np
 
 from meshfeed._src.base.errors import SourceError
+from meshfeed._src.sources.checks import check_ids
 from meshfeed._src.sources.files.open_files import files_per_call
 from meshfeed._src.sources.files.shard import Shard
 
@@ -68,13 +69,7 @@ class Shards(Generic[S]):
           IndexError: if an id is not in [0, len).
         """
         ids = np.asarray(record_ids, np.int64)
-        if ids.size:
-            # Not check_ids: a step would enter its file for this alone. reduce() avoids the call overhead of min() and max().
-            low, high = int(np.minimum.reduce(ids)), int(np.maximum.reduce(ids))
-            if low < 0 or high >= self.ends[-1]:
-                raise IndexError(
-                    f"record id {low if low < 0 else high} is out of range: the source has {len(self):,} records"
-                )
+        check_ids(ids, len(self))
         return ids
 
     def parts(self, ids: np.ndarray) -> Iterator[Part]:

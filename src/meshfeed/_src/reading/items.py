@@ -1,0 +1,72 @@
+"""Reads or decodes records one at a time, into a stacked batch; an error names its record."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from meshfeed._src.base import hooks
+from meshfeed._src.base.errors import SourceError
+from meshfeed._src.base.hooks import find
+from meshfeed._src.base.types import Decode, PyTree, RandomAccessSource, Record, RecordIds, Rngs
+from meshfeed._src.reading.stacking import RecordStack
+
+NameRecord = Callable[[int], str]
+"""Record id → what an error calls the record."""
+
+
+def ended(doing: str, record_id: int | None) -> SourceError:
+    """Returns the error for StopIteration from a source or decoder, which would otherwise end the feed's loop."""
+    return SourceError(
+        f"the source raised StopIteration while {doing}; a random-access source ends at len(source), so this is a bug in "
+        "the source or its decoder.",
+        record_id=record_id,
+    )
+
+
+def read_items(source: RandomAccessSource, ids: list[int], name: NameRecord) -> PyTree:
+    """Reads records with ``__getitems__`` or ``__getitem__``; stacks each as it arrives, since its memory may be reused."""
+    several = find(source, hooks.ItemsReader)
+    records = (_get_item(source, record_id, name) for record_id in ids) if several is None else _get_items(several, ids)
+    stack = RecordStack(len(ids))
+    for record_id, record in zip(ids, records, strict=True):
+        stack.add(record, record_id)
+    return stack.take()[0]
+
+
+def _get_items(source: hooks.ItemsReader, ids: list[int]) -> Sequence[Record]:
+    records = source.__getitems__(ids)
+    if len(records) != len(ids):
+        raise SourceError(f"__getitems__ returned {len(records)} records for {len(ids)} ids; expected one per id.")
+    return records
+
+
+def _get_item(source: RandomAccessSource, record_id: int, name: NameRecord) -> Record:
+    try:
+        return source[record_id]
+    except SourceError:
+        raise
+    except StopIteration as error:
+        raise ended(f"reading {name(record_id)}", record_id) from error
+    except Exception as error:
+        error.add_note(f"while reading {name(record_id)}")
+        raise
+
+
+def decode_each(
+    decode: Decode, raw: Sequence[bytes], record_ids: RecordIds, rngs: Rngs | None, name: NameRecord
+) -> PyTree:
+    """Decodes records one by one; ``rngs`` are passed as ``rng=``."""
+    stack = RecordStack(len(raw))
+    for row, record in enumerate(raw):
+        record_id = int(record_ids[row])
+        try:
+            decoded = decode(record) if rngs is None else decode(record, rng=rngs[row])
+        except SourceError:
+            raise
+        except StopIteration as error:
+            raise ended(f"decoding {name(record_id)}", record_id) from error
+        except Exception as error:
+            error.add_note(f"while decoding {name(record_id)}")
+            raise
+        stack.add(decoded, record_id)
+    return stack.take()[0]

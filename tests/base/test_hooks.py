@@ -1,0 +1,43 @@
+"""Whether a function takes a keyword, which decides what it is passed."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from meshfeed._src.base.hooks import accepts_keyword
+
+
+class Decoder:
+    def __call__(self, record: bytes, *, rng: Any) -> None: ...
+
+    def method(self, record: bytes, rng: Any = None) -> None: ...
+
+
+def named(record: bytes, rng: Any) -> None: ...
+def only(record: bytes, *, rng: Any = None) -> None: ...
+def positional(rng: Any, /) -> None: ...
+def starred(*rng: Any) -> None: ...
+def kwargs(record: bytes, **options: Any) -> None: ...
+def named_kwargs(record: bytes, **rng: Any) -> None: ...
+def other(record: bytes, generator: Any) -> None: ...
+@functools.wraps(named)
+def wrapped(*args: Any, **options: Any) -> None: ...
+
+
+@pytest.mark.parametrize(
+    ("function", "taken", "taken_in_kwargs"),
+    [
+        (None, False, False), (named, True, True), (only, True, True), (Decoder(), True, True),
+        (Decoder().method, True, True), (functools.partial(named, b""), True, True), (wrapped, True, True),
+        (positional, False, False), (starred, False, False), (other, False, False), (kwargs, False, True),
+        (named_kwargs, False, True), (functools.partial(kwargs, b""), False, True), (dict.get, False, False),
+        (int, False, False), (3, False, False),
+    ],
+)  # fmt: skip
+def test_a_parameter_of_that_name_decides(function: Callable[..., Any], taken: bool, taken_in_kwargs: bool) -> None:
+    assert accepts_keyword(function, "rng") is taken
+    assert accepts_keyword(function, "rng", in_kwargs=True) is taken_in_kwargs
