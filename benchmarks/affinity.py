@@ -79,12 +79,14 @@ class Hosts:
         import meshfeed
         from meshfeed._src.state.state import parse_state
         from meshfeed._src.streams.random_access import RandomAccessStream
+        from meshfeed._src.streams.random_access_reader import _files_of_steps as files_of_steps
 
         number = len(folders)
         self._settings = settings_of(global_batch_size=BATCH, num_lanes=LANES, **settings)
         self._caches = [meshfeed.ShardCache(folder, int(ROOM * total / number)) for folder in folders]
         self._stream: Any = None
         self._readers: list[Any] = []
+        self.least_bytes = 0  # of the files that hosts need and do not have
         for host, cache in enumerate(self._caches):
             self._stream = RandomAccessStream(mixture(url, options.components, cache), self._settings)
             start = self._stream.start()
@@ -92,6 +94,9 @@ class Hosts:
             rows = rows_of_host(list(range(number)), host)
             self._readers.append(self._stream.open_reader(cursor, rows, hosts_agree=True))
             self._start, self.num_steps = start, self._stream.num_steps(start)
+            plan = files_of_steps(self._stream.source, cursor, self.num_steps, rows, None)
+            missing = {file for files in plan for file in files if not cache.is_cached(file.url)}
+            self.least_bytes += sum(file.num_bytes for file in missing)
 
     def read(self, steps: int) -> list[int]:
         """Reads steps on all hosts, and returns the bytes that each host downloaded for them."""
@@ -127,13 +132,13 @@ def epochs(url: str, total: int, options: argparse.Namespace) -> Table:
             folders = [f"{folder}/{host}" for host in range(options.hosts)]
             hosts = Hosts(url, total, folders, options, {"shuffle": shuffle, "num_epochs": 2})
             sent(url)
-            row: dict[str, Any] = {"order": name}
+            row: dict[str, Any] = {"order": name, "least possible": hosts.least_bytes / total}
             for epoch, steps in enumerate((hosts.num_steps // 2, -(-hosts.num_steps // 2)), 1):
-                shares = [options.hosts * found / total for found in hosts.read(steps)]
+                shares = [options.hosts * found / total for found in hosts.read(steps)]  # of the files that are complete
                 num_bytes, requests = sent(url)
                 row |= {
                     f"epoch {epoch}: sent / set": num_bytes / total,
-                    f"epoch {epoch}: most shares of a host": max(shares),
+                    f"epoch {epoch}: mean and most shares of a host": f"{sum(shares) / len(shares):.3f}, {max(shares):.3f}",
                     f"epoch {epoch}: requests": requests,
                 }
             hosts.close()
@@ -164,7 +169,8 @@ def changes(url: str, total: int, options: argparse.Namespace) -> Table:
             sent(url)
             fewer.read(fewer.num_steps - steps)
             held = sum(_overlap(host, 8, new, len(kept)) for new, host in enumerate(kept))
-            row = {"hosts": f"8 → {len(kept)}, {name}", "sent / set": sent(url)[0] / total, "rows that moved": 1 - held}
+            row = {"hosts": f"8 → {len(kept)}, {name}", "sent / set": sent(url)[0] / total}
+            row |= {"least possible": fewer.least_bytes / total, "rows that moved": 1 - held}
             rows.append(row)
             fewer.close()
     return Table("The epoch after a change of the number of hosts, with affinity", rows)

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from meshfeed._src.base.settings import BatchSchedule, ShardShuffle
-from meshfeed._src.order.mixture import LanedMixtureOrder, MixtureLanes, Stage, block_counts, split_ids
+from meshfeed._src.order.mixture import MixtureOrder, MixtureSettings, Stage, block_counts, split_ids
 from meshfeed._src.order.shards import ShardOrder
 from meshfeed._src.order.steps import StepSchedule
 
@@ -23,10 +23,7 @@ def order_of(components, num_lanes, stages=None, *sizes, block=8, seed=0, num_ep
     names = [f"c{i}" for i in range(len(components))]
     schedule = StepSchedule(BatchSchedule([(step, size * num_lanes) for step, size in sizes or [(0, 1)]]))
     stages = stages or [(0, [1] * len(names))]
-    lanes = MixtureLanes(
-        {name: np.array(lengths) for name, lengths in zip(names, components, strict=True)},
-        shuffle=ShardShuffle(**shuffle),
-        num_lanes=num_lanes,
+    mixture = MixtureSettings(
         stages=[
             Stage(schedule.position_of_step(step), {n: w for n, w in zip(names, weights, strict=True) if w}, step)
             for step, weights in stages
@@ -38,7 +35,8 @@ def order_of(components, num_lanes, stages=None, *sizes, block=8, seed=0, num_ep
         repeat={},
         identities=dict.fromkeys(names),
     )
-    return LanedMixtureOrder(lanes, lanes.total, schedule.runs()), schedule
+    lengths = {name: np.array(lengths) for name, lengths in zip(names, components, strict=True)}
+    return MixtureOrder(lengths, mixture, ShardShuffle(**shuffle), num_lanes, schedule.runs()), schedule
 
 
 def lanes_of(order, schedule, num_steps):
