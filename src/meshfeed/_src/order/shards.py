@@ -72,6 +72,12 @@ def shards_config(shuffle: ShardShuffle, seed: int, num_lanes: int) -> dict[str,
     }
 
 
+def with_usual(fingerprint: dict[str, JsonValue]) -> dict[str, JsonValue]:
+    """Returns a fingerprint with the settings that :func:`shards_config` leaves out, for messages that compare two."""
+    usual = dataclasses.asdict(ShardShuffle()) if fingerprint.get("shuffle") == "shards" else {}
+    return fingerprint | {name: value for name, value in usual.items() if name not in fingerprint}
+
+
 class LaneCells:
     """Which cell each row of a stream holds: each lane feeds fixed rows of every batch.
 
