@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import pathlib
 import pickle
+import shutil
 import threading
 import time
 from collections.abc import Callable
@@ -109,6 +110,15 @@ def test_files_that_are_not_cached_need_no_thread(store: Any, tmp_path: pathlib.
             for _ in range(3):
                 next(feed)
             assert not [thread for thread in set(threading.enumerate()) - threads if "ahead" in thread.name]
+
+
+def test_each_source_reads_through_its_own_cache(store: Any, tmp_path: pathlib.Path) -> None:
+    for name in ("one", "two"):
+        cache = ShardCache(tmp_path / name)
+        meshfeed.sources.Parquet(urls(), cache=cache).read_batch(np.arange(SHARDS * ROWS))
+        assert len(list(cache.directory.glob("*.parquet"))) == SHARDS
+        shutil.rmtree(tmp_path / name)
+    assert not (tmp_path / "one").exists()
 
 
 def test_after_a_resume_only_what_is_still_needed_is_fetched(store: Any, tmp_path: pathlib.Path) -> None:

@@ -648,9 +648,11 @@ class MixtureOrder:
 
     def _ids_of_lane(self, lane: int, numbers: RecordIds) -> tuple[RecordIds, RecordIds]:
         """Mixture ids and epochs of records of a lane, int64[n] each."""
-        component, rank = self._blocks[lane].locate(numbers)
+        component, cells = self._blocks[lane].locate(numbers)
+        if self.num_lanes > 1:
+            cells = cells * self.num_lanes + lane
         record_ids, epochs = np.empty_like(numbers), np.empty_like(numbers)
         for number, here in group_by(component):
-            ids, epochs[here] = self._ids_of[number](rank[here] * self.num_lanes + lane)
+            ids, epochs[here] = self._ids_of[number](cells[here])
             record_ids[here] = join_ids(number, ids)
         return record_ids, epochs

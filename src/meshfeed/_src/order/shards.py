@@ -180,6 +180,8 @@ class ShardOrder:
     def ids_of(self, cells: RecordIds) -> tuple[RecordIds, RecordIds]:
         """Returns record ids and epochs of cells, int64 ``[n]`` each, in any order."""
         epochs = cells // self.num_records
+        if cells.size and bool((epochs == epochs[0]).all()):  # as in nearly every batch
+            return self._epoch_ids(int(epochs[0]), cells), epochs
         record_ids = np.empty_like(cells)
         for epoch in np.unique(epochs).tolist():
             here = np.flatnonzero(epochs == epoch)
