@@ -34,6 +34,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--shards", type=int, default=160, help="per component")
     parser.add_argument("--records", type=int, default=24, help="per shard, about, of 512 bytes")
     parser.add_argument("--hosts", type=int, default=8)
+    parser.add_argument("--only", default="epochs,changes,stalls")
+    parser.add_argument("--step-seconds", type=float, default=0.1, help="of the throttled job")
+    parser.add_argument("--ratio", type=float, default=1.3, help="bandwidth over consumption of the throttled job")
+    parser.add_argument("--latency", type=float, default=0.02, help="seconds per request of the throttled job")
 
 
 def write_components(root: str, options: argparse.Namespace) -> int:
@@ -181,12 +185,77 @@ def _overlap(old: int, olds: int, new: int, news: int) -> float:
     return max(0.0, min((old + 1) / olds, (new + 1) / news) - max(old / olds, new / news))
 
 
+def train(url: str, folder: str, max_bytes: int, components: int, step_seconds: float, settings: dict[str, Any]) -> Any:
+    """What each host of a real job runs: two epochs, with a fixed time per step; stalled shares of both."""
+    import jax
+
+    import meshfeed
+
+    cache = meshfeed.ShardCache(os.path.join(folder, str(jax.process_index())), max_bytes)
+    mesh = jax.make_mesh((jax.device_count(),), ("data",))
+    stalled: list[float] = []
+    with meshfeed.Feed(mixture(url, components, cache), mesh, num_epochs=2, end="drop", **settings) as feed:
+        before = None
+        for epoch in range(2):
+            for _ in range(len(feed) // 2):
+                next(feed)
+                time.sleep(step_seconds)
+            stats = feed.stats() if before is None else feed.stats(since=before)
+            stalled.append(stats.stall_fraction)
+            before = feed.stats()
+        return stalled, feed.stats().startup_seconds, cache.stats().fetched_bytes
+
+
+def stalls(root: str, total: int, options: argparse.Namespace) -> Table:
+    """Two real processes that share a link."""
+    import meshfeed
+    from meshfeed.testing import HostPool
+
+    records = sum(len(mixture(root, options.components, None).components.sources[f"c{n}"]) for n in range(options.components))
+    batch, lanes = 64, 2
+    consumption = total / (records / batch * options.step_seconds)
+    cases = [
+        ("with affinity, caches of 1.1 shares", meshfeed.ShardShuffle(affinity=True), ROOM / 2),
+        ('"shards", caches of 10 % of the set', "shards", 0.1),
+    ]
+    rows = []
+    with serve(root, bandwidth=options.ratio * consumption, latency=options.latency) as url, HostPool(2, 1) as pool:
+        for name, shuffle, share in cases:
+            with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
+                settings = {"global_batch_size": batch, "num_lanes": lanes, "shuffle": shuffle}
+                sent(url)
+                found = pool.run(
+                    train, url, folder, int(share * total), options.components, options.step_seconds, settings,
+                    timeout_seconds=1200,
+                )  # fmt: skip
+                hosts = [result.value for result in found]
+                rows.append(
+                    {
+                        "order and cache": name,
+                        "waiting, epoch 1": max(stalled[0] for stalled, _, _ in hosts),
+                        "waiting, epoch 2": max(stalled[1] for stalled, _, _ in hosts),
+                        "first batch s": max(startup for _, startup, _ in hosts),
+                        "sent / set": sent(url)[0] / total,
+                    }
+                )
+    return Table(
+        f"Share of the run spent waiting, 2 processes, bandwidth {options.ratio:g} × consumption",
+        rows,
+        f"{records:,} records, batches of {batch}, {lanes} lanes, {options.step_seconds:g} s per step, "
+        f"{options.latency * 1e3:g} ms per request. The first batch is left out.",
+    )
+
+
 def measure(options: argparse.Namespace) -> Iterator[Table]:
     with tempfile.TemporaryDirectory() as root:
         total = write_components(root, options)
         with serve(root, bandwidth=1e9) as url:
-            yield epochs(url, total, options)
-            yield changes(url, total, options)
+            if "epochs" in options.only:
+                yield epochs(url, total, options)
+            if "changes" in options.only:
+                yield changes(url, total, options)
+        if "stalls" in options.only:
+            yield stalls(root, total, options)
 
 
 if __name__ == "__main__":
