@@ -138,7 +138,9 @@ def epochs(url: str, total: int, options: argparse.Namespace) -> Table:
             sent(url)
             row: dict[str, Any] = {"order": name, "least possible": hosts.least_bytes / total}
             for epoch, steps in enumerate((hosts.num_steps // 2, -(-hosts.num_steps // 2)), 1):
-                shares = [options.hosts * found / total for found in hosts.read(steps)]  # of the files that are complete
+                shares = [
+                    options.hosts * found / total for found in hosts.read(steps)
+                ]  # of the files that are complete
                 num_bytes, requests = sent(url)
                 row |= {
                     f"epoch {epoch}: sent / set": num_bytes / total,
@@ -211,7 +213,9 @@ def stalls(root: str, total: int, options: argparse.Namespace) -> Table:
     import meshfeed
     from meshfeed.testing import HostPool
 
-    records = sum(len(mixture(root, options.components, None).components.sources[f"c{n}"]) for n in range(options.components))
+    records = sum(
+        len(mixture(root, options.components, None).components.sources[f"c{n}"]) for n in range(options.components)
+    )
     batch, lanes = 64, 2
     consumption = total / (records / batch * options.step_seconds)
     cases = [

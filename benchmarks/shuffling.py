@@ -91,7 +91,9 @@ def compiled() -> tuple[Any, Any]:
     return jax.jit(step), jax.jit(loss_of)
 
 
-def train(records: np.ndarray, held_out: np.ndarray, shuffle: Any, seed: int, options: argparse.Namespace) -> list[float]:
+def train(
+    records: np.ndarray, held_out: np.ndarray, shuffle: Any, seed: int, options: argparse.Namespace
+) -> list[float]:
     """Trains a model in an order; returns the loss on the records held out after each epoch."""
     import jax
 

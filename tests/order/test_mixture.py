@@ -32,7 +32,15 @@ WEIGHTS = {"web": 5, "code": 3, "books": 1}
 
 
 def mixture(sizes=SIZES, stages=((0, WEIGHTS),), **kwargs) -> MixtureOrder:
-    options = {"block": 64, "seed": 3, "num_epochs": None, "on_end": "repeat", "repeat": {}, "identities": sizes, **kwargs}
+    options = {
+        "block": 64,
+        "seed": 3,
+        "num_epochs": None,
+        "on_end": "repeat",
+        "repeat": {},
+        "identities": sizes,
+        **kwargs,
+    }
     shuffle = options.pop("shuffle", True)
     stages = [stage if isinstance(stage, Stage) else Stage(*stage) for stage in stages]
     return MixtureOrder(sizes, MixtureSettings(stages=stages, **options), shuffle)

@@ -188,6 +188,27 @@ def test_the_copy_that_is_needed_last_makes_room(store: Any, tmp_path: pathlib.P
     del needed
 
 
+def test_copies_of_an_earlier_process_make_room_by_their_next_use(store: Any, tmp_path: pathlib.Path) -> None:
+    size = store.size("/ahead/0.parquet")
+    earlier = ShardCache(tmp_path / "cache", max_bytes=3 * size + size // 2)
+    for url in urls()[:4]:
+        earlier.identify(url)
+    for url in urls()[:3]:
+        with earlier.open(url):
+            pass
+    cache = ShardCache(tmp_path / "cache", max_bytes=3 * size + size // 2)
+    needed = Needed(dict(zip(urls(), [1.0, 9.0, 5.0, 2.0], strict=False)))
+    files = [RemoteFile(cache, url, None, size) for url in urls()[:4]]
+    for file in files:
+        found = earlier.looked_up(file.url)
+        assert found is not None
+        cache.remember(file.url, found)
+        file.follow(needed.next_use)
+    assert files[3].fetch(2.0)  # drops 1, although 0 was opened before
+    assert [cache.is_cached(file.url) for file in files] == [True, False, True, True]
+    del needed
+
+
 @pytest.mark.slow
 def test_an_epoch_through_a_small_cache_evicts_nothing_early(
     fetched: list[tuple[int, bool]], store: Any, tmp_path: pathlib.Path

@@ -576,7 +576,9 @@ class MixtureOrder:
         settings, num_lanes = self._settings, self.num_lanes
         if settings.num_epochs is None:
             return None
-        whole = {name: count * settings.num_epochs * settings.repeat.get(name, 1) for name, count in num_records.items()}
+        whole = {
+            name: count * settings.num_epochs * settings.repeat.get(name, 1) for name, count in num_records.items()
+        }
         for name, records in whole.items():
             drawn = any(name in stage.weights for stage in settings.stages)
             if settings.on_end == "stop" and drawn and records < num_lanes:

@@ -580,7 +580,9 @@ class StreamMixture(_Mixture):
         names = list(self.components.sources)
         return MixtureLane(
             [ComponentLane(self, number, lane_index, num_lanes, bound.seed) for number in range(len(names))],
-            StagedBlocks(names, bound.stages_of_lane(num_lanes), self._block, derive_key(bound.seed, _LANE_LAYOUT, lane_index)),
+            StagedBlocks(
+                names, bound.stages_of_lane(num_lanes), self._block, derive_key(bound.seed, _LANE_LAYOUT, lane_index)
+            ),
             bound.stages[-1].weights,
             bound.num_epochs,
             self._on_end == "stop",
