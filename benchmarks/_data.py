@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import io
+import json
 import os
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -36,6 +38,45 @@ def write_array_record(path: str, records: Any, options: str = "group_size:1,unc
         while file.read(1 << 24):
             pass
     return path
+
+
+def write_mds(folder: str, lengths: Sequence[int], values: int, first: int = 0) -> int:
+    """Shards as Mosaic Streaming writes them; returns the bytes of all.
+
+    Args:
+      folder: an existing folder.
+      lengths: records of each shard.
+      values: int32 per record, random except the first, which is the number of the record.
+      first: the number of the first record.
+    """
+    rng = np.random.default_rng(first)
+    shards = []
+    for number, records in enumerate(lengths):
+        name = f"shard.{number:05}.mds"
+        rows = rng.integers(0, 1 << 31, (records, values), np.int64).astype(np.int32)
+        rows[:, 0] = np.arange(records) + first
+        first += records
+        config = {
+            "column_encodings": [f"ndarray:int32:{values}"],
+            "column_names": ["x"],
+            "column_sizes": [4 * values],
+            "compression": None,
+            "format": "mds",
+            "hashes": [],
+            "size_limit": None,
+            "version": 2,
+        }
+        head = json.dumps(config, sort_keys=True).encode()
+        start = 4 * (2 + records) + len(head)
+        offsets = np.arange(start, start + rows.nbytes + 1, 4 * values, dtype=np.uint32)
+        content = b"".join((np.uint32(records).tobytes(), offsets.tobytes(), head, rows.tobytes()))
+        with open(os.path.join(folder, name), "wb") as file:
+            file.write(content)
+        raw = {"basename": name, "bytes": len(content), "hashes": {}}
+        shards.append({**config, "raw_data": raw, "samples": records, "zip_data": None})
+    with open(os.path.join(folder, "index.json"), "w") as file:
+        json.dump({"version": 2, "shards": shards}, file)
+    return sum(shard["raw_data"]["bytes"] for shard in shards)
 
 
 def jpegs(number: int) -> list[bytes]:

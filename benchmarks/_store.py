@@ -1,7 +1,8 @@
 """An object store over HTTP with a limited bandwidth, in a process of its own: ``python -m benchmarks._store FOLDER``.
 
 Serves the files of a folder, with ranges and ETags; S3 clients can read the folders in it as buckets. The bandwidth is
-shared by all connections, as a link is. GET of ``/-/sent`` returns the bytes sent of files since the last such request.
+shared by all connections, as a link is. GET of ``/-/sent`` returns the bytes sent of files since the last such request,
+and the number of requests.
 """
 
 from __future__ import annotations
@@ -32,13 +33,13 @@ class _Server(http.server.ThreadingHTTPServer):
     def __init__(self, folder: str, bandwidth: float, latency: float) -> None:
         super().__init__(("127.0.0.1", 0), _Handler)
         self.folder, self.bandwidth, self.latency = folder, bandwidth, latency
-        self.sent = 0
+        self.sent = self.requests = 0
         self._free_at = 0.0
-        self._lock = threading.Lock()
+        self.lock = threading.Lock()
 
     def send(self, num_bytes: int) -> None:
         """Waits for this connection's turn on the link."""
-        with self._lock:
+        with self.lock:
             self.sent += num_bytes
             self._free_at = max(self._free_at, time.monotonic()) + num_bytes / self.bandwidth
             wait = self._free_at - time.monotonic()
@@ -50,10 +51,13 @@ class _Handler(RangeHandler):
 
     def _answer(self, *, body: bool) -> None:
         if self.path == "/-/sent":
-            content, self.server.sent = str(self.server.sent).encode(), 0
+            content = f"{self.server.sent} {self.server.requests}".encode()
+            self.server.sent = self.server.requests = 0
             self.head(200, len(content))
             self.wfile.write(content)
             return
+        with self.server.lock:
+            self.server.requests += 1
         time.sleep(self.server.latency)
         path = pathlib.Path(self.server.folder + self.path)
         if not path.is_file():
@@ -87,10 +91,16 @@ def serve(folder: str, *, bandwidth: float, latency: float = 0.0) -> Iterator[st
             process.terminate()
 
 
-def bytes_sent(url: str) -> int:
-    """Bytes of files that a store has sent since the last call; ``url`` is any on it."""
+def sent(url: str) -> tuple[int, int]:
+    """Bytes of files that a store has sent since the last call, and the requests; ``url`` is any on it."""
     with urllib.request.urlopen(urllib.parse.urljoin(url, "/-/sent")) as answer:
-        return int(answer.read())
+        num_bytes, requests = map(int, answer.read().split())
+    return num_bytes, requests
+
+
+def bytes_sent(url: str) -> int:
+    """The bytes of :func:`sent`."""
+    return sent(url)[0]
 
 
 if __name__ == "__main__":

@@ -10,7 +10,6 @@ Mosaic Streaming on the same store and files, run by that interpreter.
 from __future__ import annotations
 
 import argparse
-import json
 import multiprocessing
 import os
 import subprocess
@@ -20,6 +19,7 @@ from typing import Any
 
 import numpy as np
 
+from benchmarks import _data
 from benchmarks._measure import Table, main, with_cpu_devices
 from benchmarks._store import bytes_sent, serve
 
@@ -43,34 +43,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def write_shards(folder: str, options: argparse.Namespace) -> int:
-    """Writes the shards as MDS, which both libraries read; returns the bytes of all shards."""
-    rng = np.random.default_rng(0)
-    shards = []
-    for number in range(options.shards):
-        name = f"shard.{number:05}.mds"
-        rows = rng.integers(0, 1 << 31, (options.records, VALUES), np.int64).astype(np.int32)
-        rows[:, 0] = np.arange(options.records) + number * options.records
-        config = {
-            "column_encodings": [f"ndarray:int32:{VALUES}"],
-            "column_names": ["x"],
-            "column_sizes": [4 * VALUES],
-            "compression": None,
-            "format": "mds",
-            "hashes": [],
-            "size_limit": None,
-            "version": 2,
-        }
-        head = json.dumps(config, sort_keys=True).encode()
-        start = 4 * (2 + options.records) + len(head)
-        offsets = np.arange(start, start + rows.nbytes + 1, 4 * VALUES, dtype=np.uint32)
-        content = b"".join((np.uint32(options.records).tobytes(), offsets.tobytes(), head, rows.tobytes()))
-        with open(os.path.join(folder, name), "wb") as file:
-            file.write(content)
-        raw = {"basename": name, "bytes": len(content), "hashes": {}}
-        shards.append({**config, "raw_data": raw, "samples": options.records, "zip_data": None})
-    with open(os.path.join(folder, "index.json"), "w") as file:
-        json.dump({"version": 2, "shards": shards}, file)
-    return sum(shard["raw_data"]["bytes"] for shard in shards)
+    """Writes the shards, which both libraries read; returns the bytes of all."""
+    return _data.write_mds(folder, [options.records] * options.shards, VALUES)
 
 
 def make_feed(url: str, cache: Any, options: argparse.Namespace, **settings: Any) -> Any:

@@ -24,6 +24,7 @@ import checkpoint_cases
 import compositions
 import convert_cases
 import real
+import real_compositions
 import shared_cache
 import simulated
 from pairwise import any_configuration
@@ -51,6 +52,7 @@ def main() -> int:
     parser.add_argument("--checkpoints", type=int, default=100, help="checkpoints that are damaged and restored")
     parser.add_argument("--conversions", type=int, default=100, help="conversions with kills and changes of the input")
     parser.add_argument("--compositions", type=int, default=0, help="sources and orders against plain definitions")
+    parser.add_argument("--real-compositions", type=int, default=0, help="the same on 1, 2 and 4 real processes")
     parser.add_argument("--configurations", type=int, default=0, help="against the reference model, on simulated hosts")
     parser.add_argument("--real-configurations", type=int, default=0, help="the same on real processes")
     parser.add_argument("--seconds", type=float, default=1e9, help="begin no further scenario after this time")
@@ -61,6 +63,8 @@ def main() -> int:
     if options.configurations or options.real_configurations:
         wrong = campaign.run(options.configurations, options.real_configurations, options.seed, options.seconds)
         failed += ["configurations"] * wrong
+    if options.real_compositions:
+        failed += ["real compositions"] * real_compositions.run(options.real_compositions, options.seed)
     for kind in ("compositions", "simulated", "real", "caches", "checkpoints", "conversions"):
         totals: collections.Counter[str] = collections.Counter()
         for seed in range(options.seed, options.seed + vars(options)[kind]):

@@ -11,7 +11,7 @@ import pytest
 
 from meshfeed._src.order.blocks import Packing
 from meshfeed._src.order.buckets import BucketOrder
-from meshfeed._src.order.mixture import MixtureOrder, Stage
+from meshfeed._src.order.mixture import MixtureOrder, MixtureSettings, Stage
 from meshfeed._src.order.packing import PackingMethod
 from meshfeed._src.order.shards import ShardOrder
 
@@ -32,9 +32,8 @@ def used_buckets() -> object:
 
 
 def used_mixture() -> object:
-    stages, identities = [Stage(0, {"a": 1})], {"a": None}
-    options = {"shuffle": True, "on_end": "repeat", "repeat": {}, **EPOCHS}
-    order = MixtureOrder({"a": 40}, stages=stages, block=8, identities=identities, **options)
+    options = {"block": 8, "on_end": "repeat", "repeat": {}, "identities": {"a": None}, **EPOCHS}
+    order = MixtureOrder({"a": 40}, MixtureSettings(stages=[Stage(0, {"a": 1})], **options), True)
     order.ids_between(0, 8)
     return order
 

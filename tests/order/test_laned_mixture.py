@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from meshfeed._src.base.settings import BatchSchedule, ShardShuffle
-from meshfeed._src.order.mixture import LanedMixtureOrder, MixtureLanes, Stage, block_counts, split_ids
+from meshfeed._src.order.mixture import MixtureOrder, MixtureSettings, Stage, block_counts, split_ids
 from meshfeed._src.order.shards import ShardOrder
 from meshfeed._src.order.steps import StepSchedule
 
@@ -23,10 +23,7 @@ def order_of(components, num_lanes, stages=None, *sizes, block=8, seed=0, num_ep
     names = [f"c{i}" for i in range(len(components))]
     schedule = StepSchedule(BatchSchedule([(step, size * num_lanes) for step, size in sizes or [(0, 1)]]))
     stages = stages or [(0, [1] * len(names))]
-    lanes = MixtureLanes(
-        {name: np.array(lengths) for name, lengths in zip(names, components, strict=True)},
-        shuffle=ShardShuffle(**shuffle),
-        num_lanes=num_lanes,
+    mixture = MixtureSettings(
         stages=[
             Stage(schedule.position_of_step(step), {n: w for n, w in zip(names, weights, strict=True) if w}, step)
             for step, weights in stages
@@ -38,7 +35,8 @@ def order_of(components, num_lanes, stages=None, *sizes, block=8, seed=0, num_ep
         repeat={},
         identities=dict.fromkeys(names),
     )
-    return LanedMixtureOrder(lanes, lanes.total, schedule.runs()), schedule
+    lengths = {name: np.array(lengths) for name, lengths in zip(names, components, strict=True)}
+    return MixtureOrder(lengths, mixture, ShardShuffle(**shuffle), num_lanes, schedule.runs()), schedule
 
 
 def lanes_of(order, schedule, num_steps):
@@ -204,3 +202,34 @@ def test_states_keep_the_form_of_the_default():
     order, _ = order_of([[4, 4]], 2, affinity=True, window_shards=3)
     assert order.config()["affinity"] is True
     assert order.config()["window_shards"] == 3
+
+
+def test_hosts_download_the_set_about_once_and_with_affinity_nothing_more():
+    """8 components of 160 unequal shards on 8 hosts: what leaves no room for two copies, and no cache of a host's share."""
+    hosts, num_lanes, shards = 8, 16, 160
+    rng = np.random.default_rng(0)
+    lengths = [rng.integers(30, 91, shards) for _ in range(8)]
+    weights = [int(part.sum()) for part in lengths]
+    options = {"block": 2048, "num_epochs": 2, "window_shards": 2, "affinity": True}
+    order, schedule = order_of(lengths, num_lanes, [(0, weights)], (0, 4), **options)
+    ends = [np.cumsum(part) for part in lengths]
+    needed = [[set(), set()] for _ in range(hosts)]  # (component, shard) of each host in both epochs
+    size = schedule.at(0)[1]
+    ids, epochs = order.ids_between(0, order.total // size * size)  # a last partial batch is not divided into lanes
+    components, records = split_ids(ids)
+    host = np.arange(len(ids)) % size // (size // hosts)
+    for component, end in enumerate(ends):
+        here = components == component
+        files = np.searchsorted(end, records[here], side="right")
+        used = np.unique(np.stack([host[here], files, np.minimum(epochs[here], 1)]), axis=1)
+        for of_host, file, epoch in used.T.tolist():
+            needed[of_host][epoch].add((component, file))
+
+    def num_records(files):
+        return sum(int(lengths[component][file]) for component, file in files)
+
+    total = sum(weights)
+    assert sum(num_records(first) for first, _ in needed) <= 1.05 * total
+    for first, second in needed:
+        assert num_records(first | second) <= 1.1 * total / hosts
+        assert num_records(second - first) <= 0.05 * total / hosts

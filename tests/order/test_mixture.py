@@ -13,6 +13,7 @@ from meshfeed._src.base.errors import SettingsError, SourceError, StateMismatchE
 from meshfeed._src.order.epochs import EpochOrder
 from meshfeed._src.order.mixture import (
     MixtureOrder,
+    MixtureSettings,
     Stage,
     StagedBlocks,
     block_counts,
@@ -31,9 +32,18 @@ WEIGHTS = {"web": 5, "code": 3, "books": 1}
 
 
 def mixture(sizes=SIZES, stages=((0, WEIGHTS),), **kwargs) -> MixtureOrder:
-    options = {"block": 64, "shuffle": True, "seed": 3, "num_epochs": None, "on_end": "repeat", "repeat": {}, **kwargs}
+    options = {
+        "block": 64,
+        "seed": 3,
+        "num_epochs": None,
+        "on_end": "repeat",
+        "repeat": {},
+        "identities": sizes,
+        **kwargs,
+    }
+    shuffle = options.pop("shuffle", True)
     stages = [stage if isinstance(stage, Stage) else Stage(*stage) for stage in stages]
-    return MixtureOrder(sizes, stages=stages, **{"identities": sizes, **options})
+    return MixtureOrder(sizes, MixtureSettings(stages=stages, **options), shuffle)
 
 
 ENDLESS, FINITE = mixture(), mixture(num_epochs=5)
@@ -322,7 +332,7 @@ def test_stop_for_ever_contradicts_itself():
 def test_components_out_of_range():
     with pytest.raises(SourceError, match="0 records"):
         mixture({"a": 0}, ((0, {"a": 1}),))
-    assert mixture({"a": 2**48}, ((0, {"a": 1}),)).num_records == 2**48
+    assert mixture({"a": 2**48}, ((0, {"a": 1}),), num_epochs=1).total == 2**48
     with pytest.raises(SettingsError) as raised:
         mixture({"a": 5, "b": 2**48 + 1}, ((0, {"a": 1}),))
     assert raised.value.setting == "components"

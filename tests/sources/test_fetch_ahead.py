@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import pathlib
 import pickle
+import shutil
 import threading
 import time
 from collections.abc import Callable
@@ -111,6 +112,15 @@ def test_files_that_are_not_cached_need_no_thread(store: Any, tmp_path: pathlib.
             assert not [thread for thread in set(threading.enumerate()) - threads if "ahead" in thread.name]
 
 
+def test_each_source_reads_through_its_own_cache(store: Any, tmp_path: pathlib.Path) -> None:
+    for name in ("one", "two"):
+        cache = ShardCache(tmp_path / name)
+        meshfeed.sources.Parquet(urls(), cache=cache).read_batch(np.arange(SHARDS * ROWS))
+        assert len(list(cache.directory.glob("*.parquet"))) == SHARDS
+        shutil.rmtree(tmp_path / name)
+    assert not (tmp_path / "one").exists()
+
+
 def test_after_a_resume_only_what_is_still_needed_is_fetched(store: Any, tmp_path: pathlib.Path) -> None:
     with make_feed(ShardCache(tmp_path / "one", ahead_bytes=0)) as feed:
         for _ in range(5 * ROWS // 8):
@@ -175,6 +185,27 @@ def test_the_copy_that_is_needed_last_makes_room(store: Any, tmp_path: pathlib.P
         assert [file.is_here() for file in files[:4]] == [True, False, True, False]
     assert not files[1].fetch(9.0) or not files[5].is_here()  # 5 is not in the plan, so it goes first
     assert cache.stats().evicted == 3
+    del needed
+
+
+def test_copies_of_an_earlier_process_make_room_by_their_next_use(store: Any, tmp_path: pathlib.Path) -> None:
+    size = store.size("/ahead/0.parquet")
+    earlier = ShardCache(tmp_path / "cache", max_bytes=3 * size + size // 2)
+    for url in urls()[:4]:
+        earlier.identify(url)
+    for url in urls()[:3]:
+        with earlier.open(url):
+            pass
+    cache = ShardCache(tmp_path / "cache", max_bytes=3 * size + size // 2)
+    needed = Needed(dict(zip(urls(), [1.0, 9.0, 5.0, 2.0], strict=False)))
+    files = [RemoteFile(cache, url, None, size) for url in urls()[:4]]
+    for file in files:
+        found = earlier.looked_up(file.url)
+        assert found is not None
+        cache.remember(file.url, found)
+        file.follow(needed.next_use)
+    assert files[3].fetch(2.0)  # drops 1, although 0 was opened before
+    assert [cache.is_cached(file.url) for file in files] == [True, False, True, True]
     del needed
 
 

@@ -518,3 +518,40 @@ def test_samples_are_read_by_shards_file_after_file(tmp_path: Path) -> None:
 def test_mistakes_are_named(make: Callable[[], Any], error: type[Exception], message: str) -> None:
     with pytest.raises(error, match=message):
         make()
+
+
+class CountsLookUps(Memory):
+    """Records in files, which counts how often it is asked for their lengths."""
+
+    def __init__(self) -> None:
+        super().__init__({"x": np.arange(12)})
+        self.asked = 0
+
+    def shard_lengths(self) -> np.ndarray:
+        self.asked += 1
+        return np.array([4, 8])
+
+    def lengths(self) -> np.ndarray:
+        self.asked += 1
+        return np.arange(12)
+
+
+@pytest.mark.parametrize(
+    ("make", "hook"),
+    [
+        (lambda source: Subset(source, slice(0, None, 2)), "shard_lengths"),
+        (lambda source: Subset(source, slice(None, None, -1)), "shard_lengths"),
+        (lambda source: Mixture({"a": source, "b": Memory({"x": np.arange(3)})}, {"a": 1, "b": 1}), "shard_lengths"),
+        (lambda source: Mixture({"a": source}, {"a": 1}), "shard_lengths"),
+        (lambda source: Zip({"a": source, "b": source}), "lengths"),
+    ],
+)
+def test_a_look_up_of_a_hook_computes_once(make: Callable[[Any], Any], hook: str) -> None:
+    source = CountsLookUps()
+    view = make(source)
+    found = [getattr(view, hook, None) for _ in range(3)]
+    asked = source.asked
+    for lengths in found:
+        assert lengths is None or len(lengths()) in (2, 12)
+        assert hasattr(view, hook) == (lengths is not None)
+    assert source.asked <= max(asked, 2)

@@ -205,8 +205,16 @@ def test_shards_and_its_settings_are_one_order(paths) -> None:
         assert ids_of(feed) == wanted
     with make_feed(paths, shuffle=meshfeed.ShardShuffle(affinity=True)) as feed:
         assert feed.config()["shuffle"] == {"window_shards": 2, "affinity": True}
-        with pytest.raises(StateMismatchError, match="affinity"):
+        with pytest.raises(StateMismatchError, match="'affinity': saved False, current True") as raised:
             feed.set_state(state)
+        assert "ShardShuffle(…)" in str(raised.value)
+        assert "damaged" not in str(raised.value)
+        next(feed)
+        state = feed.get_state()
+    with make_feed(paths) as feed, pytest.raises(StateMismatchError, match="'affinity': saved True, current False"):
+        feed.set_state(state)
+    with make_feed(paths, shuffle=True) as feed, pytest.raises(StateMismatchError, match="algorithm"):
+        feed.set_state(state)
     with pytest.raises(SettingsError, match=r"window_shards=0 \(int\); it takes a number of shards"):
         meshfeed.ShardShuffle(0)
     with pytest.raises(SettingsError, match="affinity=2"):

@@ -18,9 +18,9 @@ import itertools
 import logging
 import math
 import numbers
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from fractions import Fraction
-from typing import TypeVar, cast
+from typing import Any, TypeVar, cast
 
 import numpy as np
 
@@ -30,8 +30,8 @@ from meshfeed._src.base.settings import ShardShuffle
 from meshfeed._src.base.types import MAX_POSITION, JsonValue, RecordIds
 from meshfeed._src.order.caching import cached
 from meshfeed._src.order.epochs import EpochOrder, checked_positions
-from meshfeed._src.order.permutation import ALGORITHM, derive_key, sorted_permutation
-from meshfeed._src.order.shards import LanedOrder, ShardLanes, shards_config
+from meshfeed._src.order.permutation import derive_key, sorted_permutation
+from meshfeed._src.order.shards import LaneCells, ShardOrder, num_in_lane, shards_config
 
 _log = logging.getLogger("meshfeed.mixture")
 
@@ -323,7 +323,6 @@ COMPONENT_SHIFT = 48
 States list ids of bad records, so the shift cannot change.
 """
 
-_CHUNK_POSITIONS = 4096  # computed together: a batch of 35 components takes as long as a chunk
 _LAYOUT, _COMPONENT_SEED, _LANE_LAYOUT = 101, 102, 105  # purpose of a derived key; disjoint from those of epochs.py
 
 
@@ -448,28 +447,61 @@ class StagedBlocks:
             return int(self._first[stage]) + block_index * self.block + slot
         return None
 
-    def total(self, num_records: Sequence[int], num_epochs: int, on_end: str) -> int:
-        """Number of records until the mixture ends; see :class:`MixtureOrder`."""
+    def total(self, num_records: Sequence[int], on_end: str) -> int:
+        """Number of records until each component has been read so often; see :class:`MixtureSettings`."""
         in_use = range(len(num_records))
         if on_end == "stop":
-            ends = [self.position_of(c, num_records[c] * num_epochs) for c in in_use]
-            return min(end for end in ends if end is not None)
+            return min(end for c in in_use if (end := self.position_of(c, num_records[c])) is not None)
         # Only the last stage is endless; a component outside it may never finish.
-        lasts = [self.position_of(c, num_records[c] * num_epochs - 1) for c in in_use if self._counts[-1][c]]
+        lasts = [self.position_of(c, num_records[c] - 1) for c in in_use if self._counts[-1][c]]
         return max(last for last in lasts if last is not None) + 1
 
 
-def mixture_config(
-    block: int, on_end: str, identities: Mapping[str, JsonValue], stages: Sequence[Stage]
-) -> dict[str, JsonValue]:
-    """Returns ``mixture`` of the fingerprint, which :func:`check_stages` checks; ``identities`` in the components' order."""
-    return {
-        "version": MIXTURE_VERSION,
-        "block": block,
-        "on_end": on_end,
-        "components": [list(identity) for identity in identities.items()],
-        "stages": [stage.to_json() for stage in stages],
-    }
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class MixtureSettings:
+    """What determines the order of a mixture, apart from its components and their order.
+
+    With ``num_epochs=None`` the stream never ends. Otherwise ``on_end="repeat"`` ends it once every component of the last
+    stage has been read ``num_epochs`` times in full; components that finish earlier repeat. ``on_end="stop"`` ends it before
+    the first record that would exceed ``num_epochs`` epochs of a component.
+
+    Attributes:
+      stages: stages with increasing first positions, starting at 0.
+      block: number of records in which the weights hold exactly.
+      on_end: "repeat" or "stop".
+      repeat: component → how many times it is read per epoch; 1 if not given.
+      identities: component → JSON value that must be equal for a state to be usable, in the components' order.
+      seed: 0 to 2**64 - 1.
+      num_epochs: number of epochs, or None for an endless stream.
+
+    Raises:
+      SettingsError: no component can reach the end that ``on_end="stop"`` waits for.
+    """
+
+    stages: Sequence[Stage]
+    block: int
+    on_end: str
+    repeat: Mapping[str, int]
+    identities: Mapping[str, JsonValue]
+    seed: int
+    num_epochs: int | None
+
+    def __post_init__(self) -> None:
+        check_end(self.on_end, self.num_epochs)
+
+    def stages_of_lane(self, num_lanes: int) -> list[Stage]:
+        """Returns the stages at positions of a lane, which has 1 / num_lanes of those of the stream."""
+        return [dataclasses.replace(s, first_position=s.first_position // num_lanes) for s in self.stages]
+
+    def config(self) -> dict[str, JsonValue]:
+        """Returns ``mixture`` of the fingerprint, which :func:`check_stages` checks."""
+        return {
+            "version": MIXTURE_VERSION,
+            "block": self.block,
+            "on_end": self.on_end,
+            "components": [list(identity) for identity in self.identities.items()],
+            "stages": [stage.to_json() for stage in self.stages],
+        }
 
 
 def _check_count(name: str, num_records: int, drawn: bool) -> None:
@@ -482,27 +514,26 @@ def _check_count(name: str, num_records: int, drawn: bool) -> None:
         )
 
 
+_CHUNK = 4096  # records of a lane that are computed together: a batch of 35 components takes as long
+
+
 class MixtureOrder:
-    """The order of a mixture of random-access components, with the interface of ``EpochOrder``.
+    """The order of a mixture of random-access components.
 
     Each component has its own order (its seed derives from the mixture's seed and the component's number) and its own
     epochs: of two components of equal length, one drawn twice as fast starts its second epoch halfway through the
     other's first.
 
-    With ``num_epochs=None`` the stream never ends. Otherwise ``on_end="repeat"`` ends it once every component of the
-    last stage has been read ``num_epochs`` times in full; components that finish earlier repeat. ``on_end="stop"`` ends
-    it before the first record that would exceed ``num_epochs`` epochs of a component.
+    By shards, each lane draws from its own part of every component, and shares are exact in every block of each lane. A
+    component with fewer shards than lanes is cut into pieces of shards. All other orders have one lane.
 
     Args:
-      num_records: component → number of records, in the order of the components' numbers.
-      stages: stages with increasing first positions, starting at 0.
-      block: number of records in which the weights hold exactly.
-      shuffle: order of each component; see ``EpochOrder``.
-      seed: 0 to 2**64 - 1.
-      num_epochs: number of epochs, or None for an endless stream.
-      on_end: "repeat" or "stop".
-      repeat: component → how many times it is read per epoch; 1 if not given.
-      identities: component → JSON value that must be equal for a state to be usable.
+      components: component → number of records; by shards, component → records of each shard, int64[num_shards]. In the
+        order of the components' numbers.
+      settings: all that is not about the order of a component.
+      shuffle: order of each component, see ``EpochOrder``; or the settings of an order by shards.
+      num_lanes: by shards, number of lanes; divides the first position of every stage.
+      segments: by shards, see :class:`LaneCells`.
 
     Raises:
       SettingsError: a setting is out of range.
@@ -511,69 +542,84 @@ class MixtureOrder:
 
     def __init__(
         self,
-        num_records: Mapping[str, int],
-        *,
-        stages: Sequence[Stage],
-        block: int,
-        shuffle: bool | int,
-        seed: int,
-        num_epochs: int | None,
-        on_end: str,
-        repeat: Mapping[str, int],
-        identities: Mapping[str, JsonValue],
+        components: Mapping[str, int] | Mapping[str, RecordIds],
+        settings: MixtureSettings,
+        shuffle: bool | int | ShardShuffle,
+        num_lanes: int = 1,
+        segments: Sequence[tuple[int, int]] = ((0, 1),),
     ) -> None:
-        self._names = tuple(num_records)
-        self._stages = tuple(stages)
-        # Component orders are endless; ``total`` ends the mixture.
-        self._orders = [
-            EpochOrder(count, shuffle=shuffle, seed=derive_key(seed, _COMPONENT_SEED, number), num_epochs=None)
-            for number, count in enumerate(num_records.values())
-        ]
-        for name, order in zip(self._names, self._orders, strict=True):
-            _check_count(name, order.num_records, True)
-        check_end(on_end, num_epochs)
-        self._blocks = StagedBlocks(self._names, self._stages, block, derive_key(seed, _LAYOUT))
-        self._chunk = cached(self._compute_chunk, 2)  # the reader's, and that of the plan of files to fetch
-        self._on_end, self._seed = on_end, seed
-        self._identities = identities
-        self.num_records = sum(num_records.values())
-        self.total: int | None = None
-        if num_epochs is not None:
-            times = [count * repeat.get(name, 1) for name, count in num_records.items()]
-            self.total = self._blocks.total(times, num_epochs, on_end)
+        self._settings, self._shuffle, self.num_lanes = settings, shuffle, num_lanes
+        names = list(components)
+        counts = [int(np.sum(records)) for records in components.values()]
+        self._ids_of: list[Callable[[RecordIds], tuple[RecordIds, RecordIds]]] = []  # cells of each component → ids
+        for number, (name, records) in enumerate(components.items()):
+            seed = derive_key(settings.seed, _COMPONENT_SEED, number)
+            endless: Any = {"shuffle": shuffle, "seed": seed, "num_epochs": None}  # ``total`` ends the mixture
+            if isinstance(shuffle, ShardShuffle):
+                _check_count(name, counts[number], any(name in stage.weights for stage in settings.stages))
+                order = ShardOrder(np.asarray(records), num_lanes=num_lanes, segments=segments, **endless)
+                self._ids_of.append(order.ids_of)
+            else:
+                self._ids_of.append(EpochOrder(counts[number], **endless).ids_at)
+                _check_count(name, counts[number], True)
+        keys = [derive_key(settings.seed, _LAYOUT)]
+        if isinstance(shuffle, ShardShuffle):
+            keys = [derive_key(settings.seed, _LANE_LAYOUT, lane) for lane in range(num_lanes)]
+        self._blocks = [StagedBlocks(names, settings.stages_of_lane(num_lanes), settings.block, key) for key in keys]
+        # 64 KiB each; two of each lane for the reader, and that of the plan of files to fetch.
+        self._chunk = cached(self._compute_chunk, 3 * num_lanes)
+        self.total = self._compute_total(dict(zip(names, counts, strict=True)))
         self._end = MAX_POSITION if self.total is None else self.total
+        self._cells = LaneCells(num_lanes, self.total, segments)
+
+    def _compute_total(self, num_records: Mapping[str, int]) -> int | None:
+        settings, num_lanes = self._settings, self.num_lanes
+        if settings.num_epochs is None:
+            return None
+        whole = {
+            name: count * settings.num_epochs * settings.repeat.get(name, 1) for name, count in num_records.items()
+        }
+        for name, records in whole.items():
+            drawn = any(name in stage.weights for stage in settings.stages)
+            if settings.on_end == "stop" and drawn and records < num_lanes:
+                raise SettingsError(
+                    f"num_lanes={num_lanes}, but component {name!r} has {records} records in all epochs, so some lanes "
+                    f"have none of it and on_end='stop' would end them at once. Pass num_lanes={records} or fewer, or "
+                    "on_end='repeat'.",
+                    setting="num_lanes",
+                )
+        ends = [
+            blocks.total([num_in_lane(records, lane, num_lanes) for records in whole.values()], settings.on_end)
+            for lane, blocks in enumerate(self._blocks)
+        ]
+        # All lanes end together: with "repeat" when the last has read its parts, with "stop" when the first has.
+        return num_lanes * (min(ends) if settings.on_end == "stop" else max(ends))
 
     def config(self) -> dict[str, JsonValue]:
         """The part of the fingerprint that describes the order, as JSON; :func:`check_stages` checks ``mixture``."""
-        shuffle = self._orders[0].shuffle
-        return {
-            "algorithm": ALGORITHM,
-            "version": self._orders[0].config()["version"],
-            "shuffle": shuffle,
-            "seed": self._seed,
-            "mixture": mixture_config(self._blocks.block, self._on_end, self._identities, self._stages),
-        }
+        if isinstance(self._shuffle, ShardShuffle):
+            config = shards_config(self._shuffle, self._settings.seed, self.num_lanes)
+        else:
+            order = EpochOrder(1, shuffle=self._shuffle, seed=self._settings.seed, num_epochs=None)
+            config = order.config()
+        return {**config, "mixture": self._settings.config()}
 
     def check_saved(self, saved_mixture: JsonValue, position: int, step: int | None = None) -> None:
         """Checks a saved mixture against this one; see :func:`check_stages`."""
-        check_stages(saved_mixture, self.config()["mixture"], position, step=step)
+        check_stages(saved_mixture, self._settings.config(), position, step=step)
 
     def ids_between(self, start: int, stop: int) -> tuple[RecordIds, RecordIds]:
-        """Returns :meth:`ids_at` for positions ``[start, stop)``, faster.
+        """Returns :meth:`ids_at` for positions ``[start, stop)``, faster with one lane.
 
         Raises:
           IndexError: a position is outside the stream.
         """
-        index, first = divmod(start, _CHUNK_POSITIONS)
+        chunk, first = divmod(start, _CHUNK)
         last = first + stop - start
-        if start < 0 or last > _CHUNK_POSITIONS or stop > self._end:
+        if self.num_lanes > 1 or start < 0 or last > _CHUNK or stop > self._end:
             return self.ids_at(np.arange(start, stop, dtype=np.int64))
-        record_ids, epochs = self._chunk(index)
+        record_ids, epochs = self._chunk(0, chunk)
         return record_ids[first:last].copy(), epochs[first:last].copy()  # the chunk is cached
-
-    def _compute_chunk(self, index: int) -> tuple[RecordIds, RecordIds]:
-        start = index * _CHUNK_POSITIONS
-        return self.ids_at(np.arange(start, min(start + _CHUNK_POSITIONS, self._end), dtype=np.int64))
 
     def ids_at(self, positions: RecordIds) -> tuple[RecordIds, RecordIds]:
         """Returns mixture ids and the components' epochs at the given positions, int64[n] each.
@@ -581,117 +627,34 @@ class MixtureOrder:
         Raises:
           IndexError: a position is outside the stream.
         """
-        positions = checked_positions(positions, self.total)
-        component, offsets = self._blocks.locate(positions)
-        record_ids, epochs = np.empty_like(positions), np.empty_like(positions)
-        for number, here in group_by(component):
-            ids, epochs[here] = self._orders[number].ids_at(offsets[here])
-            record_ids[here] = join_ids(number, ids)
-        return record_ids, epochs
-
-
-_CHUNK_NUMBERS = 2048  # of each lane, computed together: a few records take half as long
-
-
-class MixtureLanes:
-    """The records of lanes of a mixture ordered by shards: each lane draws from its own part of every component.
-
-    Shares are exact in every block of each lane. A component with fewer shards than lanes is cut into pieces of shards.
-
-    Args:
-      shard_lengths: component → records of each shard, int64[num_shards], in the order of the components' numbers.
-      shuffle: shards in a window, and whether lanes keep their shards.
-      num_lanes: number of lanes; divides the first position of every stage.
-      stages, block, seed, num_epochs, on_end, repeat, identities: see :class:`MixtureOrder`.
-
-    Attributes:
-      total: number of records of the mixture; None if it never ends.
-    """
-
-    def __init__(
-        self,
-        shard_lengths: Mapping[str, RecordIds],
-        *,
-        shuffle: ShardShuffle,
-        num_lanes: int,
-        stages: Sequence[Stage],
-        block: int,
-        seed: int,
-        num_epochs: int | None,
-        on_end: str,
-        repeat: Mapping[str, int],
-        identities: Mapping[str, JsonValue],
-    ) -> None:
-        check_end(on_end, num_epochs)
-        self.num_lanes, self._shuffle, self._seed = num_lanes, shuffle, seed
-        self._mixture = mixture_config(block, on_end, identities, stages)
-        names = list(shard_lengths)
-        for name, lengths in shard_lengths.items():
-            _check_count(name, int(lengths.sum()), any(name in stage.weights for stage in stages))
-        self._components = [
-            ShardLanes(lengths, shuffle, num_lanes, derive_key(seed, _COMPONENT_SEED, number))
-            for number, lengths in enumerate(shard_lengths.values())
-        ]
-        of_lane = [dataclasses.replace(stage, first_position=stage.first_position // num_lanes) for stage in stages]
-        self._blocks = [
-            StagedBlocks(names, of_lane, block, derive_key(seed, _LANE_LAYOUT, lane)) for lane in range(num_lanes)
-        ]
-        self._chunk = cached(self._compute_chunk, 3)  # two for the reader, and that of the plan of files to fetch
-        self.total: int | None = None
-        if num_epochs is not None:
-            for name, component in zip(names, self._components, strict=True):
-                drawn = any(name in stage.weights for stage in stages)
-                records = component.num_records * num_epochs * repeat.get(name, 1)
-                if on_end == "stop" and drawn and records < num_lanes:
-                    raise SettingsError(
-                        f"num_lanes={num_lanes}, but component {name!r} has {records} records in all epochs, so some lanes "
-                        f"have none of it and on_end='stop' would end them at once. Pass num_lanes={records} or fewer, or "
-                        "on_end='repeat'.",
-                        setting="num_lanes",
-                    )
-            ends = [
-                blocks.total(
-                    [
-                        component.num_of_lane(lane, num_epochs * repeat.get(name, 1))
-                        for name, component in zip(names, self._components, strict=True)
-                    ],
-                    1,
-                    on_end,
-                )
-                for lane, blocks in enumerate(self._blocks)
-            ]
-            # All lanes end together: with "repeat" when the last has read its parts, with "stop" when the first has.
-            self.total = num_lanes * (min(ends) if on_end == "stop" else max(ends))
-
-    def config(self) -> dict[str, JsonValue]:
-        """See :class:`meshfeed._src.order.shards.LaneRecords`."""
-        return shards_config(self._shuffle, self._seed, self.num_lanes) | {"mixture": self._mixture}
-
-    def ids_of(self, cells: RecordIds) -> tuple[RecordIds, RecordIds]:
-        """See :class:`meshfeed._src.order.shards.LaneRecords`; mixture ids and the components' epochs."""
+        cells = self._cells.at(positions)
+        if self.num_lanes == 1:
+            return self._ids_of_lane(0, cells)
         numbers, lanes = np.divmod(cells, self.num_lanes)
-        chunks, within = np.divmod(numbers, _CHUNK_NUMBERS)
-        component, rank = np.empty_like(cells), np.empty_like(cells)
-        for chunk in np.unique(chunks).tolist():
-            here = np.flatnonzero(chunks == chunk)
-            for found, of_chunk in zip((component, rank), self._chunk(chunk), strict=True):
-                found[here] = of_chunk[lanes[here], within[here]]
         record_ids, epochs = np.empty_like(cells), np.empty_like(cells)
-        for number, here in group_by(component):
-            ids, epochs[here] = self._components[number].ids_of(rank[here] * self.num_lanes + lanes[here])
-            record_ids[here] = join_ids(number, ids)
+        for lane, here in group_by(lanes):
+            own = numbers[here]
+            chunks = own // _CHUNK
+            if np.ptp(chunks) > 1:  # not a batch of a feed, whose records follow one another in each lane
+                record_ids[here], epochs[here] = self._ids_of_lane(lane, own)
+                continue
+            for chunk, rows in group_by(chunks):
+                ids, of_epochs = self._chunk(lane, chunk)
+                within = own[rows] - chunk * _CHUNK
+                record_ids[here[rows]], epochs[here[rows]] = ids[within], of_epochs[within]
         return record_ids, epochs
 
-    def _compute_chunk(self, chunk: int) -> tuple[RecordIds, RecordIds]:
-        """Component of each record of a chunk, and its number in the lane's part of it; int64[lanes, numbers] each."""
-        numbers = np.arange(chunk * _CHUNK_NUMBERS, (chunk + 1) * _CHUNK_NUMBERS, dtype=np.int64)
-        located = [blocks.locate(numbers) for blocks in self._blocks]
-        return np.stack([component for component, _ in located]), np.stack([rank for _, rank in located])
+    def _compute_chunk(self, lane: int, chunk: int) -> tuple[RecordIds, RecordIds]:
+        stop = min((chunk + 1) * _CHUNK, num_in_lane(self._end, lane, self.num_lanes))
+        return self._ids_of_lane(lane, np.arange(chunk * _CHUNK, stop, dtype=np.int64))
 
-
-class LanedMixtureOrder(LanedOrder):
-    """The order of a mixture by shards; ``records`` are :class:`MixtureLanes`."""
-
-    def check_saved(self, saved_mixture: JsonValue, position: int, step: int | None = None) -> None:
-        """Checks a saved mixture against this one; see :func:`check_stages`."""
-        check_stages(saved_mixture, self.config()["mixture"], position, step=step)
+    def _ids_of_lane(self, lane: int, numbers: RecordIds) -> tuple[RecordIds, RecordIds]:
+        """Mixture ids and epochs of records of a lane, int64[n] each."""
+        component, cells = self._blocks[lane].locate(numbers)
+        if self.num_lanes > 1:
+            cells = cells * self.num_lanes + lane
+        record_ids, epochs = np.empty_like(numbers), np.empty_like(numbers)
+        for number, here in group_by(component):
+            ids, epochs[here] = self._ids_of[number](cells[here])
+            record_ids[here] = join_ids(number, ids)
+        return record_ids, epochs

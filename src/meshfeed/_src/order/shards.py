@@ -23,7 +23,6 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 from collections.abc import Sequence
-from typing import Protocol
 
 import numpy as np
 
@@ -73,67 +72,52 @@ def shards_config(shuffle: ShardShuffle, seed: int, num_lanes: int) -> dict[str,
     }
 
 
-class LaneRecords(Protocol):
-    """Which record is at which cell of an endless stream; cell ``t * num_lanes + lane`` is record number t of a lane."""
-
-    num_lanes: int
-
-    def ids_of(self, cells: RecordIds) -> tuple[RecordIds, RecordIds]:
-        """Returns record ids and epochs of cells, int64 ``[n]`` each, in any order."""
-        ...
-
-    def config(self) -> dict[str, JsonValue]:
-        """Returns the part of the fingerprint that describes the order."""
-        ...
+def with_usual(fingerprint: dict[str, JsonValue]) -> dict[str, JsonValue]:
+    """Returns a fingerprint with the settings that :func:`shards_config` leaves out, for messages that compare two."""
+    usual = dataclasses.asdict(ShardShuffle()) if fingerprint.get("shuffle") == "shards" else {}
+    return fingerprint | {name: value for name, value in usual.items() if name not in fingerprint}
 
 
-class LanedOrder:
-    """An order in which each lane feeds fixed rows of every batch.
+class LaneCells:
+    """Which cell each row of a stream holds: each lane feeds fixed rows of every batch.
 
     Args:
-      records: the records of the lanes.
+      num_lanes: number of lanes.
       total: number of records of the stream, or None if it never ends.
       segments: first position and batch size of each run of steps; ``num_lanes`` divides every size.
     """
 
-    def __init__(self, records: LaneRecords, total: int | None, segments: Sequence[tuple[int, int]]) -> None:
-        self._records, self.total, self.num_lanes = records, total, records.num_lanes
+    def __init__(self, num_lanes: int, total: int | None, segments: Sequence[tuple[int, int]]) -> None:
+        self._num_lanes, self._total = num_lanes, total
         self._segment_starts, self._segment_sizes = np.array(segments, np.int64).T
 
-    def config(self) -> dict[str, JsonValue]:
-        """The part of the fingerprint that describes the order, as JSON."""
-        return self._records.config()
-
-    def ids_between(self, start: int, stop: int) -> tuple[RecordIds, RecordIds]:
-        """Returns :meth:`ids_at` for positions ``[start, stop)``."""
-        return self.ids_at(np.arange(start, stop, dtype=np.int64))
-
-    def ids_at(self, positions: RecordIds) -> tuple[RecordIds, RecordIds]:
-        """Returns record ids and epochs at the given positions.
-
-        Args:
-          positions: int64[n] below ``total``, in any order.
-
-        Returns:
-          ``record_ids`` int64[n] and ``epochs`` int64[n].
+    def at(self, positions: RecordIds) -> RecordIds:
+        """Returns the cells at positions, int64[n].
 
         Raises:
           IndexError: a position is outside the stream.
         """
-        positions = checked_positions(positions, self.total)
+        positions = checked_positions(positions, self._total)
+        if self._num_lanes == 1:
+            return positions
         segment = np.searchsorted(self._segment_starts, positions, side="right") - 1
         sizes = self._segment_sizes[segment]
         rows = (positions - self._segment_starts[segment]) % sizes
         starts = positions - rows
-        lanes, offsets = np.divmod(rows, sizes // self.num_lanes)
-        cells = starts + offsets * self.num_lanes + lanes
-        if self.total is not None:
+        lanes, offsets = np.divmod(rows, sizes // self._num_lanes)
+        cells = starts + offsets * self._num_lanes + lanes
+        if self._total is not None:
             # A partial last batch cannot be divided into lanes; it takes the remaining cells in order.
-            cells = np.where(starts + sizes > self.total, positions, cells)
-        return self._records.ids_of(cells)
+            cells = np.where(starts + sizes > self._total, positions, cells)
+        return cells
 
 
-class ShardOrder(LanedOrder):
+def num_in_lane(num_records: int, lane: int, num_lanes: int) -> int:
+    """Returns how many of the first ``num_records`` cells a lane has."""
+    return -((lane - num_records) // num_lanes)
+
+
+class ShardOrder:
     """The order ``shuffle="shards"`` of a source over files.
 
     Args:
@@ -160,42 +144,44 @@ class ShardOrder(LanedOrder):
         shuffles_windows: bool = True,
         line: tuple[int, ...] = (),
     ) -> None:
-        records = ShardLanes(lengths, shuffle, num_lanes, seed, shuffles_windows, line)
-        super().__init__(records, None if num_epochs is None else records.num_records * num_epochs, segments)
-
-
-class ShardLanes:
-    """The records of lanes that read shards; see :class:`ShardOrder` for the arguments."""
-
-    def __init__(
-        self,
-        lengths: RecordIds,
-        shuffle: ShardShuffle,
-        num_lanes: int,
-        seed: int,
-        shuffles_windows: bool = True,
-        line: tuple[int, ...] = (),
-    ) -> None:
         self._lengths, self._shuffle, self._shuffles_windows = lengths, shuffle, shuffles_windows
         self._shard_ids = np.cumsum(self._lengths) - self._lengths
         self.num_records = int(self._lengths.sum())
         self.num_lanes, self._seed = num_lanes, seed
+        self.total = None if num_epochs is None else self.num_records * num_epochs
+        self._cells = LaneCells(num_lanes, self.total, segments)
         self._line = line or (seed, _SHARDS, self.num_records)
         self._shards = hashlib.sha256(self._lengths.astype("<i8").tobytes()).hexdigest()[:16]
         self._layout = cached(self._lay_out, 2)  # a batch may touch two epochs
         self._chunk = cached(self._compute_chunk, 512)  # at most 16 MiB; each lane reads in a chunk of its own
 
     def config(self) -> dict[str, JsonValue]:
-        """See :class:`LaneRecords`."""
+        """The part of the fingerprint that describes the order, as JSON."""
         return shards_config(self._shuffle, self._seed, self.num_lanes) | {"shards": self._shards}
 
-    def num_of_lane(self, lane: int, num_epochs: int) -> int:
-        """Returns how many records a lane has in the first epochs."""
-        return -((lane - num_epochs * self.num_records) // self.num_lanes)
+    def ids_between(self, start: int, stop: int) -> tuple[RecordIds, RecordIds]:
+        """Returns :meth:`ids_at` for positions ``[start, stop)``."""
+        return self.ids_at(np.arange(start, stop, dtype=np.int64))
+
+    def ids_at(self, positions: RecordIds) -> tuple[RecordIds, RecordIds]:
+        """Returns record ids and epochs at the given positions.
+
+        Args:
+          positions: int64[n] below ``total``, in any order.
+
+        Returns:
+          ``record_ids`` int64[n] and ``epochs`` int64[n].
+
+        Raises:
+          IndexError: a position is outside the stream.
+        """
+        return self.ids_of(self._cells.at(positions))
 
     def ids_of(self, cells: RecordIds) -> tuple[RecordIds, RecordIds]:
-        """See :class:`LaneRecords`."""
+        """Returns record ids and epochs of cells, int64 ``[n]`` each, in any order."""
         epochs = cells // self.num_records
+        if cells.size and bool((epochs == epochs[0]).all()):  # as in nearly every batch
+            return self._epoch_ids(int(epochs[0]), cells), epochs
         record_ids = np.empty_like(cells)
         for epoch in np.unique(epochs).tolist():
             here = np.flatnonzero(epochs == epoch)

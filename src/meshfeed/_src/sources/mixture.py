@@ -29,19 +29,16 @@ from meshfeed._src.base.types import ColumnSlices, JsonValue, PyTree, Record, Re
 from meshfeed._src.order import permutation
 from meshfeed._src.order.epochs import EpochOrder
 from meshfeed._src.order.mixture import (
-    LanedMixtureOrder,
-    MixtureLanes,
     MixtureOrder,
+    MixtureSettings,
     Stage,
     StagedBlocks,
     StagedWeights,
     block_counts,
     check_all_named,
-    check_end,
     check_stages,
     group_by,
     join_ids,
-    mixture_config,
     nest_stages,
     parse_weights,
     split_ids,
@@ -282,9 +279,20 @@ class _Mixture:
     def _identities(self) -> dict[str, JsonValue]:  # computing them may read records; copies keep them
         return self.components.identities()
 
-    def _stages_at(self, positions: Sequence[int]) -> list[Stage]:
+    def _settings_at(
+        self, positions: Sequence[int], identities: Mapping[str, JsonValue], seed: int, num_epochs: int | None
+    ) -> MixtureSettings:
+        """What determines the order of a stream whose stages begin at ``positions``."""
         stages = self.components.stages
-        return [Stage(first, weights, step) for first, (step, weights) in zip(positions, stages, strict=True)]
+        return MixtureSettings(
+            stages=[Stage(first, weights, step) for first, (step, weights) in zip(positions, stages, strict=True)],
+            block=self._block,
+            on_end=self._on_end,
+            repeat=self.components.repeat,
+            identities=identities,
+            seed=seed,
+            num_epochs=num_epochs,
+        )
 
     def close(self) -> None:
         """Closes the components that have a ``close``."""
@@ -321,24 +329,21 @@ class RandomMixture(_Mixture):
         """Id of the record from which to infer the structure: the first of the first stage's first component."""
         return join_ids(self._names.index(next(iter(self.components.stages[0][1]))), 0)
 
-    def make_order(self, **settings: Unpack[hooks.OrderSettings]) -> MixtureOrder | LanedMixtureOrder:
+    def make_order(self, **settings: Unpack[hooks.OrderSettings]) -> MixtureOrder:
         """The order of the mixture for a feed's settings."""
-        shared: Any = {
-            "stages": self._stages_at([settings["position_of_step"](step) for step, _ in self.components.stages]),
-            "block": self._block,
-            "seed": settings["seed"],
-            "num_epochs": settings["num_epochs"],
-            "on_end": self._on_end,
-            "repeat": self.components.repeat,
-            "identities": self._identities,
-        }
+        positions = [settings["position_of_step"](step) for step, _ in self.components.stages]
+        of_mixture = self._settings_at(positions, self._identities, settings["seed"], settings["num_epochs"])
         shuffle, num_lanes = settings["shuffle"], settings["num_lanes"]
         if isinstance(shuffle, ShardShuffle):
             assert num_lanes is not None
-            lanes = MixtureLanes(self._shard_lengths(), shuffle=shuffle, num_lanes=num_lanes, **shared)
-            return LanedMixtureOrder(lanes, lanes.total, settings["segments"])
-        return MixtureOrder(dict(zip(self._names, self._lengths.tolist(), strict=True)), shuffle=shuffle, **shared)
+            return MixtureOrder(self._shard_lengths, of_mixture, shuffle, num_lanes, settings["segments"])
+        return MixtureOrder(self._num_records, of_mixture, shuffle)
 
+    @property
+    def _num_records(self) -> dict[str, int]:
+        return dict(zip(self._names, self._lengths.tolist(), strict=True))
+
+    @functools.cached_property
     def _shard_lengths(self) -> dict[str, RecordIds]:
         """Component → records of each file that are used; every component has files."""
         found: dict[str, RecordIds] = {}
@@ -353,7 +358,7 @@ class RandomMixture(_Mixture):
         for name, source in self.components.sources.items():
             if hooks.find(source, hooks.Sharded) is None:
                 raise AttributeError(f"component {name!r} is not made of files")
-        return lambda: np.concatenate([*self._shard_lengths().values()])
+        return lambda: np.concatenate([*self._shard_lengths.values()])
 
     def as_list(self) -> View:
         """One epoch of the mixture, not shuffled, as a view of the components one after the other.
@@ -369,17 +374,7 @@ class RandomMixture(_Mixture):
                 "Mixture({name: Packed(…)}, weights=…).",
                 setting="weights",
             )
-        order = MixtureOrder(
-            dict(zip(self._names, self._lengths.tolist(), strict=True)),
-            stages=self._stages_at([0]),
-            block=self._block,
-            shuffle=False,
-            seed=0,
-            num_epochs=1,
-            on_end=self._on_end,
-            repeat=components.repeat,
-            identities={},
-        )
+        order = MixtureOrder(self._num_records, self._settings_at([0], {}, 0, 1), False)
         whole = ConcatenatedRecords(components.sources, "component", "mixture")
         lengths = self._lengths.tolist()
         weights = next(iter(stages))[1]
@@ -501,10 +496,8 @@ class StreamMixture(_Mixture):
         for source in components.sources.values():
             if not hooks.is_stream(source):
                 EpochOrder(max(1, len(source)), shuffle=shuffle, seed=0, num_epochs=1)  # validates shuffle
-        self._is_bound = False  # to a feed, which gives these settings:
-        self._first_positions: Sequence[int] = (0,) * len(components.stages)
-        self._seed = 0
-        self._num_epochs: int | None = 1
+        self._is_bound = False  # to a feed, which gives its settings
+        self._bound = self._settings_at([0] * len(components.stages), {}, 0, 1)
 
     def __repr__(self) -> str:
         return f"Mixture({', '.join(self.components.sources)}, read as lanes)"
@@ -515,10 +508,9 @@ class StreamMixture(_Mixture):
         Raises:
           SettingsError: ``on_end="stop"`` without ``num_epochs``.
         """
-        check_end(self._on_end, num_epochs)
         clone = copy.copy(self)  # the user may pass the same mixture to several feeds
-        clone._is_bound, clone._seed, clone._num_epochs = True, seed, num_epochs
-        clone._first_positions = [position_of_step(step) for step, _ in self.components.stages]
+        positions = [position_of_step(step) for step, _ in self.components.stages]
+        clone._is_bound, clone._bound = True, self._settings_at(positions, {}, seed, num_epochs)
         return clone
 
     def check_lanes(self, num_lanes: int) -> None:
@@ -580,19 +572,19 @@ class StreamMixture(_Mixture):
         Raises:
           SettingsError: the mixture has stages but is not bound to a feed, which maps their steps to positions.
         """
-        if not self._is_bound and len(self._first_positions) > 1:
+        bound = self._bound
+        if not self._is_bound and len(bound.stages) > 1:
             raise SettingsError(
                 "a mixture with stages begins them at steps, so it can only be opened by a feed.", setting="weights"
             )
-        # Stages start at positions of the global stream; each lane has 1 / num_lanes of these positions.
-        stages = self._stages_at([first // num_lanes for first in self._first_positions])
-        key = derive_key(self._seed, _LANE_LAYOUT, lane_index)
         names = list(self.components.sources)
         return MixtureLane(
-            [ComponentLane(self, number, lane_index, num_lanes, self._seed) for number in range(len(names))],
-            StagedBlocks(names, stages, self._block, key),
-            stages[-1].weights,
-            self._num_epochs,
+            [ComponentLane(self, number, lane_index, num_lanes, bound.seed) for number in range(len(names))],
+            StagedBlocks(
+                names, bound.stages_of_lane(num_lanes), self._block, derive_key(bound.seed, _LANE_LAYOUT, lane_index)
+            ),
+            bound.stages[-1].weights,
+            bound.num_epochs,
             self._on_end == "stop",
         )
 
@@ -602,8 +594,7 @@ class StreamMixture(_Mixture):
 
     def mixture_config(self) -> JsonValue:
         """Stages and components, for ``check_saved``."""
-        stages = self._stages_at(self._first_positions)
-        return {"shuffle": self.shuffle, **mixture_config(self._block, self._on_end, self._identities, stages)}
+        return {"shuffle": self.shuffle, **dataclasses.replace(self._bound, identities=self._identities).config()}
 
     def check_saved(self, saved_mixture: JsonValue, position: int, step: int | None = None) -> None:
         """See :func:`meshfeed._src.order.mixture.check_stages`."""

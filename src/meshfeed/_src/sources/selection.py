@@ -283,11 +283,15 @@ class View:
     @property
     def shard_lengths(self) -> Callable[[], RecordIds]:
         """Number of records in each file; only if the source has files, and the view keeps their order."""
-        lengths = cast("hooks.Sharded", self._source).shard_lengths()
-        counts = self._selection.counts(np.cumsum(lengths))
+        counts = self._counts
         if counts is None:
-            raise AttributeError("the view leaves the order of its source, so its records are not in whole shards")
+            raise AttributeError("the view leaves the order of its source, or that has no files")
         return lambda: counts
+
+    @functools.cached_property
+    def _counts(self) -> RecordIds | None:
+        sharded = hooks.find(self._source, hooks.Sharded)
+        return None if sharded is None else self._selection.counts(np.cumsum(sharded.shard_lengths()))
 
     def concatenate(self, others: Sequence[Any]) -> View | None:
         """Returns one view of this view's records followed by those of ``others``; None if they are not read alike."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import operator
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, SupportsIndex
@@ -150,11 +151,15 @@ class Zip:
     @property
     def lengths(self) -> Callable[[], np.ndarray]:
         """The lengths of all records; only if the sources that know theirs know the same."""
+        found = self._known_lengths
+        return (lambda: found) if found is not None else _no_hook("lengths")
+
+    @functools.cached_property
+    def _known_lengths(self) -> np.ndarray | None:
         known = [hooks.find(source, hooks.KnowsLengths) for source in self._sources.values()]
         found = [np.asarray(source.lengths()) for source in known if source is not None]
-        if len(found) < len(known) or not all(np.array_equal(found[0], other) for other in found[1:]):
-            _no_hook("lengths")
-        return lambda: found[0]
+        alike = len(found) == len(known) and all(np.array_equal(found[0], other) for other in found[1:])
+        return found[0] if alike else None
 
     def unconverted(self) -> Zip:
         """The same records as they are stored, if the sources convert them."""

@@ -53,6 +53,10 @@ _REMEDIES = {
     **dict.fromkeys(
         ("shuffle", "seed", "num_epochs", "end"), "Pass the saved value, or start a new stream without the state."
     ),
+    **dict.fromkeys(
+        ("window_shards", "affinity"),
+        "Pass the saved value in shuffle=meshfeed.ShardShuffle(…), or start a new stream without the state.",
+    ),
     "num_lanes": "Pass the saved number, or num_lanes=None to take it from the state.",
     "kind": "The state belongs to a different kind of source; pass that source, or start a new stream.",
 }

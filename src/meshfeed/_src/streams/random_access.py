@@ -19,7 +19,7 @@ from meshfeed._src.base.hooks import find
 from meshfeed._src.base.settings import FeedSettings, ShardShuffle, default_num_lanes, shard_shuffle
 from meshfeed._src.base.types import JsonValue, PyTree, RandomAccessSource, RecordIds, RecordOrder
 from meshfeed._src.order.epochs import EpochOrder
-from meshfeed._src.order.shards import ShardOrder
+from meshfeed._src.order.shards import ShardOrder, with_usual
 from meshfeed._src.order.steps import StepSchedule, derive_step, parse_segments
 from meshfeed._src.plan.plan import HostRows
 from meshfeed._src.reading.identity import identify_within, kind_of
@@ -164,7 +164,8 @@ class RandomAccessStream:
     def restore(self, state: FeedState) -> RandomAccessCursor:
         """Returns the cursor at the state's position, in O(1)."""
         num_lanes = state.fingerprint.get("num_lanes") if self._shard_lengths is not None else None
-        mixture = check_fingerprint(state, self.fingerprint(self._start_with(num_lanes)), self.source)
+        saved = dataclasses.replace(state, fingerprint=with_usual(state.fingerprint))
+        mixture = check_fingerprint(saved, with_usual(self.fingerprint(self._start_with(num_lanes))), self.source)
         segments, position = parse_segments(state.segments), state.position
         order = self._order
         if self._numbering is not None or self._shard_lengths is not None:  # the order depends on the steps

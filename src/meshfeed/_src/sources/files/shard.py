@@ -34,7 +34,7 @@ class Shard:
       compression: how the stored file is compressed; None if it is not.
       digest: digest of the stored file as a manifest lists it; None if not known.
       manifest: path of the manifest that lists the file; empty if there is none.
-      key: identifies this file and version; a string, because strings cache their hash.
+      key: identifies this file and version, and the cache of its copy; a string, because strings cache their hash.
     """
 
     source: ClassVar[str] = "source"
@@ -50,6 +50,14 @@ class Shard:
     def __post_init__(self) -> None:
         key = f"{self.source}\n{self.path}\n{self.version or self.digest}\n{self.num_bytes}\n{self.num_records}"
         object.__setattr__(self, "key", key)
+
+    def belongs_to(self, directory: str) -> None:
+        """Adds the folder of a cache to the key of a file that is read from a copy.
+
+        What a process keeps of a file opens it through the cache of the source that read it first.
+        """
+        if self.is_cached and not self.key.endswith(f"\n{directory}"):
+            object.__setattr__(self, "key", f"{self.key}\n{directory}")
 
     @functools.cached_property
     def remote(self) -> RemoteBytes:

@@ -300,6 +300,8 @@ class RemoteFile:
     def follow(self, next_use: Callable[[Any], float]) -> None:
         """See ``CachedFile``."""
         self.cache._follow(next_use)
+        if self.url in self.cache._found:  # or the use of a copy that an earlier process left would be unknown
+            self.cache._entry(self.url, self.compression, self.num_bytes)
 
     def is_here(self) -> bool:
         """See ``CachedFile``. Counts as a use, or other processes may evict the copy."""

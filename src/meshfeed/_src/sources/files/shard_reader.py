@@ -60,6 +60,9 @@ class ShardSource(Generic[S]):
     def __init__(self, shards: Shards[S], cache: ShardCache | None) -> None:
         self._shards = shards
         self._cache = cache
+        if cache is not None:
+            for shard in shards.files:
+                shard.belongs_to(str(cache.directory))
         self._has_copies = cache is not None and any(shard.is_cached for shard in shards.files)
         self._is_direct = any(shard.is_direct(cache) for shard in shards.files)
         self._pool = shared_pool

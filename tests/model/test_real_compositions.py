@@ -1,0 +1,11 @@
+"""Random combinations on a mesh of several devices; ``scripts/chaos --real-compositions`` plays them on real processes."""
+
+from __future__ import annotations
+
+import pytest
+import real_compositions
+
+
+@pytest.mark.slow
+def test_combinations_on_real_devices() -> None:
+    assert real_compositions.play_on_host(range(1000, 1004)) == []
