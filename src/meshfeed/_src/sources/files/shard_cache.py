@@ -56,7 +56,17 @@ from meshfeed._src.sources.files.paths import StoredFile, changed, describe_chan
 
 _T = TypeVar("_T")
 _LOCK_POLL_SECONDS = 0.001  # polls, because flock has no timeout
-_POLL_SECONDS, _MAX_POLL_SECONDS = 0.02, 0.05
+POLL_SECONDS = 0.02
+"""Shortest pause before a thread looks again for a file that another one fetches, or for room."""
+_MAX_POLL_SECONDS = 0.05
+
+
+def poll_pauses() -> Iterator[float]:
+    """Yields the pauses, in seconds, in which a thread waits for a file that another one fetches."""
+    pause = POLL_SECONDS
+    while True:
+        yield pause
+        pause = min(2 * pause, _MAX_POLL_SECONDS)
 
 
 def try_lock(path: pathlib.Path) -> int | None:
@@ -619,7 +629,7 @@ class ShardCache:
         """
         with contextlib.ExitStack() as stack:
             stack.enter_context(self._explained())
-            waited_from, seen, pause = time.monotonic(), (-1, 0), _POLL_SECONDS
+            waited_from, seen, pauses = time.monotonic(), (-1, 0), poll_pauses()
             while (handle := try_lock(entry.lock)) is None:
                 arrived = self._arrived(entry)
                 if arrived != seen:
@@ -630,8 +640,7 @@ class ShardCache:
                         _holder_of(entry.lock), arrived[1], entry.url, self._stall_seconds,
                     )  # fmt: skip
                     break
-                time.sleep(pause)
-                pause = min(2 * pause, _MAX_POLL_SECONDS)
+                time.sleep(next(pauses))
                 if _is_whole(entry):
                     return
             if handle is not None:
@@ -753,7 +762,7 @@ class ShardCache:
                     f"s: other fetches under way leave {missing:,} bytes too few of max_bytes={self.max_bytes:,}. "
                     "Raise max_bytes above the size of the files that all processes of this host fetch at once."
                 )
-            time.sleep(_POLL_SECONDS)
+            time.sleep(POLL_SECONDS)
 
     def _new_part(self, entry: _Entry, num_bytes: int) -> tuple[pathlib.Path, int]:
         """Creates and locks a part. Needs the room lock."""
