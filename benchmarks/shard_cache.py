@@ -42,18 +42,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--mosaic", metavar="PYTHON", help="an interpreter that has mosaicml-streaming")
 
 
-def write_shards(folder: str, options: argparse.Namespace) -> int:
+def write_shards(folder: str, options: argparse.Namespace, values: int = VALUES) -> int:
     """Writes the shards as MDS, which both libraries read; returns the bytes of all shards."""
     rng = np.random.default_rng(0)
     shards = []
     for number in range(options.shards):
         name = f"shard.{number:05}.mds"
-        rows = rng.integers(0, 1 << 31, (options.records, VALUES), np.int64).astype(np.int32)
+        rows = rng.integers(0, 1 << 31, (options.records, values), np.int64).astype(np.int32)
         rows[:, 0] = np.arange(options.records) + number * options.records
         config = {
-            "column_encodings": [f"ndarray:int32:{VALUES}"],
+            "column_encodings": [f"ndarray:int32:{values}"],
             "column_names": ["x"],
-            "column_sizes": [4 * VALUES],
+            "column_sizes": [4 * values],
             "compression": None,
             "format": "mds",
             "hashes": [],
@@ -62,7 +62,7 @@ def write_shards(folder: str, options: argparse.Namespace) -> int:
         }
         head = json.dumps(config, sort_keys=True).encode()
         start = 4 * (2 + options.records) + len(head)
-        offsets = np.arange(start, start + rows.nbytes + 1, 4 * VALUES, dtype=np.uint32)
+        offsets = np.arange(start, start + rows.nbytes + 1, 4 * values, dtype=np.uint32)
         content = b"".join((np.uint32(options.records).tobytes(), offsets.tobytes(), head, rows.tobytes()))
         with open(os.path.join(folder, name), "wb") as file:
             file.write(content)

@@ -365,7 +365,7 @@ def run_hosts_together(
     cache: Cache,
     store: Store,
     *,
-    step_seconds: float,
+    seconds: Sequence[float],
     num_hosts: int | None = None,
     prefetch: int = 2,
     window: int | None = None,
@@ -376,10 +376,10 @@ def run_hosts_together(
       uses: for each simulated host, the files that each batch needs.
       cache: the cache of each host.
       store: the store.
-      step_seconds: time of a step, in seconds.
+      seconds: how long the loop works on each batch.
       num_hosts: number of hosts of the job, of which those simulated are a sample; by default, there are no others.
       prefetch: batches kept ready on the device.
-      window: steps on which hosts agree at once; by default, as a feed does.
+      window: batches on which hosts agree at once; by default, as a feed does.
     """
     num_hosts = num_hosts or len(uses)
     num_batches = len(uses[0])
@@ -398,8 +398,8 @@ def run_hosts_together(
             if not loop.deliverable(hosts):
                 break
             waits[loop.num_delivered] = now - free_at
+            loop.asked, free_at = False, now + seconds[loop.num_delivered]
             loop.num_delivered += 1
-            loop.asked, free_at = False, now + step_seconds
         if loop.num_delivered == num_batches:
             return Run(waits, hosts)
         limit = loop.limit(hosts)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import math
 import os
 from collections.abc import Iterator, Mapping, Sequence
@@ -10,10 +11,11 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from meshfeed._src.agreement.windows import full_window
 from meshfeed._src.base import hooks
 from meshfeed._src.base.errors import SettingsError, hides_own_frames
 from meshfeed._src.base.settings import Retry, ShardShuffle, check_settings, shard_shuffle
-from meshfeed._src.base.types import JsonValue, RecordIds, public
+from meshfeed._src.base.types import JsonValue, RecordIds, RecordOrder, public
 from meshfeed._src.reading.fetch_policy import default_ahead_bytes
 from meshfeed._src.simulation.dataset import Dataset, Rows, read_manifests, uses_of_batches
 from meshfeed._src.simulation.hosts import Cache, Run, SimulatedFile, Store, run_hosts_together
@@ -24,7 +26,8 @@ from meshfeed._src.streams.random_access import RandomAccessStream
 _MAX_HOSTS, _FEW_HOSTS = 8, 4  # that are simulated; the second if only a part of each epoch is
 _NEW_USES, _MAX_NEW_USES = 3_000, 30_000  # files of a host and epoch that the batch before did not need; the rest is
 # extrapolated
-_PROBED = 64  # batches
+_PROBED, _RECENT = 64, 8  # batches
+_GROUPS = 512  # of batches in an epoch, at least
 _ROWS_PER_HOST, _BATCHES = 64, 32  # default of global_batch_size
 _BLOCK_SHARDS = 4
 _STALLED = 0.02
@@ -232,22 +235,67 @@ def simulate(
       SourceError: a manifest does not exist, or has no records.
       CorruptDataError: a file is not a manifest.
     """
-    dataset = _dataset(source, weights)
+    return simulate_data(
+        dataset_of(source, weights),
+        None,
+        hosts=hosts,
+        bandwidth=bandwidth,
+        step_seconds=step_seconds,
+        cache=cache,
+        global_batch_size=global_batch_size,
+        shuffle=shuffle,
+        num_lanes=num_lanes,
+        ahead_bytes=ahead_bytes,
+        shared_bandwidth=shared_bandwidth,
+        latency_seconds=latency_seconds,
+        requests_per_second=requests_per_second,
+        price_per_1000_requests=price_per_1000_requests,
+        price_per_gb=price_per_gb,
+        num_epochs=num_epochs,
+        seed=seed,
+        prefetch=prefetch,
+    )
+
+
+def simulate_data(
+    dataset: Dataset,
+    rows: Sequence[Rows] | None,
+    *,
+    hosts: int,
+    bandwidth: float | str,
+    step_seconds: float,
+    cache: int | str,
+    global_batch_size: int | None = None,
+    shuffle: Shuffle | None = None,
+    num_lanes: int | None = None,
+    ahead_bytes: int | str | None = None,
+    shared_bandwidth: float | str | None = None,
+    latency_seconds: float = 0.05,
+    requests_per_second: float | None = None,
+    price_per_1000_requests: float = 0.0,
+    price_per_gb: float = 0.0,
+    num_epochs: int = 2,
+    seed: int = 0,
+    prefetch: int = 2,
+) -> Simulation:
+    """Does the same as :func:`simulate` for a data set; ``rows`` are those of each host, by default equal parts."""
     hosts = _count("hosts", hosts)
-    records = len(dataset.source)
     if global_batch_size is None:
-        rows = min(_ROWS_PER_HOST, max(1, records // (_BATCHES * hosts)))
-        global_batch_size = hosts << (rows.bit_length() - 1)
+        of_host = min(_ROWS_PER_HOST, max(1, len(dataset.source) // (_BATCHES * hosts)))
+        global_batch_size = hosts << (of_host.bit_length() - 1)
     batch_size = _count("global_batch_size", global_batch_size)
-    if batch_size % hosts:
-        raise SettingsError(
-            f"global_batch_size={batch_size} is not divisible by hosts={hosts}. Pass a multiple of {hosts}.",
-            setting="global_batch_size",
-        )
-    part, max_bytes = batch_size // hosts, parse_bytes("cache", cache)
+    if rows is None:
+        if batch_size % hosts:
+            raise SettingsError(
+                f"global_batch_size={batch_size} is not divisible by hosts={hosts}. Pass a multiple of {hosts}.",
+                setting="global_batch_size",
+            )
+        part = batch_size // hosts
+        rows = [[(host * part, (host + 1) * part)] for host in range(hosts)]
+    max_bytes = parse_bytes("cache", cache)
     ahead = default_ahead_bytes(max_bytes) if ahead_bytes is None else ahead_bytes
     setup = Setup(
-        rows=[[(host * part, (host + 1) * part)] for host in range(hosts)],
+        rows=rows,
         batch_size=batch_size,
         cache=Cache(max_bytes, 0 if ahead == 0 else parse_bytes("ahead_bytes", ahead)),
         store=Store(
@@ -266,7 +314,8 @@ def simulate(
     return compare(dataset, candidates(dataset) if shuffle is None else [shuffle], setup)
 
 
-def _dataset(source: Any, weights: Sequence[float] | None) -> Dataset:
+def dataset_of(source: Any, weights: Sequence[float] | None) -> Dataset:
+    """Returns the data set of manifests, of which weights make a mixture, or of a source."""
     paths = [source] if isinstance(source, str | os.PathLike) else source
     if isinstance(paths, list | tuple) and paths and all(isinstance(path, str | os.PathLike) for path in paths):
         found = read_manifests(paths)
@@ -323,6 +372,7 @@ def compare(dataset: Dataset, shuffles: Sequence[Shuffle], setup: Setup) -> Simu
         "requests_per_second": store.requests_per_second,
         "step_seconds": setup.step_seconds,
         "num_epochs": setup.num_epochs,
+        "steps_per_epoch": len(dataset.source) // setup.batch_size,
         "seed": setup.seed,
         "prices": list(setup.prices),
     }
@@ -353,17 +403,30 @@ def _figures(order: SimulatedOrder, total: int) -> str:
 
 @dataclasses.dataclass(frozen=True)
 class _Part:
-    """The simulated batches of an epoch: of ``num_batches`` from ``first`` on in the run, which stand for ``whole``."""
+    """The groups of batches of an epoch: of ``num_groups`` from ``first`` on in the run, which stand for ``whole`` as many."""
 
     first: int
-    num_batches: int
+    num_groups: int
     whole: int
 
     def sum(self, values: np.ndarray) -> float:
-        """Returns the sum of a figure of each batch over the epoch; extrapolates from the second half."""
-        mine = values[self.first : self.first + self.num_batches]
-        late = mine[self.num_batches // 2 :]
-        return float(mine.sum() + (self.whole - self.num_batches) * late.mean())
+        """Returns the sum of a figure of each group over the epoch; extrapolates from the second half."""
+        mine = values[self.first : self.first + self.num_groups]
+        late = mine[self.num_groups // 2 :]
+        return float(mine.sum() + (self.whole - self.num_groups) * late.mean())
+
+
+@dataclasses.dataclass(frozen=True)
+class _Groups:
+    """How many batches of each epoch are simulated, and how many of them as one.
+
+    Attributes:
+      limit: batches of each epoch.
+      size: consecutive batches that need almost the same files, read together.
+    """
+
+    limit: int
+    size: int
 
 
 def simulate_order(dataset: Dataset, shuffle: Shuffle, setup: Setup) -> SimulatedOrder:
@@ -384,42 +447,69 @@ def simulate_order(dataset: Dataset, shuffle: Shuffle, setup: Setup) -> Simulate
     order = cursor.order
     ends = [num_batches * epoch // setup.num_epochs for epoch in range(setup.num_epochs + 1)]
     reading = [host for host, rows in enumerate(setup.rows) if rows]
-    limit = _limit(dataset, order, setup, reading[0], ends[1])
-    extrapolated = limit < ends[1]
+    groups = _groups(dataset, order, setup, reading[0], ends[1])
+    extrapolated = groups.limit < ends[1]
     chosen = _spread(reading, _FEW_HOSTS if extrapolated else _MAX_HOSTS)
-    sizes = [min(limit, stop - first) for first, stop in zip(ends, ends[1:], strict=False)]
-    firsts = np.cumsum([0, *sizes]).tolist()
-    parts = [
-        _Part(first, size, stop - start)
-        for first, size, start, stop in zip(firsts, sizes, ends, ends[1:], strict=False)
-    ]
-    batches = np.concatenate([np.arange(start, start + size) for start, size in zip(ends, sizes, strict=False)])
-    numbers = [uses_of_batches(dataset, order, setup.rows[host], batches * setup.batch_size) for host in chosen]
+    parts, starts, sizes = _parts(ends, groups)
+    batches = np.concatenate([np.arange(start, start + size) for start, size in zip(starts, sizes, strict=True)])
+    of_batches = [uses_of_batches(dataset, order, setup.rows[host], batches * setup.batch_size) for host in chosen]
     file_bytes = dataset.file_bytes()
     _check_cache(file_bytes, setup.cache)
+    numbers = [_together(of_host, sizes) for of_host in of_batches]
     files = [SimulatedFile(number, num_bytes, setup.cache) for number, num_bytes in enumerate(file_bytes)]
+    num_hosts = len(setup.rows)
     run = run_hosts_together(
-        [[[files[number] for number in batch.tolist()] for batch in of_host] for of_host in numbers],
+        [[[files[number] for number in group] for group in of_host] for of_host in numbers],
         setup.cache,
         setup.store,
-        step_seconds=setup.step_seconds,
-        num_hosts=len(setup.rows),
-        prefetch=setup.prefetch,
+        seconds=(sizes * setup.step_seconds).tolist(),
+        num_hosts=num_hosts,
+        prefetch=-(-setup.prefetch // groups.size),
+        window=-(-full_window(num_hosts, 1, 1 << 62) // groups.size),
     )
-    share = max(_bytes_of(of_host[: sizes[0]], file_bytes) for of_host in numbers)
-    quality = shuffle_quality(dataset, order, ends[1] * setup.batch_size, setup.batch_size)
+    share = max(sum(file_bytes[n] for n in set().union(*of_host[: parts[0].num_groups])) for of_host in numbers)
+    num_uses = [np.add.reduceat([batch.size for batch in of_host], np.cumsum(sizes) - sizes) for of_host in of_batches]
     lanes = order.config().get("num_lanes")
-    found = _figures_of(run, parts, len(reading), setup)
     return SimulatedOrder(
         shuffle=shuffle,
         num_lanes=lanes if isinstance(lanes, int) else None,
         share_bytes=int(sum(file_bytes)) if extrapolated else share,
-        quality=quality,
+        quality=shuffle_quality(dataset, order, ends[1] * setup.batch_size, setup.batch_size),
         extrapolated=extrapolated,
-        hosts=dict(zip(chosen, _hosts_of(run, numbers, parts), strict=True)),
-        over_time=_over_time(run, setup.step_seconds),
-        **found,
+        hosts=dict(zip(chosen, _hosts_of(run, num_uses, parts), strict=True)),
+        over_time=_over_time(run, sizes, setup.step_seconds),
+        **_figures_of(run, parts, np.diff(ends) * setup.step_seconds, len(reading), setup),
     )
+
+
+def _parts(ends: Sequence[int], groups: _Groups) -> tuple[list[_Part], RecordIds, RecordIds]:
+    """Returns the simulated part of each epoch, and the first batch and the number of batches of each group."""
+    parts: list[_Part] = []
+    starts: list[int] = []
+    sizes: list[int] = []
+    for start, stop in itertools.pairwise(ends):
+        first = len(starts)
+        last = min(stop, start + groups.limit)
+        while start < last:
+            # The first batches wait for an empty cache: one by one, and then more and more of them.
+            size = min(groups.size, last - start, max(1, start // 4))
+            starts.append(start)
+            sizes.append(size)
+            start += size
+        whole = len(starts) - first if last == stop else stop - ends[len(parts)]
+        parts.append(_Part(first, len(starts) - first, whole))
+    return parts, np.array(starts, np.int64), np.array(sizes, np.int64)
+
+
+def _together(batches: Sequence[RecordIds], sizes: RecordIds) -> list[list[int]]:
+    """Returns the files of each group of batches."""
+    found: list[list[int]] = []
+    start = 0
+    for size in sizes.tolist():
+        group = batches[start : start + size]
+        found.append((group[0] if size == 1 else np.unique(np.concatenate(group))).tolist())
+        start += size
+    return found
 
 
 def _stream(dataset: Dataset, shuffle: Shuffle, setup: Setup) -> RandomAccessStream:
@@ -448,16 +538,22 @@ def _spread(values: Sequence[int], number: int) -> list[int]:
     return [values[i] for i in np.unique(np.linspace(0, len(values) - 1, number).astype(int)).tolist()]
 
 
-def _limit(dataset: Dataset, order: Any, setup: Setup, host: int, num_batches: int) -> int:
-    """How many batches of each epoch to simulate: all of them, unless almost every batch needs other files."""
+def _groups(dataset: Dataset, order: RecordOrder, setup: Setup, host: int, num_batches: int) -> _Groups:
+    """Chooses what to simulate: a part of the epoch if every batch needs other files, groups if they need the same."""
     probed = uses_of_batches(
         dataset, order, setup.rows[host], np.arange(min(_PROBED, num_batches), dtype=np.int64) * setup.batch_size
     )
-    new = sum(np.setdiff1d(now, before).size for before, now in zip(probed, probed[1:], strict=False))
-    per_batch = new / max(1, len(probed) - 1)
-    mean_bytes = max(1, sum(dataset.file_bytes()) // max(1, len(dataset.file_bytes())))
+    recent = [np.concatenate(probed[max(0, number - _RECENT) : number]) for number in range(1, len(probed))]
+    new = sum(np.setdiff1d(now, before).size for before, now in zip(recent, probed[1:], strict=True))
+    per_batch = new / max(1, len(recent))
+    file_bytes = dataset.file_bytes()
+    mean_bytes = max(1, sum(file_bytes) // len(file_bytes))
     wanted = min(_MAX_NEW_USES, max(_NEW_USES, 4 * setup.cache.max_bytes // mean_bytes))
-    return num_batches if per_batch * num_batches <= wanted else max(_PROBED // 2, int(wanted / per_batch))
+    if per_batch * num_batches > wanted:
+        return _Groups(min(num_batches, max(_PROBED, int(wanted / per_batch))), 1)
+    files = sum(batch.size for batch in probed) / len(probed)
+    alike = int(max(1.0, files / 4) / per_batch) if per_batch else num_batches
+    return _Groups(num_batches, max(1, min(alike, num_batches // _GROUPS)))
 
 
 def _check_cache(file_bytes: Sequence[int], cache: Cache) -> None:
@@ -470,15 +566,12 @@ def _check_cache(file_bytes: Sequence[int], cache: Cache) -> None:
         )
 
 
-def _bytes_of(batches: Sequence[RecordIds], file_bytes: Sequence[int]) -> int:
-    return sum(file_bytes[number] for number in np.unique(np.concatenate(batches)).tolist())
-
-
-def _figures_of(run: Run, parts: Sequence[_Part], num_hosts: int, setup: Setup) -> dict[str, Any]:
+def _figures_of(
+    run: Run, parts: Sequence[_Part], worked: np.ndarray, num_hosts: int, setup: Setup
+) -> dict[str, Any]:
     waits = run.waits.copy()
     waits[0] = 0.0
     stalls = [part.sum(waits) for part in parts]
-    worked = [part.whole * setup.step_seconds for part in parts]
     times = num_hosts / len(run.hosts)
     of_hosts = [[part.sum(host.bytes_of_batch) for host in run.hosts] for part in parts]
     requests = [times * sum(part.sum(host.requests_of_batch) for host in run.hosts) for part in parts]
@@ -487,8 +580,8 @@ def _figures_of(run: Run, parts: Sequence[_Part], num_hosts: int, setup: Setup) 
     return {
         "first_batch_seconds": float(run.waits[0]),
         "stall_seconds": stalls,
-        "stall_fraction": [stall / (stall + work) for stall, work in zip(stalls, worked, strict=True)],
-        "total_stall_fraction": sum(stalls) / (sum(stalls) + sum(worked)),
+        "stall_fraction": [stall / (stall + work) for stall, work in zip(stalls, worked.tolist(), strict=True)],
+        "total_stall_fraction": sum(stalls) / (sum(stalls) + float(worked.sum())),
         "bytes_per_epoch": [round(value) for value in downloaded],
         "max_host_bytes": [round(max(each)) for each in of_hosts],
         "requests": [round(value) for value in requests],
@@ -500,19 +593,19 @@ def _figures_of(run: Run, parts: Sequence[_Part], num_hosts: int, setup: Setup) 
     }
 
 
-def _hosts_of(run: Run, numbers: Sequence[Sequence[RecordIds]], parts: Sequence[_Part]) -> Iterator[HostDownloads]:
-    for host, batches in zip(run.hosts, numbers, strict=True):
-        uses = np.array([batch.size for batch in batches])
-        yield HostDownloads(
-            *([round(part.sum(each)) for part in parts] for each in (uses, host.downloads_of_batch, host.bytes_of_batch))
-        )
+def _hosts_of(run: Run, num_uses: Sequence[np.ndarray], parts: Sequence[_Part]) -> Iterator[HostDownloads]:
+    for host, uses in zip(run.hosts, num_uses, strict=True):
+        figures = (uses, host.downloads_of_batch, host.bytes_of_batch)
+        yield HostDownloads(*([round(part.sum(figure)) for part in parts] for figure in figures))
 
 
-def _over_time(run: Run, step_seconds: float) -> dict[str, list[float]]:
+def _over_time(run: Run, sizes: RecordIds, step_seconds: float) -> dict[str, list[float]]:
     waits = run.waits.copy()
     waits[0] = 0.0
-    edges = np.unique(np.linspace(0, waits.size, _POINTS + 1).astype(int))
-    stalled = np.add.reduceat(waits, edges[:-1])
-    worked = np.diff(edges) * step_seconds
+    ends = np.cumsum(sizes)  # batches up to the end of each group
+    edges = np.unique(np.searchsorted(ends, np.linspace(0, ends[-1], _POINTS + 1)[:-1], side="right"))
+    stalled = np.add.reduceat(waits, edges)
+    worked = np.add.reduceat(sizes * step_seconds, edges)
     downloaded = np.cumsum(sum(host.bytes_of_batch for host in run.hosts) / len(run.hosts))
-    return {"stall_fraction": (stalled / (stalled + worked)).tolist(), "host_bytes": downloaded[edges[1:] - 1].tolist()}
+    last = np.append(edges[1:], waits.size) - 1
+    return {"stall_fraction": (stalled / (stalled + worked)).tolist(), "host_bytes": downloaded[last].tolist()}
