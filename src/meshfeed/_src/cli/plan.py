@@ -180,7 +180,7 @@ _SHARDS = ("shards", "shard_bytes", "shard_records")
 
 
 def _flags(names: Iterable[str]) -> str:
-    return ", ".join(f"--{name.replace('_', '-')}" for name in names)
+    return ", ".join(f"'--{name.replace('_', '-')}'" for name in names)
 
 
 def _check_options(manifests: tuple[str, ...], simulate: bool, cache: str | None, options: dict[str, Any]) -> None:
@@ -201,7 +201,8 @@ def _check_options(manifests: tuple[str, ...], simulate: bool, cache: str | None
         return
     if bool(manifests) == bool(listed) or 0 < len(listed) < 3:
         raise SettingsError(
-            f"--simulate needs a manifest, or {_flags(_SHARDS)} in its place. `meshfeed manifest` writes manifests.",
+            "--simulate needs manifests, or --shards, --shard-bytes and --shard-records in their place. `meshfeed manifest` "
+            "writes manifests.",
             setting="simulate",
         )
     needed = {"cache": cache, **{name: options[name] for name in ("bandwidth", "step_seconds")}}

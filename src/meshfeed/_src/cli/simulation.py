@@ -9,7 +9,7 @@ import numpy as np
 
 from meshfeed._src.base.errors import SettingsError
 from meshfeed._src.reading.fetch_policy import default_ahead_bytes
-from meshfeed._src.simulation.dataset import Dataset, FileRecords, Rows
+from meshfeed._src.simulation.dataset import SimulatedData, FileRecords, Rows
 from meshfeed._src.simulation.hosts import Cache, Store
 from meshfeed._src.simulation.simulate import (
     HostDownloads,
@@ -52,11 +52,11 @@ def simulated(
     )
 
 
-def _equal_shards(options: Mapping[str, Any]) -> Dataset:
+def _equal_shards(options: Mapping[str, Any]) -> SimulatedData:
     number, num_bytes, num_records = (options[name] for name in ("shards", "shard_bytes", "shard_records"))
     names = [f"shard {shard}" for shard in range(number)]
     files = FileRecords(names, np.full(number, num_bytes, np.int64), np.full(number, num_records, np.int64))
-    return Dataset.of_files([files], None, f"{number:,} shards")
+    return SimulatedData.of_files([files], None, f"{number:,} shards")
 
 
 def downloads_of_hosts(

@@ -62,7 +62,7 @@ class FileRecords:
         return [len(self._names), int(self.num_bytes.sum())]
 
 
-class Dataset:
+class SimulatedData:
     """A source, and the files of its records.
 
     Args:
@@ -83,7 +83,7 @@ class Dataset:
         self.source, self.numbers, self.file_bytes, self.name = source, numbers, file_bytes, name
 
     @classmethod
-    def of_files(cls, parts: Sequence[FileRecords], weights: Sequence[float] | None, name: str) -> Dataset:
+    def of_files(cls, parts: Sequence[FileRecords], weights: Sequence[float] | None, name: str) -> SimulatedData:
         """Returns a mixture of data sets, by weight; of one data set, or without weights, all files as one data set.
 
         Raises:
@@ -115,7 +115,7 @@ class Dataset:
         return cls(mixed, numbers, sizes.tolist, name)
 
     @classmethod
-    def of_source(cls, source: Any) -> Dataset:
+    def of_source(cls, source: Any) -> SimulatedData:
         """Returns the data set of a source that reads its files through a cache.
 
         Raises:
@@ -166,7 +166,7 @@ def read_manifests(paths: Sequence[str | os.PathLike[str]]) -> list[tuple[DataMa
     return found
 
 
-def uses_of_batches(dataset: Dataset, order: RecordOrder, rows: Rows, starts: RecordIds) -> list[RecordIds]:
+def uses_of_batches(dataset: SimulatedData, order: RecordOrder, rows: Rows, starts: RecordIds) -> list[RecordIds]:
     """Returns the numbers of the files that a host needs for batches at positions ``starts``, int64[batches]."""
     held = np.concatenate([np.arange(first, stop, dtype=np.int64) for first, stop in rows])
     found: list[RecordIds] = []

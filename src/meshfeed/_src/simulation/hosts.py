@@ -86,7 +86,7 @@ class _Download:
         return not self.in_flight and not self.has_blocks
 
 
-class Host:
+class SimulatedHost:
     """One host: a reader, a cache and the requests under way.
 
     Args:
@@ -357,7 +357,7 @@ class Run:
     """
 
     waits: np.ndarray
-    hosts: Sequence[Host]
+    hosts: Sequence[SimulatedHost]
 
 
 def run_hosts_together(
@@ -384,7 +384,7 @@ def run_hosts_together(
     num_hosts = num_hosts or len(uses)
     num_batches = len(uses[0])
     per_second = store.requests_per_second
-    hosts = [Host(one, cache, store, num_hosts / per_second if per_second else 0.0) for one in uses]
+    hosts = [SimulatedHost(one, cache, store, num_hosts / per_second if per_second else 0.0) for one in uses]
     loop = _Loop(num_batches, prefetch, num_hosts, window)
     waits = np.zeros(num_batches)
     represented = num_hosts / len(hosts)
@@ -443,7 +443,7 @@ class _Loop:
         self.num_delivered = 0
         self.asked = False
 
-    def limit(self, hosts: Sequence[Host]) -> int:
+    def limit(self, hosts: Sequence[SimulatedHost]) -> int:
         """How many batches a reader may have read."""
         ahead = self.num_delivered + (self._prefetch or int(self.asked))
         if self._window:
@@ -451,12 +451,12 @@ class _Loop:
             ahead = min(ahead, self._announced) + 2 * (self._window if self._announced else 1) + 1
         return min(ahead, self._num_batches)
 
-    def _announce(self, hosts: Sequence[Host]) -> None:
+    def _announce(self, hosts: Sequence[SimulatedHost]) -> None:
         read = min(host.num_read for host in hosts)
         while self._announced < self._num_batches and read >= min(self._end, self._num_batches):
             self._announced, self._end = min(self._end, self._num_batches), next(self._ends)
 
-    def deliverable(self, hosts: Sequence[Host]) -> bool:
+    def deliverable(self, hosts: Sequence[SimulatedHost]) -> bool:
         """Whether all hosts have the next batch."""
         if self._window:
             self._announce(hosts)

@@ -6,13 +6,14 @@ import dataclasses
 
 import numpy as np
 
-from meshfeed._src.base.types import RecordOrder
-from meshfeed._src.simulation.dataset import Dataset
+from meshfeed._src.base.types import RecordOrder, public
+from meshfeed._src.simulation.dataset import SimulatedData
 
 _SAMPLE = 200_000  # positions; if there are more, spread evenly with a random offset each
 _BATCHES = 8
 
 
+@public("meshfeed.testing")
 @dataclasses.dataclass(frozen=True)
 class ShuffleQuality:
     """How well the records of an epoch are shuffled.
@@ -29,7 +30,7 @@ class ShuffleQuality:
     shards_per_batch: float
 
 
-def shuffle_quality(dataset: Dataset, order: RecordOrder, num_positions: int, batch_size: int) -> ShuffleQuality:
+def shuffle_quality(dataset: SimulatedData, order: RecordOrder, num_positions: int, batch_size: int) -> ShuffleQuality:
     """Measures the first ``num_positions`` positions of an order; of many, a sample."""
     stride = max(1, num_positions // _SAMPLE)
     positions = np.arange(0, num_positions - stride + 1, stride, dtype=np.int64)

@@ -17,7 +17,7 @@ from meshfeed._src.base.errors import SettingsError, hides_own_frames
 from meshfeed._src.base.settings import Retry, ShardShuffle, check_settings, shard_shuffle
 from meshfeed._src.base.types import JsonValue, RecordIds, RecordOrder, public
 from meshfeed._src.reading.fetch_policy import default_ahead_bytes
-from meshfeed._src.simulation.dataset import Dataset, Rows, read_manifests, uses_of_batches
+from meshfeed._src.simulation.dataset import SimulatedData, Rows, read_manifests, uses_of_batches
 from meshfeed._src.simulation.hosts import Cache, Run, SimulatedFile, Store, run_hosts_together
 from meshfeed._src.simulation.quality import ShuffleQuality, shuffle_quality
 from meshfeed._src.simulation.units import parse_bytes, parse_rate
@@ -258,7 +258,7 @@ def simulate(
 
 
 def simulate_data(
-    dataset: Dataset,
+    dataset: SimulatedData,
     rows: Sequence[Rows] | None,
     *,
     hosts: int,
@@ -314,18 +314,18 @@ def simulate_data(
     return compare(dataset, candidates(dataset) if shuffle is None else [shuffle], setup)
 
 
-def dataset_of(source: Any, weights: Sequence[float] | None) -> Dataset:
+def dataset_of(source: Any, weights: Sequence[float] | None) -> SimulatedData:
     """Returns the data set of manifests, of which weights make a mixture, or of a source."""
     paths = [source] if isinstance(source, str | os.PathLike) else source
     if isinstance(paths, list | tuple) and paths and all(isinstance(path, str | os.PathLike) for path in paths):
         found = read_manifests(paths)
         name = ", ".join(manifest.path for manifest, _ in found)
-        return Dataset.of_files([files for _, files in found], weights, name)
+        return SimulatedData.of_files([files for _, files in found], weights, name)
     if weights is not None:
         raise SettingsError(
             "weights= is for several manifests. Pass a meshfeed.sources.Mixture of sources, or manifests.", setting="weights"
         )
-    return Dataset.of_source(source)
+    return SimulatedData.of_source(source)
 
 
 def _count(setting: str, value: object) -> int:
@@ -342,7 +342,7 @@ def _number(setting: str, value: object, above: float | None = None) -> float:
     return float(value)
 
 
-def candidates(dataset: Dataset) -> list[Shuffle]:
+def candidates(dataset: SimulatedData) -> list[Shuffle]:
     """Returns the orders to compare."""
     sharded = hooks.find(dataset.source, hooks.Sharded)
     if sharded is None:
@@ -353,7 +353,7 @@ def candidates(dataset: Dataset) -> list[Shuffle]:
     return [True, *blocks, "shards", ShardShuffle(affinity=True)]
 
 
-def compare(dataset: Dataset, shuffles: Sequence[Shuffle], setup: Setup) -> Simulation:
+def compare(dataset: SimulatedData, shuffles: Sequence[Shuffle], setup: Setup) -> Simulation:
     """Simulates orders, and recommends one of them."""
     orders = [simulate_order(dataset, shuffle, setup) for shuffle in shuffles]
     total = int(sum(dataset.file_bytes()))
@@ -429,7 +429,7 @@ class _Groups:
     size: int
 
 
-def simulate_order(dataset: Dataset, shuffle: Shuffle, setup: Setup) -> SimulatedOrder:
+def simulate_order(dataset: SimulatedData, shuffle: Shuffle, setup: Setup) -> SimulatedOrder:
     """Simulates one order.
 
     Raises:
@@ -512,7 +512,7 @@ def _together(batches: Sequence[RecordIds], sizes: RecordIds) -> list[list[int]]
     return found
 
 
-def _stream(dataset: Dataset, shuffle: Shuffle, setup: Setup) -> RandomAccessStream:
+def _stream(dataset: SimulatedData, shuffle: Shuffle, setup: Setup) -> RandomAccessStream:
     settings = check_settings(
         global_batch_size=setup.batch_size,
         shuffle=shuffle,
@@ -538,7 +538,7 @@ def _spread(values: Sequence[int], number: int) -> list[int]:
     return [values[i] for i in np.unique(np.linspace(0, len(values) - 1, number).astype(int)).tolist()]
 
 
-def _groups(dataset: Dataset, order: RecordOrder, setup: Setup, host: int, num_batches: int) -> _Groups:
+def _groups(dataset: SimulatedData, order: RecordOrder, setup: Setup, host: int, num_batches: int) -> _Groups:
     """Chooses what to simulate: a part of the epoch if every batch needs other files, groups if they need the same."""
     probed = uses_of_batches(
         dataset, order, setup.rows[host], np.arange(min(_PROBED, num_batches), dtype=np.int64) * setup.batch_size
