@@ -30,7 +30,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 @dataclasses.dataclass(frozen=True)
 class _Case:
-    """One run: cache as a share of what a host reads along shards (of the set for other orders), bandwidth over consumption."""
+    """One run: cache over what a host reads along shards (over the set for other orders), bandwidth over consumption."""
 
     shuffle: Any
     share: float
@@ -71,7 +71,7 @@ def _source(url: str, parts: int, weights: Any, cache: Any) -> Any:
 def train(
     url: str, folder: str, max_bytes: int, settings: dict[str, Any], weights: Any, step_seconds: float
 ) -> tuple[int, float, float, float]:
-    """Trains for two epochs on this host; returns bytes fetched, share of waiting, seconds to the first batch and per step."""
+    """Trains for two epochs on this host; returns bytes, share of waiting, seconds to the first batch and per step."""
     import jax
 
     import meshfeed
@@ -107,7 +107,12 @@ def _measure(case: _Case, options: argparse.Namespace) -> dict[str, Any]:
             if case.hosts == 1:
                 real = [train(*arguments)]
             else:
-                real = [result.value for result in run_hosts(train, *arguments, num_hosts=case.hosts, devices_per_host=1, timeout_seconds=600)]
+                real = [
+                    result.value
+                    for result in run_hosts(
+                        train, *arguments, num_hosts=case.hosts, devices_per_host=1, timeout_seconds=600
+                    )
+                ]
             step_seconds = sum(one[3] for one in real) / len(real)
             with tempfile.TemporaryDirectory() as copies:
                 import meshfeed
@@ -151,8 +156,8 @@ def measure(options: argparse.Namespace) -> Any:
         "Simulated and real: bytes over those of the set, and the share of the time spent waiting",
         rows,
         f"Steps of {options.step_seconds:g} s and what a busy machine adds, which the simulation is told; "
-        f"{options.latency * 1e3:g} ms per request. The cache is a share of what a host reads, the bandwidth a multiple of what "
-        "the loop consumes without delay.",
+        f"{options.latency * 1e3:g} ms per request. The cache is a share of what a host reads, the bandwidth a multiple of "
+        "what the loop consumes without delay.",
     )
 
 

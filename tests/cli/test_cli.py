@@ -128,7 +128,9 @@ def test_plan_refuses_to_simulate(line: str, message: str) -> None:
 
 
 def test_manifests_and_missing_options_without_simulate() -> None:
-    assert "Manifests are for --simulate" in run(f"{SMALL} --mesh data=8 --spec data --global-batch-size 8 m.json").output
+    assert (
+        "Manifests are for --simulate" in run(f"{SMALL} --mesh data=8 --spec data --global-batch-size 8 m.json").output
+    )
     refused = run("plan --hosts 4")
     assert (refused.exit_code, "Missing option '--devices-per-host', '--mesh'" in refused.output) == (2, True)
 

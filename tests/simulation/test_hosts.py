@@ -23,7 +23,12 @@ fsspec = pytest.importorskip("fsspec")
 
 
 def play(
-    batches: Sequence[Sequence[int]], cache: Cache, store: Store, sizes: Sequence[int], step_seconds: float = 1.0, **more: Any
+    batches: Sequence[Sequence[int]],
+    cache: Cache,
+    store: Store,
+    sizes: Sequence[int],
+    step_seconds: float = 1.0,
+    **more: Any,
 ) -> Run:
     files = [SimulatedFile(number, size, cache) for number, size in enumerate(sizes)]
     uses = [[files[number] for number in batch] for batch in batches]
@@ -132,9 +137,7 @@ def array_record(cache: meshfeed.ShardCache) -> Any:
 
 @pytest.mark.parametrize("held", [2, 3, 6])
 @pytest.mark.parametrize("shuffle", [True, "shards", ShardShuffle(affinity=True)], ids=repr)
-def test_downloads_are_those_of_a_real_cache(
-    num_bytes: int, tmp_path: pathlib.Path, shuffle: Any, held: int
-) -> None:
+def test_downloads_are_those_of_a_real_cache(num_bytes: int, tmp_path: pathlib.Path, shuffle: Any, held: int) -> None:
     settings = {"shuffle": shuffle, "global_batch_size": 1, "num_epochs": 2, "prefetch": 0}
     cache = meshfeed.ShardCache(tmp_path / "real", max_bytes=held * num_bytes, ahead_bytes=0)
     mesh = jax.sharding.Mesh(jax.devices()[:1], ("data",))

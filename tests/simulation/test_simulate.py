@@ -13,17 +13,19 @@ import pytest
 
 import meshfeed
 from meshfeed import CorruptDataError, SettingsError, ShardShuffle, SourceError
-from meshfeed._src.simulation.dataset import SimulatedData, FileRecords
+from meshfeed._src.simulation.dataset import FileRecords, SimulatedData
+from meshfeed._src.simulation.hosts import Cache, Store
 from meshfeed._src.simulation.page import simulation_lines, simulation_page
 from meshfeed._src.simulation.simulate import Setup, simulate_order
-from meshfeed._src.simulation.hosts import Cache, Store
 from meshfeed._src.sources.files.manifest import FileEntry, write_manifest
 from meshfeed.testing import simulate
 
 SETTINGS: dict[str, Any] = {"hosts": 4, "bandwidth": "1MB/s", "step_seconds": 0.1, "cache": "10MB"}
 
 
-def manifest(path: pathlib.Path, files: int = 32, num_bytes: int = 1_000_000, records: int = 64, name: str = "f") -> str:
+def manifest(
+    path: pathlib.Path, files: int = 32, num_bytes: int = 1_000_000, records: int = 64, name: str = "f"
+) -> str:
     path.mkdir(exist_ok=True)
     entries = [
         FileEntry(f"{path}/{name}{number}.array_record", num_bytes, records, None, {"group_size": 1})

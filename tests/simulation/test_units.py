@@ -25,18 +25,24 @@ def test_rates(text: str) -> None:
     assert parse_rate("bandwidth", text) == 5e8
 
 
-@pytest.mark.parametrize("text", [0, -1, True, None, "", "MB", "many", "0", "0MB", "-1GB", "nan", "inf", float("nan"), "1.5", "1QB"])
+@pytest.mark.parametrize(
+    "text", [0, -1, True, None, "", "MB", "many", "0", "0MB", "-1GB", "nan", "inf", float("nan"), "1.5", "1QB"]
+)
 def test_refused(text: Any) -> None:
-    with pytest.raises(SettingsError, match=r"^cache=.*\. Expected a number of bytes of at least 1, such as .* 100MB or 1GiB\.$"):
+    with pytest.raises(
+        SettingsError, match=r"^cache=.*\. Expected a number of bytes of at least 1, such as .* 100MB or 1GiB\.$"
+    ):
         parse_bytes("cache", text)
-    with pytest.raises(SettingsError, match=r"^bandwidth=.*\. Expected bytes per second above 0, such as 500MB/s") as caught:
+    with pytest.raises(
+        SettingsError, match=r"^bandwidth=.*\. Expected bytes per second above 0, such as 500MB/s"
+    ) as caught:
         parse_rate("bandwidth", text)
     assert caught.value.setting == "bandwidth"
 
 
 def test_bits_and_sizes_per_second_are_named() -> None:
     for text in ("10Gb/s", "10Gbit/s"):
-        with pytest.raises(SettingsError, match="is in bits.*divide by 8"):
+        with pytest.raises(SettingsError, match=r"is in bits.*divide by 8"):
             parse_rate("bandwidth", text)
     with pytest.raises(SettingsError, match="cache='100MB/s'"):
         parse_bytes("cache", "100MB/s")

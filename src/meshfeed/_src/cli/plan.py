@@ -114,8 +114,12 @@ def _price(name: str, what: str) -> Callable[[F], F]:
 @click.option("--shared-bandwidth", metavar="BYTES/S", help="With --simulate: what all hosts together receive at most.")
 @click.option("--step-seconds", type=float, help="With --simulate: seconds per training step.")
 @click.option("--latency", type=float, default=0.05, show_default=True, help="With --simulate: seconds per request.")
-@click.option("--requests-per-second", type=float, help="With --simulate: requests of all hosts that the store answers.")
-@click.option("--weights", type=_weights, metavar="WEIGHT,...", help="With --simulate: weights of a mixture of manifests.")
+@click.option(
+    "--requests-per-second", type=float, help="With --simulate: requests of all hosts that the store answers."
+)
+@click.option(
+    "--weights", type=_weights, metavar="WEIGHT,...", help="With --simulate: weights of a mixture of manifests."
+)
 @click.option("--ahead", metavar="BYTES", help="With --simulate: the cache's ahead_bytes=; default: half of the cache.")
 @at_least(1, "--epochs", default=2, help="With --simulate: epochs.")
 @_price("--request-price", "1,000 requests")
@@ -169,6 +173,8 @@ def plan(
 
         downloads, num_bytes = downloads_of_hosts(rows or [], cache, options)
         show({"hosts": cache_json(downloads)}, cache_lines(downloads, num_bytes), as_json=as_json)
+    elif made is None:
+        raise AssertionError("--mesh is checked")
     elif as_json:
         click.echo(json.dumps(made.to_json()))
     elif not pictures:

@@ -9,7 +9,7 @@ import numpy as np
 
 from meshfeed._src.base.errors import SettingsError
 from meshfeed._src.reading.fetch_policy import default_ahead_bytes
-from meshfeed._src.simulation.dataset import SimulatedData, FileRecords, Rows
+from meshfeed._src.simulation.dataset import FileRecords, Rows, SimulatedData
 from meshfeed._src.simulation.hosts import Cache, Store
 from meshfeed._src.simulation.simulate import (
     HostDownloads,
@@ -20,6 +20,7 @@ from meshfeed._src.simulation.simulate import (
     simulate_order,
 )
 from meshfeed._src.simulation.units import parse_bytes
+
 
 def simulated(
     manifests: Sequence[str], cache: str | None, rows: Sequence[Rows] | None, options: Mapping[str, Any]

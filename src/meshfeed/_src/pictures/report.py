@@ -153,7 +153,8 @@ def _verdict(feed: dict[str, JsonValue]) -> str:
     if slowest["lag_seconds"] > 0.5 * (worst["wait_seconds"] - worst["startup_seconds"]):
         return (
             f"{waited} The others wait for host {slowest['host']}, which read its part "
-            f"{duration_text(slowest['lag_seconds'])} later than the fastest host in total. Look at its disk, network and cores."
+            f"{duration_text(slowest['lag_seconds'])} later than the fastest host in total. Look at its disk, network and "
+            "cores."
         )
     batches = max(worst["batches"], 1)
     stage = max(("read", "decode", "transfer"), key=lambda name: worst[f"{name}_seconds"])

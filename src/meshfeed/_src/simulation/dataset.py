@@ -41,7 +41,9 @@ class FileRecords:
         self.ends = np.cumsum(num_records)
         if not len(names) or not self.ends[-1]:
             where = f" of {names[0]} and others" if names else ""
-            raise SourceError(f"there are {len(names):,} files{where} without records to simulate. Pass other manifests.")
+            raise SourceError(
+                f"there are {len(names):,} files{where} without records to simulate. Pass other manifests."
+            )
 
     def __len__(self) -> int:
         return int(self.ends[-1])
@@ -161,7 +163,9 @@ def read_manifests(paths: Sequence[str | os.PathLike[str]]) -> list[tuple[DataMa
         sizes = np.array([file.num_bytes for file in manifest.files], np.int64)
         lengths = np.array([file.num_records for file in manifest.files], np.int64)
         if not lengths.sum():
-            raise SourceError(f"{manifest.path} lists {len(lengths):,} files with 0 records. Expected at least one record.")
+            raise SourceError(
+                f"{manifest.path} lists {len(lengths):,} files with 0 records. Expected at least one record."
+            )
         found.append((manifest, FileRecords([file.path for file in manifest.files], sizes, lengths)))
     return found
 

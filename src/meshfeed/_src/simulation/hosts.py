@@ -14,7 +14,7 @@ import dataclasses
 import heapq
 import itertools
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 
 import numpy as np
 
@@ -114,7 +114,9 @@ class SimulatedHost:
         self._numbers = itertools.count()
         self._timers: list[tuple[float, int, Callable[[float], None]]] = []
         self._transfers: list[tuple[float, int, _Download, _Download, tuple[int, int], float]] = []
-        self._virtual = self._now = 0.0  # bytes that a connection open since the start would have received, and until when
+        self._virtual = self._now = (
+            0.0  # bytes that a connection open since the start would have received, and until when
+        )
         self._block_bytes, self._with_ranges = FIRST_BLOCK_BYTES, False
         self._request_at, self._seconds_per_request = 0.0, seconds_per_request
         self._waiting: set[SimulatedFile] | None = None
@@ -382,83 +384,99 @@ def run_hosts_together(
       window: batches on which hosts agree at once; by default, as a feed does.
     """
     num_hosts = num_hosts or len(uses)
-    num_batches = len(uses[0])
     per_second = store.requests_per_second
     hosts = [SimulatedHost(one, cache, store, num_hosts / per_second if per_second else 0.0) for one in uses]
-    loop = _Loop(num_batches, prefetch, num_hosts, window)
-    waits = np.zeros(num_batches)
-    represented = num_hosts / len(hosts)
-    now = free_at = 0.0
-    rate = store.bandwidth
-    due = [0.0] * len(hosts)  # when something happens next on each host
-    touched = range(len(hosts))  # hosts that may have batches to read
-    while True:
-        while now >= free_at and loop.num_delivered < num_batches:
-            loop.asked = True
-            if not loop.deliverable(hosts):
-                break
-            waits[loop.num_delivered] = now - free_at
-            loop.asked, free_at = False, now + seconds[loop.num_delivered]
-            loop.num_delivered += 1
-        if loop.num_delivered == num_batches:
-            return Run(waits, hosts)
-        limit = loop.limit(hosts)
-        for number, host in enumerate(hosts):
-            if number in touched or host.limit < limit:
-                host.receive(now, rate)
-                host.limit = limit
-                host.read(now)
-                due[number] = host.next_event(now, rate)
-        if now >= free_at and loop.deliverable(hosts):
-            touched = ()
-            continue
-        if store.shared_bandwidth < math.inf:
-            receiving = sum(host.is_receiving for host in hosts)
-            shared = min(store.bandwidth, store.shared_bandwidth / max(1.0, receiving * represented))
-            if shared != rate:
-                for number, host in enumerate(hosts):
-                    host.receive(now, rate)
-                    due[number] = host.next_event(now, shared)
-                rate = shared
-        then = min(due)
-        if free_at > now:
-            then = min(then, free_at)
-        assert then < math.inf, "a host waits for nothing"
-        now = then
-        touched = [number for number, at in enumerate(due) if at <= now]
-        for number in touched:
-            hosts[number].receive(now, rate)
-            hosts[number].happen(now, rate)
+    loop = _Loop(hosts, store, num_hosts, seconds)
+    loop.run(prefetch, 0 if num_hosts == 1 else window or full_window(num_hosts, 1, 1 << 62))
+    return Run(loop.waits, hosts)
 
 
 class _Loop:
-    """How far readers may run ahead, and what can be delivered."""
+    """The loop on all hosts.
 
-    def __init__(self, num_batches: int, prefetch: int, num_hosts: int, window: int | None) -> None:
-        self._num_batches, self._prefetch = num_batches, prefetch
-        self._window = 0 if num_hosts == 1 else window or full_window(num_hosts, 1, 1 << 62)
-        self._ends: Iterator[int] = window_ends(0, lambda: self._window)
-        self._end = next(self._ends)  # of the window that hosts read
-        self._announced = 0
-        self.num_delivered = 0
-        self.asked = False
+    Attributes:
+      waits: float64[batches], the seconds that it waited for each batch.
+    """
 
-    def limit(self, hosts: Sequence[SimulatedHost]) -> int:
-        """How many batches a reader may have read."""
-        ahead = self.num_delivered + (self._prefetch or int(self.asked))
-        if self._window:
-            self._announce(hosts)
-            ahead = min(ahead, self._announced) + 2 * (self._window if self._announced else 1) + 1
-        return min(ahead, self._num_batches)
+    def __init__(self, hosts: Sequence[SimulatedHost], store: Store, num_hosts: int, seconds: Sequence[float]) -> None:
+        self._hosts, self._store, self._seconds = hosts, store, seconds
+        self._represented = num_hosts / len(hosts)
+        self._num_batches = len(seconds)
+        self._now = self._free_at = 0.0
+        self._rate = store.bandwidth
+        self._due = [0.0] * len(hosts)  # when something happens next on each host
+        self._touched: Collection[int] = range(len(hosts))  # hosts that may have batches to read
+        self._announced = self._num_delivered = 0
+        self._asked = False
+        self.waits = np.zeros(self._num_batches)
 
-    def _announce(self, hosts: Sequence[SimulatedHost]) -> None:
-        read = min(host.num_read for host in hosts)
+    def run(self, prefetch: int, window: int) -> None:
+        """Delivers all batches; ``window`` is 0 for a job of one host, which agrees with no other."""
+        ends = window_ends(0, lambda: window)
+        self._end = next(ends)  # of the window that hosts read
+        while True:
+            self._agree(window, ends)
+            self._deliver()
+            if self._num_delivered == self._num_batches:
+                return
+            limit = self._num_delivered + (prefetch or int(self._asked))
+            if window:
+                limit = min(limit, self._announced) + 2 * (window if self._announced else 1) + 1
+            self._read(min(limit, self._num_batches))
+            self._agree(window, ends)
+            if self._free_at > self._now or not self._is_deliverable:
+                self._share_link()
+                self._pass_time()
+
+    def _agree(self, window: int, ends: Iterator[int]) -> None:
+        """Finds how many batches all hosts can deliver."""
+        read = min(host.num_read for host in self._hosts)
+        if not window:
+            self._announced = read
+            return
         while self._announced < self._num_batches and read >= min(self._end, self._num_batches):
-            self._announced, self._end = min(self._end, self._num_batches), next(self._ends)
+            self._announced, self._end = min(self._end, self._num_batches), next(ends)
 
-    def deliverable(self, hosts: Sequence[SimulatedHost]) -> bool:
-        """Whether all hosts have the next batch."""
-        if self._window:
-            self._announce(hosts)
-            return self._announced > self.num_delivered
-        return hosts[0].num_read > self.num_delivered
+    @property
+    def _is_deliverable(self) -> bool:
+        return self._announced > self._num_delivered
+
+    def _deliver(self) -> None:
+        while self._now >= self._free_at and self._num_delivered < self._num_batches:
+            self._asked = True
+            if not self._is_deliverable:
+                return
+            self.waits[self._num_delivered] = self._now - self._free_at
+            self._asked, self._free_at = False, self._now + self._seconds[self._num_delivered]
+            self._num_delivered += 1
+
+    def _read(self, limit: int) -> None:
+        for number, host in enumerate(self._hosts):
+            if number in self._touched or host.limit < limit:
+                host.receive(self._now, self._rate)
+                host.limit = limit
+                host.read(self._now)
+                self._due[number] = host.next_event(self._now, self._rate)
+        self._touched = ()
+
+    def _share_link(self) -> None:
+        if self._store.shared_bandwidth == math.inf:
+            return
+        receiving = sum(host.is_receiving for host in self._hosts) * self._represented
+        rate = min(self._store.bandwidth, self._store.shared_bandwidth / max(1.0, receiving))
+        if rate != self._rate:
+            for number, host in enumerate(self._hosts):
+                host.receive(self._now, self._rate)
+                self._due[number] = host.next_event(self._now, rate)
+            self._rate = rate
+
+    def _pass_time(self) -> None:
+        then = min(self._due)
+        if self._free_at > self._now:
+            then = min(then, self._free_at)
+        assert then < math.inf, "a host waits for nothing"
+        self._now = then
+        self._touched = [number for number, at in enumerate(self._due) if at <= then]
+        for number in self._touched:
+            self._hosts[number].receive(then, self._rate)
+            self._hosts[number].happen(then, self._rate)

@@ -9,9 +9,9 @@ from meshfeed._src.pictures.report import REPORT_STYLE, bytes_text, duration_tex
 from meshfeed._src.simulation.simulate import SimulatedOrder, Simulation
 
 _NOTES = (
-    "Bytes of all hosts, by the epoch whose batches need them. Disk: most bytes that a host's copies take, with evicted files "
-    "that are still open. Distance: how far apart in the epoch neighbors in the files are, on average, over that of a uniform "
-    "shuffle. Files per batch: files from which a global batch has records."
+    "Bytes of all hosts, by the epoch whose batches need them. Disk: most bytes that a host's copies take, with evicted "
+    "files that are still open. Distance: how far apart in the epoch neighbors in the files are, on average, over that of a "
+    "uniform shuffle. Files per batch: files from which a global batch has records."
 )
 _EXTRAPOLATED = "* A part of each epoch was simulated, and the rest extrapolated."
 

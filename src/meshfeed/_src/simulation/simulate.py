@@ -17,7 +17,7 @@ from meshfeed._src.base.errors import SettingsError, hides_own_frames
 from meshfeed._src.base.settings import Retry, ShardShuffle, check_settings, shard_shuffle
 from meshfeed._src.base.types import JsonValue, RecordIds, RecordOrder, public
 from meshfeed._src.reading.fetch_policy import default_ahead_bytes
-from meshfeed._src.simulation.dataset import SimulatedData, Rows, read_manifests, uses_of_batches
+from meshfeed._src.simulation.dataset import Rows, SimulatedData, read_manifests, uses_of_batches
 from meshfeed._src.simulation.hosts import Cache, Run, SimulatedFile, Store, run_hosts_together
 from meshfeed._src.simulation.quality import ShuffleQuality, shuffle_quality
 from meshfeed._src.simulation.units import parse_bytes, parse_rate
@@ -70,7 +70,7 @@ class SimulatedOrder:
       quality: how well the order shuffles.
       extrapolated: whether a part of each epoch was simulated, and the rest extrapolated.
       hosts: host → its downloads, of the hosts that were simulated.
-      over_time: "stall_fraction" and "host_bytes" (bytes that a host has downloaded, on average), at equal distances of steps.
+      over_time: "stall_fraction", and "host_bytes" (bytes that a host has downloaded, on average), at equal distances.
     """
 
     shuffle: Shuffle
@@ -323,7 +323,8 @@ def dataset_of(source: Any, weights: Sequence[float] | None) -> SimulatedData:
         return SimulatedData.of_files([files for _, files in found], weights, name)
     if weights is not None:
         raise SettingsError(
-            "weights= is for several manifests. Pass a meshfeed.sources.Mixture of sources, or manifests.", setting="weights"
+            "weights= is for several manifests. Pass a meshfeed.sources.Mixture of sources, or manifests.",
+            setting="weights",
         )
     return SimulatedData.of_source(source)
 
@@ -334,12 +335,12 @@ def _count(setting: str, value: object) -> int:
     return int(value)
 
 
-def _number(setting: str, value: object, above: float | None = None) -> float:
-    known = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value) and value >= 0
-    if not known or (above is not None and value <= above):
-        wanted = "a number of at least 0" if above is None else f"a number above {above}"
+def _number(setting: str, value: object, above: float = -math.inf) -> float:
+    number = float(value) if isinstance(value, int | float) and not isinstance(value, bool) else math.nan
+    if not (0 <= number < math.inf and number > above):
+        wanted = "a number of at least 0" if above < 0 else f"a number above {above}"
         raise SettingsError(f"{setting}={value!r}. Expected {wanted}.", setting=setting)
-    return float(value)
+    return number
 
 
 def candidates(dataset: SimulatedData) -> list[Shuffle]:
@@ -398,12 +399,14 @@ def _recommend(orders: Sequence[SimulatedOrder], total: int) -> tuple[SimulatedO
 def _figures(order: SimulatedOrder, total: int) -> str:
     sets = order.bytes_per_epoch[-1] / max(1, total)
     epoch = len(order.bytes_per_epoch)
-    return f"waits {order.total_stall_fraction:.1%} of the time and downloads {sets:.3g} × the data set in epoch {epoch}"
+    return (
+        f"waits {order.total_stall_fraction:.1%} of the time and downloads {sets:.3g} × the data set in epoch {epoch}"
+    )
 
 
 @dataclasses.dataclass(frozen=True)
 class _Part:
-    """The groups of batches of an epoch: of ``num_groups`` from ``first`` on in the run, which stand for ``whole`` as many."""
+    """The groups of batches of an epoch: ``num_groups`` from ``first`` on in the run, which stand for ``whole``."""
 
     first: int
     num_groups: int
@@ -560,15 +563,13 @@ def _check_cache(file_bytes: Sequence[int], cache: Cache) -> None:
     largest = max(file_bytes)
     if largest > cache.max_bytes:
         raise SettingsError(
-            f"cache={cache.max_bytes:,} bytes is smaller than a file, the largest of which has {largest:,}. Pass at least a few "
-            "times that size.",
+            f"cache={cache.max_bytes:,} bytes is smaller than a file, the largest of which has {largest:,}. Pass at least a "
+            "few times that size.",
             setting="cache",
         )
 
 
-def _figures_of(
-    run: Run, parts: Sequence[_Part], worked: np.ndarray, num_hosts: int, setup: Setup
-) -> dict[str, Any]:
+def _figures_of(run: Run, parts: Sequence[_Part], worked: np.ndarray, num_hosts: int, setup: Setup) -> dict[str, Any]:
     waits = run.waits.copy()
     waits[0] = 0.0
     stalls = [part.sum(waits) for part in parts]

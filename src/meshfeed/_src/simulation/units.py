@@ -22,7 +22,9 @@ def parse_bytes(setting: str, value: object) -> int:
     Raises:
       SettingsError: if it is something else.
     """
-    return int(_parse(setting, value, "a number of bytes of at least 1, such as 4000000, 100MB or 1GiB", per_second=False))
+    return int(
+        _parse(setting, value, "a number of bytes of at least 1, such as 4000000, 100MB or 1GiB", per_second=False)
+    )
 
 
 def parse_rate(setting: str, value: object) -> float:
