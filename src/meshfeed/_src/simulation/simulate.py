@@ -24,8 +24,8 @@ from meshfeed._src.simulation.units import parse_bytes, parse_rate
 from meshfeed._src.streams.random_access import RandomAccessStream
 
 _MAX_HOSTS, _FEW_HOSTS = 8, 4  # that are simulated; the second if only a part of each epoch is
-_NEW_USES, _MAX_NEW_USES = 3_000, 30_000  # files of a host and epoch that the batch before did not need; the rest is
-# extrapolated
+# Files of a host and epoch that no recent batch needed; the rest of the epoch is extrapolated.
+_NEW_USES, _MAX_NEW_USES = 3_000, 30_000
 _PROBED, _RECENT = 64, 8  # batches
 _GROUPS = 512  # of batches in an epoch, at least
 _ROWS_PER_HOST, _BATCHES = 64, 32  # default of global_batch_size
