@@ -7,7 +7,7 @@ import itertools
 import math
 import os
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
@@ -35,7 +35,8 @@ _POINTS = 96
 Shuffle = bool | int | str | ShardShuffle
 
 
-class HostDownloads(NamedTuple):
+@dataclasses.dataclass(frozen=True)
+class HostDownloads:
     """The downloads of a host, in each epoch.
 
     Attributes:
@@ -101,7 +102,7 @@ class SimulatedOrder:
         return found | {
             "shuffle": shuffle_text(self.shuffle),
             "quality": dataclasses.asdict(self.quality),
-            "hosts": [{"host": host, **one._asdict()} for host, one in self.hosts.items()],
+            "hosts": [{"host": host, **dataclasses.asdict(one)} for host, one in self.hosts.items()],
             "over_time": dict(self.over_time),
         }
 
