@@ -194,7 +194,7 @@ class Downloads:
                     return self._stream(files, inner, download)
             what = f"bytes {start:,} to {stop:,} did not arrive within {self._timeout:g} s"
             raise TimeoutError(f"{download.url}: {what}") from error
-        self._block_bytes = adapted_block(self._block_bytes, stop - start, time.monotonic() - began)
+        self._adapt(stop - start, time.monotonic() - began)
         whole = len(content) == download.num_bytes != stop - start
         if len(content) != stop - start and not whole:
             raise OSError(
@@ -202,6 +202,9 @@ class Downloads:
             )
         download.write(content, 0 if whole else start)
         return whole
+
+    def _adapt(self, num_bytes: int, seconds: float) -> None:
+        self._block_bytes = adapted_block(self._block_bytes, num_bytes, seconds)
 
     def _stream(self, files: _FileSystem, inner: str, download: Download) -> bool:
         """Downloads a whole file over HTTP with one request: the server may ignore ranges and be slow."""
