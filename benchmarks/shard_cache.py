@@ -2,9 +2,9 @@
 
 A store of our own, in its own process, sends 1.3 times the bytes that the loop consumes. The loop sleeps a fixed time per
 step. The share of the run spent waiting leaves out the first batch. The second table counts downloads with a cache of 30 %:
-the file whose next use is farthest makes room, or the one opened longest ago; real, and as ``meshfeed plan --cache``
-computes them. The third table counts downloads of two processes that share a folder. ``--mosaic PYTHON`` adds an epoch of
-Mosaic Streaming on the same store and files, run by that interpreter.
+the file whose next use is farthest makes room, or the one opened longest ago; real, and simulated as by ``meshfeed plan
+--cache``. The third table counts downloads of two processes that share a folder. ``--mosaic PYTHON`` adds an epoch of Mosaic
+Streaming on the same store and files, run by that interpreter.
 """
 
 from __future__ import annotations
@@ -42,9 +42,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--mosaic", metavar="PYTHON", help="an interpreter that has mosaicml-streaming")
 
 
-def write_shards(folder: str, options: argparse.Namespace) -> int:
-    """Writes the shards, which both libraries read; returns the bytes of all."""
-    return _data.write_mds(folder, [options.records] * options.shards, VALUES)
+def write_shards(folder: str, options: argparse.Namespace, values: int = VALUES) -> int:
+    """Writes the shards as MDS, which both libraries read; returns the bytes of all shards."""
+    return _data.write_mds(folder, [options.records] * options.shards, values)
 
 
 def make_feed(url: str, cache: Any, options: argparse.Namespace, **settings: Any) -> Any:
@@ -112,40 +112,42 @@ def stalls(url: str, total: int, options: argparse.Namespace) -> Table:
 
 
 def evictions(folder: str, total: int, options: argparse.Namespace) -> Table:
-    """Two epochs with a cache of 30 %, in batches that need few shards; downloads of the second."""
+    """Half of an epoch with a cache of 30 %, in batches that need few shards, after as many steps that fill it."""
     import meshfeed
-    from meshfeed._src.cli.downloads import shards_of_steps, simulate_cache
-    from meshfeed._src.order.epochs import EpochOrder
+    from meshfeed._src.simulation.hosts import Cache, SimulatedFile, Store, run_hosts_together
 
-    lengths, batch = np.full(options.shards, options.records), 8
-    sizes = np.full(options.shards, total // options.shards)
-    steps, room = min(400, int(lengths.sum()) // batch), int(0.3 * total)
+    batch, room = 8, int(0.3 * total)
+    steps = min(400, options.shards * options.records // batch)
     rows = []
     with serve(folder, bandwidth=1e9) as url:
         for name, shuffle in (("uniform", True), ("blocks of 1,024 records", 1024)):
-            for policy, evict, ahead in (
-                ("farthest next use", "farthest", None),
-                ("farthest next use, ahead_bytes of 3 %", "farthest", int(0.03 * total)),
-                ("opened longest ago", "oldest", 0),
+            for policy, ahead in (
+                ("farthest next use", room // 2),
+                ("farthest next use, ahead_bytes of 3 %", int(0.03 * total)),
+                ("opened longest ago", 0),
             ):
                 with tempfile.TemporaryDirectory() as copies:
                     cache = meshfeed.ShardCache(copies, max_bytes=room, ahead_bytes=ahead)
                     with make_feed(url, cache, options, shuffle=shuffle, global_batch_size=batch, prefetch=0) as feed:
+                        ids = [feed.record_ids(step) for step in range(steps)]
                         train(feed, 0.02, steps // 2)
                         before = cache.stats()
                         train(feed, 0.02, steps // 2)
-                order = EpochOrder(int(lengths.sum()), shuffle=shuffle, seed=0, num_epochs=1)
-                uses = shards_of_steps(order, lengths, batch_size=batch, rows=[(0, batch)], steps=range(steps))
-                found = simulate_cache(uses, sizes, room, evict=evict, skip=steps // 2)
+                sizes = Cache(room, ahead)
+                files = [SimulatedFile(number, total // options.shards, sizes) for number in range(options.shards)]
+                uses = [[files[number] for number in np.unique(each // options.records).tolist()] for each in ids]
+                run = run_hosts_together([uses], sizes, Store(1e9), seconds=[0.02] * steps, prefetch=0)
+                downloads = int(run.hosts[0].downloads_of_batch[steps // 2 :].sum())
+                num_uses = sum(map(len, uses[steps // 2 :]))
                 fetched = cache.stats().fetched - before.fetched
                 rows.append(
                     {
                         "order and policy": f"{name}, {policy}",
                         "downloads": fetched,
-                        "simulated": found.num_downloads,
+                        "simulated": downloads,
                         "reads that waited": cache.stats().misses - before.misses,
-                        "hit rate": 1 - fetched / found.num_uses,
-                        "simulated rate": found.hit_rate,
+                        "hit rate": 1 - fetched / num_uses,
+                        "simulated rate": 1 - downloads / num_uses,
                     }
                 )
     return Table(

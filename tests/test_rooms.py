@@ -30,11 +30,12 @@ MAY_IMPORT = {
     "checkpoint": "arrays base state",
     "monitoring": "base feed pictures",
     "remote": "base feed pictures plan state",
+    "simulation": "agreement base order pictures reading sources streams",
     "maxtext": "arrays base feed plan remote sources state streams",
     "testing": "base",
     "demo": "base public testing",
-    "cli": "base checkpoint convert demo feed monitoring order pictures public reading sources state",
-    "public": "base checkpoint feed maxtext monitoring pictures plan remote sources state testing",
+    "cli": "base checkpoint convert demo feed monitoring order pictures public reading simulation sources state",
+    "public": "base checkpoint feed maxtext monitoring pictures plan remote simulation sources state testing",
 }
 # From the ground up. A room imports only from rooms before it; streams and sources do not know each other.
 FLOORS = (
@@ -45,7 +46,7 @@ FLOORS = (
     "streams sources checkpoint",
     "agreement convert",
     "feed",
-    "remote monitoring",
+    "remote monitoring simulation",
     "maxtext",
     "testing",
     "public",
@@ -65,7 +66,7 @@ LAZY = {
     "meshfeed._src.cli.bench": "sources of the user's choice",
     "meshfeed._src.cli.checkpoint": "Orbax",
     "meshfeed._src.cli.data": "pyarrow, array_record",
-    "meshfeed._src.cli.plan": "the plan of a mesh, which imports JAX",
+    "meshfeed._src.cli.plan": "the plan of a mesh, and sources, which import JAX",
     "meshfeed._src.cli.replay": "sources of the user's choice",
     "meshfeed._src.convert.readers": "MDS and tar archives, which import JAX",
     "meshfeed._src.sources.host_batches": "Grain",

@@ -17,6 +17,7 @@ import meshfeed
 from meshfeed._src.base.errors import CheckpointError, SettingsError
 from meshfeed._src.cli import main
 from meshfeed._src.convert.formats import FORMATS
+from meshfeed._src.sources.files.manifest import FileEntry, write_manifest
 
 BIG = "plan --hosts 4096 --devices-per-host 4 --mesh data=4096,model=4 --spec data --global-batch-size 16384"
 SMALL = "plan --hosts 4 --devices-per-host 2"
@@ -75,6 +76,63 @@ def test_plan_with_a_cache_shows_downloads(tmp_path: pathlib.Path) -> None:
     for part, message in (("--cache 1000", "--cache needs --shards"), ("--shards 3", "Add --cache BYTES.")):
         refused = run(f"{SMALL} --mesh data=8 --spec data --global-batch-size 32 {part}")
         assert (refused.exit_code, message in refused.output) == (2, True)
+
+
+SIMULATE = "--hosts 4 --bandwidth 1MB/s --step-seconds 0.1 --cache 10MB"
+
+
+def test_plan_simulates_the_files_of_manifests(tmp_path: pathlib.Path) -> None:
+    files = [FileEntry(f"{tmp_path}/{number}.array_record", 1_000_000, 64) for number in range(32)]
+    write_manifest(f"{tmp_path}/manifest.json", "ArrayRecord", files)
+    line = f"plan --simulate {tmp_path}/manifest.json {SIMULATE} --global-batch-size 16 --lanes 4"
+    page = tmp_path / "page.html"
+    compared = run(f"{line} --html {page}")
+    assert compared.exit_code == 0, compared.output
+    assert "Recommended: shuffle=ShardShuffle(affinity=True) waits" in compared.output
+    assert page.read_text().count("<svg") == 2
+    found = json.loads(run(f"{line} --json").output)
+    assert [order["shuffle"] for order in found["orders"]] == [
+        "True", "256", '"shards"', "ShardShuffle(affinity=True)",
+    ]  # fmt: skip
+    wanted = {"first_batch_seconds", "stall_seconds", "stall_fraction", "bytes_per_epoch", "disk_bytes", "quality"}
+    assert all(wanted <= order.keys() for order in found["orders"])
+    one = json.loads(run(f"{line} --shuffle affinity --epochs 3 --json").output)
+    assert one["orders"][0]["bytes_per_epoch"] == [32_000_000, 0, 0]
+    assert json.loads(run(f"plan --simulate {tmp_path}/manifest.json {SIMULATE} --json").output)["orders"]
+    meshed = run(f"{line} --shuffle shards --mesh data=4,model=2 --spec data --devices-per-host 2 --json")
+    assert json.loads(meshed.output)["orders"][0] == found["orders"][2]
+    equal = run(f"plan --simulate {SIMULATE} --shards 32 --shard-bytes 1000000 --shard-records 64 --global-batch-size 16 "
+                "--lanes 4 --shuffle shards --json")  # fmt: skip
+    assert json.loads(equal.output)["orders"] == [found["orders"][2]]
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        (f"{SIMULATE}", "--simulate needs manifests, or --shards, --shard-bytes and --shard-records in their place"),
+        (f"nowhere/manifest.json {SIMULATE}", "there is no manifest"),
+        ("m.json --hosts 2 --cache 1GB", "Missing option '--bandwidth', '--step-seconds', which --simulate needs"),
+        (f"m.json {SIMULATE} --shards 3", "--simulate needs manifests"),
+        (f"m.json {SIMULATE} --mesh data=4", "Missing option '--devices-per-host', '--spec', '--global-batch-size'"),
+        (f"m.json {SIMULATE} --png mesh.png", "--svg and --png draw a mesh"),
+        (f"m.json {SIMULATE} --weights a,b", "'a,b' is not a list of numbers"),
+        (f"m.json {SIMULATE} --shuffle files", "'files' is not shards, affinity, yes, no or a number of records"),
+        (f"{SIMULATE} --shards 9 --shard-bytes 9 --shard-records 9 --weights 1", "--weights is for several manifests"),
+        (f"{SIMULATE} --shards 9 --shard-bytes 99999999 --shard-records 999", "smaller than a file"),
+    ],
+)
+def test_plan_refuses_to_simulate(line: str, message: str) -> None:
+    refused = run(f"plan --simulate {line}")
+    assert refused.exit_code in (1, 2)
+    assert message in " ".join(refused.output.split())
+
+
+def test_manifests_and_missing_options_without_simulate() -> None:
+    assert (
+        "Manifests are for --simulate" in run(f"{SMALL} --mesh data=8 --spec data --global-batch-size 8 m.json").output
+    )
+    refused = run("plan --hosts 4")
+    assert (refused.exit_code, "Missing option '--devices-per-host', '--mesh'" in refused.output) == (2, True)
 
 
 def test_plan_leaves_out_the_middle_unless_asked() -> None:

@@ -87,10 +87,10 @@ def _intervals(samples: Sequence[Sample]) -> list[tuple[Sample, Sample]]:
 def report_page(figures: dict[str, JsonValue]) -> str:
     """Returns an HTML page without external resources, from the result of :func:`report_figures`."""
     body = "\n".join(_feed_section(feed) for feed in figures["feeds"])
-    return page("meshfeed report", body, _STYLE)
+    return page("meshfeed report", body, REPORT_STYLE)
 
 
-_STYLE = (
+REPORT_STYLE = (
     ".tiles{display:grid;grid-template-columns:repeat(auto-fit,minmax(140px,1fr));gap:10px;margin:16px 0}"
     ".tile{background:var(--panel);border-radius:10px;padding:10px 14px}.tile b{display:block;font-size:21px;"
     "font-weight:600;font-variant-numeric:tabular-nums}.tile span{color:var(--muted);font-size:13px}"
@@ -110,7 +110,7 @@ def _feed_section(feed: dict[str, JsonValue]) -> str:
     )
     charts = "".join(f"<div>{chart.to_svg()}</div>" for chart in _charts(feed))
     return (
-        f'<section><h1>{escape(feed["feed"])}</h1>\n<p class="muted">{who}, from {when}, {_duration(feed["seconds"])}'
+        f'<section><h1>{escape(feed["feed"])}</h1>\n<p class="muted">{who}, from {when}, {duration_text(feed["seconds"])}'
         f'</p>\n<p class="verdict">{escape(_verdict(feed))}</p>\n<div class="tiles">{tiles}</div>\n'
         f'<div class="charts">{charts}</div>\n<h2>Hosts</h2>\n{_host_table(feed)}</section>'
     )
@@ -125,8 +125,8 @@ def _tiles(feed: dict[str, JsonValue]) -> dict[str, str]:
         "batches": _count(most["batches"]),
         "records": _count(most["records"]),
         "batches per second": _number(most["batches"] / seconds),
-        "read per host": _bytes(sum(host["bytes"] for host in hosts) / len(hosts)),
-        "startup": _duration(max(host["startup_seconds"] for host in hosts)),
+        "read per host": bytes_text(sum(host["bytes"] for host in hosts) / len(hosts)),
+        "startup": duration_text(max(host["startup_seconds"] for host in hosts)),
     }
     if (hits := _hit_fraction(hosts)) is not None:
         tiles["shard cache hits"] = f"{hits:.1%}"
@@ -153,14 +153,15 @@ def _verdict(feed: dict[str, JsonValue]) -> str:
     if slowest["lag_seconds"] > 0.5 * (worst["wait_seconds"] - worst["startup_seconds"]):
         return (
             f"{waited} The others wait for host {slowest['host']}, which read its part "
-            f"{_duration(slowest['lag_seconds'])} later than the fastest host in total. Look at its disk, network and cores."
+            f"{duration_text(slowest['lag_seconds'])} later than the fastest host in total. Look at its disk, network and "
+            "cores."
         )
     batches = max(worst["batches"], 1)
     stage = max(("read", "decode", "transfer"), key=lambda name: worst[f"{name}_seconds"])
     each, step = worst[f"{stage}_seconds"] / batches, worst["elapsed_seconds"] / batches
     return (
-        f"{waited} The longest stage is {stage}: {_duration(each)} per batch, summed over threads, and a step takes "
-        f"{_duration(step)}."
+        f"{waited} The longest stage is {stage}: {duration_text(each)} per batch, summed over threads, and a step takes "
+        f"{duration_text(step)}."
     )
 
 
@@ -170,12 +171,12 @@ def _charts(feed: dict[str, JsonValue]) -> list[Drawing]:
     charts = [
         _time_chart("Time that the loop waited for data", feed, "stall_fraction", "{:.0%}".format, 0.1),
         _time_chart("Batches per second", feed, "batches_per_second", _number),
-        bar_chart("Time per batch by stage, mean of hosts", stages, text=_duration),
+        bar_chart("Time per batch by stage, mean of hosts", stages, text=duration_text),
     ]
     if len(hosts) > 1:
         late = sorted(hosts, key=lambda host: -host["lag_seconds"])[:6]
         bars = [Bar(f"host {host['host']}", host["lag_seconds"]) for host in late]
-        charts.append(bar_chart("Lag behind the fastest host, in total", bars, text=_duration))
+        charts.append(bar_chart("Lag behind the fastest host, in total", bars, text=duration_text))
     if "cache_hit_fraction" in feed["over_time"]:
         charts.append(_time_chart("Shard cache hits", feed, "cache_hit_fraction", "{:.0%}".format, 1.0))
     return charts
@@ -207,7 +208,7 @@ def _per_batch(host: dict[str, JsonValue], stage: str) -> float:
 
 def _stage_bar(hosts: Sequence[dict[str, JsonValue]], stage: str) -> Bar:
     each = [_per_batch(host, stage) for host in hosts]
-    note = f"{_duration(min(each))} to {_duration(max(each))}" if len(hosts) > 1 else ""
+    note = f"{duration_text(min(each))} to {duration_text(max(each))}" if len(hosts) > 1 else ""
     return Bar(_STAGES[stage], sum(each) / len(hosts), note)
 
 
@@ -232,9 +233,9 @@ def _cells(host: dict[str, JsonValue]) -> dict[str, str]:
         "host": str(host["host"]),
         "step": f"{host['step']:,}",
         "stall": f"{host['stall_fraction']:.1%}",
-        **{name: _duration(_per_batch(host, stage)) for stage, name in _STAGES.items()},
-        "lag": _duration(host["lag_seconds"]),
-        "bytes": _bytes(host["bytes"]),
+        **{name: duration_text(_per_batch(host, stage)) for stage, name in _STAGES.items()},
+        "lag": duration_text(host["lag_seconds"]),
+        "bytes": bytes_text(host["bytes"]),
         "retries": f"{host['retries']:,}",
         "bad": f"{host['skipped_records']:,}",
         "cache hits": "–" if hits is None else f"{hits:.1%}",
@@ -249,12 +250,14 @@ def _number(value: float) -> str:
     return f"{value:,.0f}" if value >= 100 or value == int(value) else f"{value:.3g}"
 
 
-def _bytes(value: float) -> str:
+def bytes_text(value: float) -> str:
+    """Returns a number of bytes with three digits and a unit."""
     power = min(int(math.log10(max(value, 1)) / 3), 4)
     return f"{value / 1000**power:.3g} {('B', 'kB', 'MB', 'GB', 'TB')[power]}"
 
 
-def _duration(seconds: float) -> str:
+def duration_text(seconds: float) -> str:
+    """Returns a time with three digits and a unit."""
     if seconds <= 0:
         return "0 s"
     for size, unit in ((3600.0, "h"), (60.0, "min"), (1.0, "s"), (1e-3, "ms")):

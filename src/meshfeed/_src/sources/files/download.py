@@ -25,7 +25,7 @@ from meshfeed._src.base.threads import Background
 from meshfeed._src.sources.files.direct import check_range, noted_headers, noting_file_system
 from meshfeed._src.sources.files.paths import remote_errors
 
-_FIRST_BLOCK_BYTES = 4 << 20
+FIRST_BLOCK_BYTES = 4 << 20
 _MIN_BLOCK_BYTES, _MAX_BLOCK_BYTES = 1 << 18, 16 << 20
 _IDLE_SECONDS = 2.0  # without a download, after which the progress bar ends
 _BLOCK_SECONDS = 0.5  # blocks adapt to take this long: long beside the latency, short beside the deadline
@@ -100,7 +100,7 @@ class Downloads:
         self._bar = FillBar()
         self._lock = threading.Lock()
         self._active: list[Download] = []
-        self._block_bytes = _FIRST_BLOCK_BYTES
+        self._block_bytes = FIRST_BLOCK_BYTES
         self._with_ranges: set[str] = set()  # servers that answered a range request with that range
 
     def run(self, download: Download) -> None:
@@ -204,9 +204,7 @@ class Downloads:
         return whole
 
     def _adapt(self, num_bytes: int, seconds: float) -> None:
-        wanted = int(num_bytes * min(2.0, max(0.5, _BLOCK_SECONDS / max(seconds, 1e-6))))
-        if num_bytes >= self._block_bytes or wanted < num_bytes:  # a short last block does not shrink the next ones
-            self._block_bytes = min(_MAX_BLOCK_BYTES, max(_MIN_BLOCK_BYTES, wanted))
+        self._block_bytes = adapted_block(self._block_bytes, num_bytes, seconds)
 
     def _stream(self, files: _FileSystem, inner: str, download: Download) -> bool:
         """Downloads a whole file over HTTP with one request: the server may ignore ranges and be slow."""
@@ -218,6 +216,14 @@ class Downloads:
         if start != download.num_bytes:
             raise OSError(f"fetched {start:,} bytes of {download.url}, which has {download.num_bytes:,}")
         return True
+
+
+def adapted_block(block_bytes: int, num_bytes: int, seconds: float) -> int:
+    """Returns the size of the next blocks, after a request for ``num_bytes`` took ``seconds``."""
+    wanted = int(num_bytes * min(2.0, max(0.5, _BLOCK_SECONDS / max(seconds, 1e-6))))
+    if num_bytes >= block_bytes or wanted < num_bytes:  # a short last block does not shrink the next ones
+        return min(_MAX_BLOCK_BYTES, max(_MIN_BLOCK_BYTES, wanted))
+    return block_bytes
 
 
 def _server(url: str) -> str:

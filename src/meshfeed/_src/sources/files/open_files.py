@@ -14,6 +14,7 @@ import weakref
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from typing import Any, Generic, TypeVar
 
+from meshfeed._src.reading.fetch_policy import open_bytes
 from meshfeed._src.sources.files.shard import Shard, changed, local_copy
 from meshfeed._src.sources.files.shard_cache import ShardCache
 
@@ -226,7 +227,7 @@ class ShardPool:
 
         made = self._open.get((shard.key, kind), make)[1]
         if cache is not None and cache.max_bytes is not None:
-            self._drop_copies(shard, cache.max_bytes // 4)
+            self._drop_copies(shard, open_bytes(cache.max_bytes))
         return made  # type: ignore[return-value]
 
     def descriptor(self, shard: Shard, cache: ShardCache | None) -> Callable[[], Descriptor]:

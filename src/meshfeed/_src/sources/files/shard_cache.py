@@ -48,6 +48,7 @@ from meshfeed._src.base.fork import finalize
 from meshfeed._src.base.settings import Retry, local_path
 from meshfeed._src.base.stats import CACHES
 from meshfeed._src.base.types import public
+from meshfeed._src.reading.fetch_policy import default_ahead_bytes, eviction_order, plan_bytes
 from meshfeed._src.sources.checks import is_count
 from meshfeed._src.sources.files.download import Download, Downloads
 from meshfeed._src.sources.files.formats import decompress
@@ -55,7 +56,17 @@ from meshfeed._src.sources.files.paths import StoredFile, changed, describe_chan
 
 _T = TypeVar("_T")
 _LOCK_POLL_SECONDS = 0.001  # polls, because flock has no timeout
-_POLL_SECONDS, _MAX_POLL_SECONDS = 0.02, 0.05
+POLL_SECONDS = 0.02
+"""Shortest pause before a thread looks again for a file that another one fetches, or for room."""
+_MAX_POLL_SECONDS = 0.05
+
+
+def poll_pauses() -> Iterator[float]:
+    """Yields the pauses, in seconds, in which a thread waits for a file that another one fetches."""
+    pause = POLL_SECONDS
+    while True:
+        yield pause
+        pause = min(2 * pause, _MAX_POLL_SECONDS)
 
 
 def try_lock(path: pathlib.Path) -> int | None:
@@ -164,10 +175,6 @@ def _stalled(path: pathlib.Path, holder: str, seconds: float) -> StalledError:
 
 _log = logging.getLogger("meshfeed.sources.shard_cache")
 
-_AHEAD_BYTES = 4 << 30  # without max_bytes
-# What makes room for a file must be needed that much later: it may be needed sooner than what comes next.
-_LATER_TIMES = 2
-_PLANNED_TIMES = 4  # caches of files whose next uses are known: with fewer, the farthest of them is a guess
 _INFLATION = 5  # decompressed size over compressed size, if not known; only to reserve space
 _PREFIX = "meshfeed_"
 _DIGEST_ATTRIBUTE = "user.meshfeed.xxh3_64"
@@ -295,7 +302,7 @@ class RemoteFile:
     @property
     def plan_bytes(self) -> int:
         """See ``CachedFile``."""
-        return self.cache.ahead_bytes + _PLANNED_TIMES * (self.cache.max_bytes or 0)
+        return plan_bytes(self.cache.ahead_bytes, self.cache.max_bytes)
 
     def follow(self, next_use: Callable[[Any], float]) -> None:
         """See ``CachedFile``."""
@@ -396,7 +403,7 @@ class ShardCache:
                     "hashlib or xxhash, such as sha256 or xxh3_64.",
                     setting="checksums",
                 )
-        self.ahead_bytes = ahead_bytes if ahead_bytes is not None else max_bytes // 2 if max_bytes else _AHEAD_BYTES
+        self.ahead_bytes = default_ahead_bytes(max_bytes) if ahead_bytes is None else ahead_bytes
         self.directory = local_path("directory", directory).absolute()
         self.max_bytes = max_bytes
         self._retry = retry
@@ -624,7 +631,7 @@ class ShardCache:
         """
         with contextlib.ExitStack() as stack:
             stack.enter_context(self._explained())
-            waited_from, seen, pause = time.monotonic(), (-1, 0), _POLL_SECONDS
+            waited_from, seen, pauses = time.monotonic(), (-1, 0), poll_pauses()
             while (handle := try_lock(entry.lock)) is None:
                 arrived = self._arrived(entry)
                 if arrived != seen:
@@ -635,8 +642,7 @@ class ShardCache:
                         _holder_of(entry.lock), arrived[1], entry.url, self._stall_seconds,
                     )  # fmt: skip
                     break
-                time.sleep(pause)
-                pause = min(2 * pause, _MAX_POLL_SECONDS)
+                time.sleep(next(pauses))
                 if _is_whole(entry):
                     return
             if handle is not None:
@@ -747,7 +753,7 @@ class ShardCache:
         deadline = time.monotonic() + self._stall_seconds
         while True:
             with self._room():
-                missing = self._make_room(entry.room_bytes, -1.0 if next_use is None else _LATER_TIMES * next_use)
+                missing = self._make_room(entry.room_bytes, next_use)
                 if missing <= 0:
                     return self._new_part(entry, entry.room_bytes)
             if next_use is not None:
@@ -758,7 +764,7 @@ class ShardCache:
                     f"s: other fetches under way leave {missing:,} bytes too few of max_bytes={self.max_bytes:,}. "
                     "Raise max_bytes above the size of the files that all processes of this host fetch at once."
                 )
-            time.sleep(_POLL_SECONDS)
+            time.sleep(POLL_SECONDS)
 
     def _new_part(self, entry: _Entry, num_bytes: int) -> tuple[pathlib.Path, int]:
         """Creates and locks a part. Needs the room lock."""
@@ -767,10 +773,10 @@ class ShardCache:
         fcntl.flock(handle, fcntl.LOCK_EX)
         return part, handle
 
-    def _make_room(self, num_bytes: int, next_use: float) -> int:
+    def _make_room(self, num_bytes: int, next_use: float | None) -> int:
         """Evicts files until ``num_bytes`` more fit; returns the number of bytes still missing, if positive.
 
-        Evicts the file whose next use is farthest in all processes, as long as it is later than ``next_use``.
+        Evicts in the order of :func:`eviction_order`, given the next uses in all processes.
         """
         held = self._held()
         excess = 0 if self.max_bytes is None else sum(size for _, size, _ in held) + num_bytes - self.max_bytes
@@ -778,12 +784,12 @@ class ShardCache:
             return excess
         others = self._shared_plans.read([path for _, _, path in held if _PLAN.fullmatch(path.name)])
         whole = [
-            (-min(self._next_use(path.name), others.get(path.name, math.inf)), opened, size, path)
+            (min(self._next_use(path.name), others.get(path.name, math.inf)), opened, size, path)
             for opened, size, path in held
             if _WHOLE.fullmatch(path.name)
         ]
-        for later, _, size, path in sorted(whole):
-            if excess <= 0 or -later <= next_use:
+        for size, path in eviction_order(whole, next_use):
+            if excess <= 0:
                 break
             with contextlib.suppress(FileNotFoundError):
                 if _remove_unlocked(path):
