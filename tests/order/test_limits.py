@@ -184,7 +184,12 @@ def test_arguments_that_do_not_fit_their_buffers() -> None:
         pytest.skip("the extension module is not built")
     one = np.ones(1, np.int32)
     none = np.ones(0, np.int32)
-    for sizes, capacity, bins in ((5 * one, 4 * one, one), (-one, one, one), (one, one, np.ones(2, np.int32)), (one, none, one)):
+    for sizes, capacity, bins in (
+        (5 * one, 4 * one, one),
+        (-one, one, one),
+        (one, one, np.ones(2, np.int32)),
+        (one, none, one),
+    ):
         with pytest.raises(ValueError, match="do not fit"):
             extension.first_fit(sizes, capacity, bins)
     pieces = np.empty((4, 2), np.int32)

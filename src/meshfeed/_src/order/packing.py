@@ -130,7 +130,9 @@ class PackingMethod:
         whole, rest = np.divmod(lengths, self.longest)
         if self.is_limited:
             used = np.flatnonzero(rest)
-            return int(whole.sum()) + (self.pack_rests(first + used, whole[used], rest[used]).number if len(used) else 0)
+            return int(whole.sum()) + (
+                self.pack_rests(first + used, whole[used], rest[used]).number if len(used) else 0
+            )
         units = self.limits.units(rest[rest > 0])
         return int(whole.sum()) + best_fit(_descending(units), self.sequence_length // self.align)[1]
 
