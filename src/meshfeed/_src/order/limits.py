@@ -205,14 +205,15 @@ def _fill_in_python(
         more = [0] * len(room) if other is None else sizes[other]
         return all(left >= a + b for left, a, b in zip(room, sizes[item], more, strict=True))
 
-    tokens, rest = sum(map(taken, lengths)), [sum(column) for column in zip(*sizes, strict=True)]
+    tokens = sum(map(taken, lengths))
+    rest: list[int] = [sum(column) for column in zip(*sizes, strict=True)]
     low, high, cut, bin_ = 0, len(lengths) - 1, None, 0
     pieces: list[tuple[int, int, int, int]] = []
     while low <= high or cut:
         left, slots, room = limits.length, limits.slots, list(limits.most)
         items = high - low + 1 + (cut is not None)
-        ways = [(tokens, limits.length), (items, slots), *zip(rest, room, strict=True)]
-        lows = -(-items // max(-(-number // most) for number, most in ways)) - 1
+        ways: list[tuple[int, int]] = [(tokens, limits.length), (items, slots), *zip(rest, room, strict=True)]
+        lows: int = -(-items // max(-(-number // most) for number, most in ways)) - 1
         while True:
             start = 0
             if cut:

@@ -175,7 +175,11 @@ class PackedBlock(Protocol):
     """The sequences of one block of documents."""
 
     num_tokens: int
-    num_pieces: int
+
+    @property
+    def num_pieces(self) -> int:
+        """Number of pieces of all sequences."""
+        ...
 
     def pieces(self, numbers: np.ndarray) -> Pieces:
         """Returns the pieces of the sequences ``numbers`` of the block, int64[n]."""
@@ -269,7 +273,6 @@ class _FitBlock:
         self._splits = np.concatenate([[0], np.cumsum(np.bincount(found.bins, minlength=found.number))])
         self._by_first = np.argsort(items[self._splits[:-1]], kind="stable") if key is None else None
         self._num_sequences = self._num_whole + found.number
-        self.num_pieces = self._num_whole + len(items)
         self._cut = int(np.count_nonzero(whole + np.bincount(items, minlength=len(lengths)) > 1))
 
     def pieces(self, numbers: np.ndarray) -> Pieces:
@@ -292,6 +295,11 @@ class _FitBlock:
         at = (self._splits[np.minimum(bins, len(self._splits) - 1)][sequence] + within)[~part]
         documents[~part], starts[~part], lengths[~part] = self._documents[at], self._starts[at], self._rest[at]
         return Pieces(splits, documents, starts, lengths)
+
+    @property
+    def num_pieces(self) -> int:
+        """Number of pieces of all sequences."""
+        return self._num_whole + len(self._documents)
 
     def num_cut(self) -> int:
         """Number of documents in more than one sequence."""

@@ -32,7 +32,8 @@ def sequence_order(kind: str, length: int, n: int) -> RecordIds:
       SettingsError: an argument is out of range, or the shards do not divide the length; names the argument.
     """
     check_choice(kind, "kind", "zigzag", "striped")
-    checked_count(length, "length"), checked_count(n, "n")
+    checked_count(length, "length")
+    checked_count(n, "n")
     parts = 2 * n if kind == "zigzag" else n
     if length % parts:
         raise SettingsError(
