@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import sys
 from pathlib import Path
@@ -86,6 +87,20 @@ def test_no_token_is_lost_or_repeated_by_packing(runs: dict[int, dict[str, Any]]
                     counts[int(token)] = counts.get(int(token), 0) + 1
     counts.pop(0, None)  # padding of the packing
     assert counts == {index + 1: int(length) for index, length in enumerate(DOCUMENT_LENGTHS)}
+
+
+def test_no_image_is_lost_or_repeated_by_packing(runs: dict[int, dict[str, Any]]) -> None:
+    found = []
+    for step in runs[3]["packed within limits"]["steps"]:
+        for text in step.values():
+            if "mask=True" in text:
+                images, mask, segments = (
+                    json.loads(re.search(rf"{name}=(.*?);", text)[1].lower())  # type: ignore[index]
+                    for name in ("images", "images_mask", "images_segment")
+                )
+                assert [segment > 0 for segment in segments] == mask
+                found += [image[0] for image, real in zip(images, mask, strict=True) if real]
+    assert sorted(found) == [i + 1 for i in range(len(DOCUMENT_LENGTHS)) for _ in range(i % 3)]
 
 
 @pytest.mark.parametrize("target", TOPOLOGIES)

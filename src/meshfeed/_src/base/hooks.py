@@ -330,6 +330,16 @@ class RowLengths(Protocol):
         ...
 
 
+class SequenceShards(Protocol):
+    """Has rows that shards of the sequence axis divide, with unequal work for each; see ``Packed(sequence_order=)``."""
+
+    num_sequence_shards: int
+
+    def shard_costs(self, record_ids: RecordIds) -> np.ndarray:
+        """Returns the pairs of tokens that attend to each other in each shard, int64 ``[n, num_sequence_shards]``."""
+        ...
+
+
 # ---------------------------------------------------------------------- streams and their lanes
 
 

@@ -197,6 +197,16 @@ class Packed:
         pieces = self._packing.pieces_at(np.asarray(record_ids, np.int64))
         return pieces.lengths + self._packing.method.before, pieces.splits
 
+    @property
+    def num_sequence_shards(self) -> int | None:
+        """Shards of the sequence axis if their work is unequal, as in the order "zigzag"; otherwise None."""
+        kind, shards = self._rows.sequence_order or ("striped", 1)
+        return shards if kind == "zigzag" else None
+
+    def shard_costs(self, record_ids: RecordIds) -> np.ndarray:
+        """Returns the work of causal attention in each shard of the sequence axis, int64[n, shards]; reads nothing."""
+        return self._rows.shard_costs(self._packing.pieces_at(np.asarray(record_ids, np.int64)))
+
     def stats(self, epoch: int = 0) -> PackingStats:
         """Returns padding and cut documents of an epoch; goes through all lengths, and reads no document.
 

@@ -190,6 +190,17 @@ class RowLayout:
         of_segment[row[piece], at] = segment[piece] + 1
         return {name: out, f"{name}_mask": mask, f"{name}_segment": of_segment}
 
+    def shard_costs(self, pieces: Pieces) -> np.ndarray:
+        """Returns the pairs of tokens of causal attention in each shard of a zigzag order, int64[rows, shards]."""
+        assert self.sequence_order is not None
+        shards = self.sequence_order[1]
+        _, _, begins = self._places(pieces)
+        bounds = np.arange(2 * shards + 1) * (self.length // (2 * shards))
+        # A token attends to those before it in its piece and to itself.
+        tokens = np.clip(bounds - begins[:, None], 0, (pieces.lengths + self.before)[:, None])
+        chunks = np.add.reduceat(np.diff(tokens * (tokens + 1) // 2, axis=1), pieces.splits[:-1], axis=0)
+        return chunks[:, :shards] + chunks[:, : shards - 1 : -1]
+
     def _empty(self, name: str, number: int, values: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Rows of a leaf, not yet filled, and its values as they are to be."""
         dtype = np.dtype(np.int32) if name == self.key else values.dtype
