@@ -85,7 +85,7 @@ class RowLayout:
     @property
     def added(self) -> list[str]:
         """Names of the leaves that rows have beside those of the documents."""
-        of_side = [f"{name}{suffix}" for name in self.side for suffix in ("_mask", "_segment")]
+        of_side = [added for name in self.side for added in _added(name)]
         names = [self.segment_ids, self.positions, *([self.cumulative_lengths] if self.cumulative_lengths else [])]
         return [*names, *of_side]
 
@@ -188,7 +188,7 @@ class RowLayout:
         out[row[piece], at] = found.values
         mask[row[piece], at] = True
         of_segment[row[piece], at] = segment[piece] + 1
-        return {name: out, f"{name}_mask": mask, f"{name}_segment": of_segment}
+        return {name: out, **dict(zip(_added(name), (mask, of_segment), strict=True))}
 
     def shard_costs(self, pieces: Pieces) -> np.ndarray:
         """Returns the pairs of tokens of causal attention in each shard of a zigzag order, int64[rows, shards]."""
@@ -206,6 +206,11 @@ class RowLayout:
         dtype = np.dtype(np.int32) if name == self.key else values.dtype
         out = memory.empty((number, self.length, *values.shape[1:]), dtype)
         return out, _as_tokens(values) if name == self.key else values
+
+
+def _added(name: str) -> tuple[str, str]:
+    """Names of the leaves beside a leaf of ``side``: its mask, and the segments of its entries."""
+    return f"{name}_mask", "_".join([name, "segment"])
 
 
 def _reordered(leaf: np.ndarray, order: RecordIds) -> np.ndarray:
@@ -283,7 +288,7 @@ def _checked_side(setting: object) -> dict[str, int]:
 
 def _check_names(given: Mapping[str, Any]) -> None:
     names = [(setting, given[setting]) for setting in ("key", "segment_ids", "positions", "cumulative_lengths")]
-    names += [("side", f"{name}{suffix}") for name in given["side"] for suffix in ("", "_mask", "_segment")]
+    names += [("side", leaf) for name in given["side"] for leaf in (name, *_added(name))]
     taken: set[object] = set()
     for setting, name in names:
         if setting == "cumulative_lengths" and name is None:
