@@ -301,7 +301,7 @@ class KnowsLengths(Protocol):
 
 
 class StoredLengths(Protocol):
-    """May have the lengths of a leaf of its records in a manifest."""
+    """May know the lengths of leaves of its records without reading them, such as from a manifest."""
 
     def stored_lengths(self, key: str) -> np.ndarray | None:
         """Returns the length of the leaf ``key`` of every record, integers ``[len(source)]``; None if unknown."""
