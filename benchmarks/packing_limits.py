@@ -166,7 +166,7 @@ def attention(options: argparse.Namespace) -> Table:
                 "balance": balance or "none",
             }
             for name, values in found.items():
-                row |= {f"{name}, mean": float(np.mean(values)), f"{name}, worst step": max(values)}
+                row |= {f"{name}, mean": f"{np.mean(values):.4f}", f"{name}, worst step": f"{max(values):.4f}"}
             rows.append(row)
     title = f"attention of a device over the mean, {parts} × {shards} devices, {options.rows} rows for each part"
     return Table(title, rows, f"Log-normal documents in sequences of {length:,} tokens, {options.steps} steps.")
