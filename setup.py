@@ -32,6 +32,7 @@ def extension(name: str, *libraries: str) -> Extension:
 
 extensions = [
     extension("order._best_fit"),
+    extension("order._limits"),
     extension("sources.array_record._riegeli", "dl", "pthread"),
     extension("sources.tokens._reads"),
 ]

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from meshfeed._src.sources.parquet import Parquet
     from meshfeed._src.sources.recognize import Grain, HuggingFace, as_source
     from meshfeed._src.sources.selection import Sample, Subset, random_split
+    from meshfeed._src.sources.sequence_order import sequence_order
     from meshfeed._src.sources.shuffle_buffer import ShuffleBuffer
     from meshfeed._src.sources.stream import Stream
     from meshfeed._src.sources.tensorstore import TensorStore
@@ -58,6 +59,7 @@ _HOME = {
     "Zip": "zip",
     "as_source": "recognize",
     "random_split": "selection",
+    "sequence_order": "sequence_order",
 }
 
 __all__ = [
@@ -89,6 +91,7 @@ __all__ = [
     "Zip",
     "as_source",
     "random_split",
+    "sequence_order",
 ]
 
 

@@ -130,6 +130,19 @@ def _packed_documents(method: str, folder: str) -> Any:
     return sources.Packed(documents, 4, method=method, block=32)
 
 
+def _packed_within_limits(folder: str) -> Any:
+    """Documents with images, which travel with them."""
+    from meshfeed import sources
+
+    documents = [
+        {"tokens": np.full(length, number + 1, np.int32), "images": np.full((number % 3, 2), number + 1, np.uint8)}
+        for number, length in enumerate(DOCUMENT_LENGTHS)
+    ]
+    limits: dict[str, Any] = {"max_segments": 3, "align": 2, "bos_id": 0, "cumulative_lengths": "starts"}
+    order = ("zigzag", 2)
+    return sources.Packed(documents, 8, method="fit", block=32, sequence_order=order, side={"images": 4}, **limits)
+
+
 def _ragged(make: Callable[[Any, list[Any]], Any], folder: str) -> Any:
     """Documents of unequal length, padded."""
     from meshfeed import sources
@@ -277,6 +290,7 @@ RANDOM: dict[str, tuple[Callable[[str], Any], bool | int, Sequence[int] | None]]
     "tokens": (_tokens, True, range(240)),
     "packed": (_part(_packed_documents, "split"), True, None),
     "packed by best fit": (_part(_packed_documents, "fit"), True, None),
+    "packed within limits": (_packed_within_limits, True, None),
     "padded": (
         _part(_ragged, lambda sources, documents: sources.Padded(documents, 8, mask_key="real")),
         True,
@@ -346,7 +360,14 @@ STREAMS: dict[str, tuple[Callable[[str], Any], Sequence[int] | None]] = {
 }
 """name → (maker, ids of all records)."""
 
-PACKED = ("grain concat then split", "grain first fit", "grain best fit", "packed", "packed by best fit")
+PACKED = (
+    "grain concat then split",
+    "grain first fit",
+    "grain best fit",
+    "packed",
+    "packed by best fit",
+    "packed within limits",
+)
 NAMES = (*RANDOM, *STREAMS)
 
 

@@ -19,7 +19,7 @@ from source_pipelines import write_files
 from meshfeed.testing import HostPool
 
 pytest.importorskip("datasets")
-NAMES = ("array_record", "stream", "grain filter", "hf parquet many")
+NAMES = ("array_record", "packed within limits", "stream", "grain filter", "hf parquet many")
 PROCESSES = {4: (0, 1, 2, 3), 3: (0, 1, 2), 2: (0, 1), 1: (3,)}
 """Number of hosts → the processes that play them; one host at the same time as three and two."""
 

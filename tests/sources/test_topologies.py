@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import functools
+import json
 import re
 
 import pytest
@@ -47,6 +48,20 @@ def test_no_token_is_lost_or_repeated_by_packing(topologies: SourceTopologies) -
                         counts[int(token)] = counts.get(int(token), 0) + 1
         counts.pop(0, None)  # padding of the packing
         assert counts == expected, name
+
+
+def test_no_image_is_lost_or_repeated_by_packing(topologies: SourceTopologies) -> None:
+    found = []
+    for step in topologies.steps["packed within limits"]:
+        for text in step.values():
+            if "mask=True" in text:
+                images, mask, segments = (
+                    json.loads(re.search(rf"{name}=(.*?);", text)[1].lower())  # type: ignore[index]
+                    for name in ("images", "images_mask", "images_segment")
+                )
+                assert [segment > 0 for segment in segments] == mask
+                found += [image[0] for image, real in zip(images, mask, strict=True) if real]
+    assert sorted(found) == [i + 1 for i in range(len(DOCUMENT_LENGTHS)) for _ in range(i % 3)]
 
 
 def test_each_resumes_on_any_number_of_hosts(topologies: SourceTopologies) -> None:

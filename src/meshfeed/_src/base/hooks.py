@@ -301,7 +301,7 @@ class KnowsLengths(Protocol):
 
 
 class StoredLengths(Protocol):
-    """May have the lengths of a leaf of its records in a manifest."""
+    """May know the lengths of leaves of its records without reading them, such as from a manifest."""
 
     def stored_lengths(self, key: str) -> np.ndarray | None:
         """Returns the length of the leaf ``key`` of every record, integers ``[len(source)]``; None if unknown."""
@@ -327,6 +327,16 @@ class RowLengths(Protocol):
 
     def row_lengths(self, record_ids: RecordIds) -> tuple[np.ndarray, np.ndarray]:
         """Returns all segments' lengths, int64 ``[segments]``, and each record's first segment, int64 ``[n + 1]``."""
+        ...
+
+
+class SequenceShards(Protocol):
+    """Has rows that shards of the sequence axis divide, with unequal work for each; see ``Packed(sequence_order=)``."""
+
+    num_sequence_shards: int
+
+    def shard_costs(self, record_ids: RecordIds) -> np.ndarray:
+        """Returns the pairs of tokens that attend to each other in each shard, int64 ``[n, num_sequence_shards]``."""
         ...
 
 

@@ -29,6 +29,7 @@ _EXTENSIONS = {
     "sources.array_record._riegeli": "ArrayRecord files are read at half the speed",
     "sources.tokens._reads": "token files are read more slowly",
     "order._best_fit": "packing with method='fit' is slower",
+    "order._limits": "packing with max_segments= or side= is slower",
 }
 _VARIABLES = re.compile(
     r"(SLURM_(JOB_ID|STEP_NUM_TASKS|NTASKS|PROCID|LOCALID|STEP_NODELIST|JOB_NODELIST)|OMPI_COMM_WORLD_(SIZE|RANK)|PMI_(SIZE|RANK)"

@@ -112,8 +112,9 @@ class Feed(Inspection, Checkpointable):
         ``"pad"`` delivers every record. A warning names the shortest lane where the lengths are known.
       mask_key: with ``end="pad"``, the key of an added bool ``[global_batch_size]`` leaf, False on padded rows.
       balance: orders the rows of each global batch so that the shards of the batch cost about the same. The cost of a row is
-        ``"attention"``, the sum of the squares of its segment lengths; ``"tokens"``, their sum; or a function of its segment
-        lengths, int64[segments]. The set of rows of a step and the state stay the same. Requires ``Packed`` or a source with
+        ``"attention"``, the sum of the squares of its segment lengths, or with ``Packed(sequence_order=("zigzag", n))`` the
+        work of each of its n shards; ``"tokens"``, the sum of the lengths; or a function of its segment lengths,
+        int64[segments]. The set of rows of a step and the state stay the same. Requires ``Packed`` or a source with
         ``lengths()``.
       num_lanes: for streams and ``shuffle="shards"``: number of sequential parts that the rows are divided into. Default:
         the largest common divisor of the batch sizes that is at most 64, and for ``shuffle="shards"`` at most an eighth of

@@ -35,8 +35,8 @@ class PackingStats:
     Attributes:
       sequences: number of sequences.
       documents: number of documents, including empty and dropped ones.
-      tokens: tokens in the sequences.
-      padding_fraction: fraction of the sequences' tokens that is padding, from 0 to 1.
+      tokens: tokens of documents in the sequences.
+      padding_fraction: fraction of the sequences' tokens that is padding, from 0 to 1; ``bos_id`` is not padding.
       cut_documents: number of documents that are in more than one sequence.
       lost_tokens: tokens lost because documents were truncated or dropped.
     """
@@ -139,12 +139,13 @@ class Packing:
 
     def stats(self, epoch: int = 0) -> PackingStats:
         """Returns the statistics of one epoch; reads all lengths."""
-        tokens = cut = total = 0
+        tokens = cut = total = before = 0
         for block in range(len(self.counts)):
             plan = self._plan(epoch, block)
             tokens, cut = tokens + plan.num_tokens, cut + plan.num_cut()
             total += int(self._lengths_of(block).sum())
-        padding = 1 - tokens / (self.num_sequences * self.method.sequence_length)
+            before += self.method.before and self.method.before * plan.num_pieces
+        padding = 1 - (tokens + before) / (self.num_sequences * self.method.sequence_length)
         return PackingStats(self.num_sequences, len(self.lengths), tokens, padding, cut, total - tokens)
 
     def _lengths_of(self, block: int) -> np.ndarray:

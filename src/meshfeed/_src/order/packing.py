@@ -13,12 +13,15 @@ from __future__ import annotations
 
 import bisect
 import dataclasses
+import functools
 import logging
+from collections.abc import Sequence
 from typing import Any, Protocol
 
 import numpy as np
 
 from meshfeed._src.base.types import RecordIds
+from meshfeed._src.order.limits import InBins, Limits, pack
 from meshfeed._src.order.permutation import permute
 
 try:
@@ -46,6 +49,19 @@ class Pieces:
 
 
 @dataclasses.dataclass(frozen=True)
+class Budget:
+    """A leaf of which a sequence holds a limited number of entries.
+
+    Attributes:
+      counts: integers [documents], the entries of each document; at most ``most``, unless ``long`` is "drop".
+      most: most entries in a sequence.
+    """
+
+    counts: np.ndarray
+    most: int
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
 class PackingMethod:
     """How the documents of a block become sequences.
 
@@ -53,18 +69,53 @@ class PackingMethod:
       sequence_length: tokens per sequence.
       method: "split" or "fit".
       long: what to do with a document longer than a sequence: "split", "truncate" or "drop".
+      max_segments: most pieces in a sequence; None for any number.
+      align: each piece begins at a multiple of this, which divides the length.
+      before: tokens before each piece, 0 or 1.
+      budgets: of other leaves.
     """
 
     sequence_length: int
     method: str
     long: str
+    max_segments: int | None = None
+    align: int = 1
+    before: int = 0
+    budgets: Sequence[Budget] = ()
 
-    def used_lengths(self, lengths: np.ndarray) -> np.ndarray:
-        """Returns the number of tokens of each document that sequences contain, int64[documents]."""
+    @property
+    def longest(self) -> int:
+        """Most tokens of a piece."""
+        return self.sequence_length - self.before
+
+    @functools.cached_property
+    def limits(self) -> Limits:
+        """Limits of a sequence."""
+        shortest = -(-(1 + self.before) // self.align) * self.align
+        slots = min(self.max_segments or self.sequence_length, self.sequence_length // shortest)
+        most = tuple(budget.most for budget in self.budgets)
+        return Limits(self.sequence_length, self.align, self.before, slots, most)
+
+    @functools.cached_property
+    def is_limited(self) -> bool:
+        """Whether other limits than the tokens of a sequence determine what it holds; see ``limits.py``."""
+        shortest = -(-(1 + self.before) // self.align) * self.align
+        reaches = self.max_segments is not None and self.max_segments < self.sequence_length // shortest
+        # Then a cut may need one more multiple of align, so the number of sequences would depend on the order.
+        uneven = self.method == "split" and self.align > 1 and self.before > 0
+        return bool(self.budgets) or reaches or uneven
+
+    def used_lengths(self, first: int, lengths: np.ndarray) -> np.ndarray:
+        """Returns the number of tokens of each document from ``first`` on that sequences contain, int64[documents]."""
         lengths = lengths.astype(np.int64)
         if self.long == "truncate":
-            return np.minimum(lengths, self.sequence_length)
-        return np.where(lengths > self.sequence_length, 0, lengths) if self.long == "drop" else lengths
+            return np.minimum(lengths, self.longest)
+        if self.long == "split":
+            return lengths
+        dropped = lengths > self.longest
+        for budget in self.budgets:
+            dropped |= budget.counts[first : first + len(lengths)] > budget.most
+        return np.where(dropped, 0, lengths)
 
     def count(self, first: int, lengths: np.ndarray) -> int:
         """Returns the number of sequences of a block, in any order of its documents.
@@ -73,12 +124,17 @@ class PackingMethod:
           first: the first document of the block.
           lengths: integers [n], the tokens of the documents from there on.
         """
-        del first  # limits on other leaves of the documents would need it
-        lengths = self.used_lengths(lengths)
-        if self.method == "split":
-            return -(-int(lengths.sum()) // self.sequence_length)
-        whole, rest = np.divmod(lengths, self.sequence_length)
-        return int(whole.sum()) + best_fit(_descending(rest), self.sequence_length)[1]
+        lengths = self.used_lengths(first, lengths)
+        if self.method == "split" and not self.is_limited:
+            return _num_split(lengths, self)
+        whole, rest = np.divmod(lengths, self.longest)
+        if self.is_limited:
+            used = np.flatnonzero(rest)
+            return int(whole.sum()) + (
+                self.pack_rests(first + used, whole[used], rest[used]).number if len(used) else 0
+            )
+        units = self.limits.units(rest[rest > 0])
+        return int(whole.sum()) + best_fit(_descending(units), self.sequence_length // self.align)[1]
 
     def pack(self, first: int, lengths: np.ndarray, order: RecordIds, key: int | None) -> PackedBlock:
         """Packs a block.
@@ -89,16 +145,41 @@ class PackingMethod:
           order: int64[n], the order in which to pack them.
           key: key by which sequences are permuted that the method leaves sorted; None not to permute them.
         """
-        documents, lengths = first + order, self.used_lengths(lengths)[order]
-        if self.method == "split":
-            return _SplitBlock(documents, lengths, self.sequence_length)
-        return _FitBlock(documents, lengths, self.sequence_length, key)
+        documents, lengths = first + order, self.used_lengths(first, lengths)[order]
+        if self.method == "split" and not self.is_limited:
+            return _SplitBlock(documents, lengths, self)
+        return _FitBlock(documents, lengths, self, key)
+
+    def pack_rests(self, documents: RecordIds, whole: np.ndarray, rest: np.ndarray) -> InBins:
+        """Packs what is left of documents after their whole sequences.
+
+        Args:
+          documents: int64[n], at least one.
+          whole: int64[n], the sequences that each fills by itself.
+          rest: int64[n], the tokens after these, at least 1.
+        """
+        if not self.is_limited:
+            units = self.limits.units(rest)
+            descending = np.argsort(-units, kind="stable")
+            bins = np.empty(len(rest), np.int64)
+            bins[descending], number = best_fit(units[descending], self.sequence_length // self.align)
+            items = np.arange(len(rest))
+            return InBins(items, np.zeros_like(items), rest, bins, number)
+        # Entries belong to the first piece of a document, so the rest of a longer one has none.
+        counts = [np.where(whole > 0, 0, budget.counts[documents].astype(np.int64)) for budget in self.budgets]
+        sizes = np.column_stack(counts) if counts else np.zeros((len(rest), 0), np.int64)
+        return pack(rest, sizes, self.limits, cuts=self.method == "split")
 
 
 class PackedBlock(Protocol):
     """The sequences of one block of documents."""
 
     num_tokens: int
+
+    @property
+    def num_pieces(self) -> int:
+        """Number of pieces of all sequences."""
+        ...
 
     def pieces(self, numbers: np.ndarray) -> Pieces:
         """Returns the pieces of the sequences ``numbers`` of the block, int64[n]."""
@@ -109,66 +190,90 @@ class PackedBlock(Protocol):
         ...
 
 
+def _num_split(lengths: np.ndarray, method: PackingMethod) -> int:
+    """Number of sequences of documents end to end."""
+    used = lengths[lengths > 0]
+    total = int(method.limits.units(used).sum()) * method.align  # align is 1 if there are tokens before pieces
+    # The first document has its token before it at the beginning of the first sequence, as each piece there has.
+    return -(-(total - method.before) // method.longest) if len(used) else 0
+
+
 class _SplitBlock:
     """A block of documents, end to end.
+
+    With a token before each piece, every sequence begins with one, so the documents lie end to end in what sequences
+    hold besides. The token before a document then falls between two documents. If that is where a sequence ends or begins,
+    it is left out, and the sequence has one token of padding: the number of sequences does not depend on the order.
 
     Args:
       documents: int64[n], the documents in order.
       lengths: int64[n], their tokens.
-      sequence_length: tokens per sequence.
+      method: how they are packed; not within limits.
     """
 
-    def __init__(self, documents: RecordIds, lengths: np.ndarray, sequence_length: int) -> None:
+    def __init__(self, documents: RecordIds, lengths: np.ndarray, method: PackingMethod) -> None:
         used = np.flatnonzero(lengths)  # an empty document has no piece
-        self._documents, self._lengths, self._size = documents[used], lengths[used], sequence_length
-        self._ends = np.cumsum(self._lengths)
-        self.num_tokens = int(self._ends[-1]) if len(used) else 0
+        self._documents, lengths = documents[used], lengths[used]
+        self._size, self._before, self._number = method.longest, method.before, _num_split(lengths, method)
+        taken = method.limits.units(lengths) * method.align
+        self._begins = np.cumsum(taken) - taken + method.before  # where the tokens of each document begin and end
+        self._ends = self._begins + lengths
+        self.num_tokens = int(lengths.sum())
+
+    @property
+    def num_pieces(self) -> int:
+        """Number of pieces of all sequences."""
+        return len(self.pieces(np.arange(self._number)).lengths)
 
     def pieces(self, numbers: np.ndarray) -> Pieces:
         """Returns the pieces of the sequences ``numbers`` of the block, int64[n]."""
-        starts = numbers * self._size
-        stops = np.minimum(starts + self._size, self.num_tokens)
+        starts = numbers * self._size + self._before
+        stops = starts + self._size
         first = np.searchsorted(self._ends, starts, side="right")
-        counts = np.searchsorted(self._ends, stops, side="left") + 1 - first
+        counts = np.searchsorted(self._begins, stops, side="left") - first
         splits, sequence, within = expand(counts)
         at = first[sequence] + within
-        begins = np.maximum(starts[sequence], self._ends[at] - self._lengths[at])
+        begins = np.maximum(starts[sequence], self._begins[at])
         lengths = np.minimum(stops[sequence], self._ends[at]) - begins
-        return Pieces(splits, self._documents[at], begins - (self._ends[at] - self._lengths[at]), lengths)
+        return Pieces(splits, self._documents[at], begins - self._begins[at], lengths)
 
     def num_cut(self) -> int:
         """Number of documents in more than one sequence."""
-        return int(np.count_nonzero((self._ends - self._lengths) // self._size != (self._ends - 1) // self._size))
+        first, last = ((at - self._before) // self._size for at in (self._begins, self._ends - 1))
+        return int(np.count_nonzero(first != last))
 
 
 class _FitBlock:
-    """A block of documents in which only documents longer than a sequence are cut.
+    """A block of documents in which only documents longer than a sequence are cut, or what limits require.
 
     Sequences filled by a single document are computed, not stored: a document of 10**7 tokens fills thousands.
 
     Args:
       documents: int64[n], the documents in order.
       lengths: int64[n], their tokens.
-      sequence_length: tokens per sequence.
+      method: how they are packed.
       key: key of the permutation of sequences; None to order them by their first documents, full ones first.
     """
 
-    def __init__(self, documents: RecordIds, lengths: np.ndarray, sequence_length: int, key: int | None) -> None:
-        self._size, self._key = sequence_length, key
+    def __init__(self, documents: RecordIds, lengths: np.ndarray, method: PackingMethod, key: int | None) -> None:
+        self._size, self._key = method.longest, key
         self.num_tokens = int(lengths.sum())
-        self._all, (whole, rest) = documents, np.divmod(lengths, sequence_length)
+        self._all, (whole, rest) = documents, np.divmod(lengths, self._size)
         self._whole_ends = np.cumsum(whole)
         self._num_whole = int(whole.sum())
-        self._cut = int(np.count_nonzero(lengths > sequence_length))
         used = np.flatnonzero(rest)
-        descending = used[np.argsort(-rest[used], kind="stable")]
-        bins = np.empty(len(lengths), np.int64)
-        bins[descending], number = best_fit(rest[descending], sequence_length)
-        by_bin = used[np.argsort(bins[used], kind="stable")]  # stable: documents of a sequence stay in order
-        self._documents, self._starts, self._rest = documents[by_bin], whole[by_bin] * sequence_length, rest[by_bin]
-        self._splits = np.concatenate([[0], np.cumsum(np.bincount(bins[used], minlength=number))])
-        self._by_first = np.argsort(by_bin[self._splits[:-1]]) if key is None else None
-        self._num_sequences = self._num_whole + number
+        if len(used):
+            found = method.pack_rests(documents[used], whole[used], rest[used])
+        else:
+            found = InBins(*(np.zeros(0, np.int64) for _ in range(4)), number=0)
+        by_bin = np.argsort(found.bins, kind="stable")  # stable: documents of a sequence stay in order
+        items = used[found.items[by_bin]]
+        self._documents, self._rest = documents[items], found.lengths[by_bin]
+        self._starts = whole[items] * self._size + found.starts[by_bin]
+        self._splits = np.concatenate([[0], np.cumsum(np.bincount(found.bins, minlength=found.number))])
+        self._by_first = np.argsort(items[self._splits[:-1]], kind="stable") if key is None else None
+        self._num_sequences = self._num_whole + found.number
+        self._cut = int(np.count_nonzero(whole + np.bincount(items, minlength=len(lengths)) > 1))
 
     def pieces(self, numbers: np.ndarray) -> Pieces:
         """Returns the pieces of the sequences ``numbers`` of the block, int64[n]."""
@@ -191,8 +296,13 @@ class _FitBlock:
         documents[~part], starts[~part], lengths[~part] = self._documents[at], self._starts[at], self._rest[at]
         return Pieces(splits, documents, starts, lengths)
 
+    @property
+    def num_pieces(self) -> int:
+        """Number of pieces of all sequences."""
+        return self._num_whole + len(self._documents)
+
     def num_cut(self) -> int:
-        """Number of documents in more than one sequence: those longer than a sequence."""
+        """Number of documents in more than one sequence."""
         return self._cut
 
 

@@ -125,6 +125,15 @@ class ConcatenatedRecords:
         """Lengths of all segments of records, and the first segment of each; see :meth:`JoinedReader.row_lengths`."""
         return self._reader.row_lengths(*self._located(record_ids))
 
+    @property
+    def num_sequence_shards(self) -> int | None:
+        """Shards of the sequence axis, if all sources have rows for the same number; see ``hooks.SequenceShards``."""
+        return self._reader.num_sequence_shards
+
+    def shard_costs(self, record_ids: RecordIds) -> np.ndarray:
+        """The work of each shard of the sequence axis, int64[n, shards]."""
+        return self._reader.shard_costs(*self._located(record_ids))
+
     def cached_files(self, record_ids: RecordIds) -> list[hooks.CachedFile] | None:
         """The files that hold these records and are read through a cache; None if no source has one."""
         return self._reader.cached_files(*self._located(record_ids))

@@ -61,28 +61,61 @@ def lengths_of(source: RandomAccessSource, measure: Callable[[Record], int], key
     Raises:
       SourceError: ``measure`` raised it or a ValueError; names the record.
     """
+    return lengths_of_leaves(source, lambda record: (measure(record),), key)[0]
+
+
+def lengths_of_leaves(
+    source: RandomAccessSource,
+    measure: Callable[[Record], Sequence[int]],
+    key: str | None = None,
+    others: Sequence[str] = (),
+) -> list[np.ndarray]:
+    """Returns the lengths of several leaves of every record; reads the records once if some are not known.
+
+    Args:
+      source: a random-access source.
+      measure: returns the lengths of the leaves ``key`` and ``others`` of a record.
+      key: the leaf whose length is that of the record.
+      others: other leaves.
+
+    Returns:
+      For each leaf, unsigned or signed integers [records]; memory-mapped if there are many.
+
+    Raises:
+      SourceError: ``measure`` raised it or a ValueError; names the record.
+    """
     known, stored = hooks.find(source, hooks.KnowsLengths), hooks.find(source, hooks.StoredLengths)
-    found = known.lengths() if known is not None else stored.stored_lengths(key) if stored and key else None
-    if found is not None:
-        lengths = np.asarray(found)
-        if lengths.shape != (len(source),) or lengths.dtype.kind not in "iu":
-            raise SourceError(
-                f"the lengths of {type(source).__name__} are {lengths.dtype} of shape {lengths.shape}. Expected one "
-                f"integer per record, [{len(source)}]."
-            )
-        return lengths
+    found = [
+        known.lengths() if known is not None and not leaf else stored.stored_lengths(name) if stored and name else None
+        for leaf, name in enumerate([key, *others])
+    ]
+    all_lengths = [None if values is None else _checked_lengths(source, values) for values in found]
+    missing = [leaf for leaf, lengths in enumerate(all_lengths) if lengths is None]
     number = len(source)
-    lengths = empty(number, np.uint32)
-    _log.info("reading %d records once for their lengths", number)
-    with Dropping("a source of records of unequal length: read for their lengths", number, "records") as progress:
-        for first in range(0, number, _RECORDS_PER_READ):
-            ids = np.arange(first, min(first + _RECORDS_PER_READ, number))
-            for record_id, record in zip(ids.tolist(), read_items(source, ids), strict=True):
-                try:
-                    lengths[record_id] = measure(record)
-                except (SourceError, ValueError) as error:
-                    raise in_record(source, record_id, error) from error
-            progress.add(len(ids))
+    measured = {leaf: empty(number, np.uint32) for leaf in missing}
+    if missing:
+        _log.info("reading %d records once for their lengths", number)
+        with Dropping("a source of records of unequal length: read for their lengths", number, "records") as progress:
+            for first in range(0, number, _RECORDS_PER_READ):
+                ids = np.arange(first, min(first + _RECORDS_PER_READ, number))
+                for record_id, record in zip(ids.tolist(), read_items(source, ids), strict=True):
+                    try:
+                        lengths = measure(record)
+                    except (SourceError, ValueError) as error:
+                        raise in_record(source, record_id, error) from error
+                    for leaf, values in measured.items():
+                        values[record_id] = lengths[leaf]
+                progress.add(len(ids))
+    return [measured[leaf] if lengths is None else lengths for leaf, lengths in enumerate(all_lengths)]
+
+
+def _checked_lengths(source: RandomAccessSource, found: object) -> np.ndarray:
+    lengths, number = np.asarray(found), len(source)
+    if lengths.shape != (number,) or lengths.dtype.kind not in "iu":
+        raise SourceError(
+            f"the lengths of {type(source).__name__} are {lengths.dtype} of shape {lengths.shape}. Expected one "
+            f"integer per record, [{number}]."
+        )
     return lengths
 
 

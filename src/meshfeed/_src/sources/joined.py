@@ -170,6 +170,17 @@ class JoinedReader:
         parts = [by_row[row] for row in range(len(ids))]
         return np.concatenate(parts), np.cumsum([0, *map(len, parts)])
 
+    @functools.cached_property
+    def num_sequence_shards(self) -> int | None:
+        """Shards of the sequence axis, if all sources have rows for the same number; otherwise None."""
+        found = [hooks.find(source, hooks.SequenceShards) for source in self._sources]
+        numbers = {None if source is None else source.num_sequence_shards for source in found}
+        return numbers.pop() if len(numbers) == 1 else None
+
+    def shard_costs(self, numbers: RecordIds, ids: RecordIds) -> np.ndarray:
+        """Returns the work of each shard of the sequence axis for records, int64[n, shards]; all sources know it."""
+        return np.stack(self.in_order(numbers, lambda source, rows: source.shard_costs(ids[rows])))
+
     def file_of(self, number: int, record_id: int) -> str:
         """Returns the source that holds a record, and the file if known."""
         path = file_of(self._sources[number], record_id)

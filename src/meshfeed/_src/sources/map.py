@@ -123,6 +123,7 @@ class MappedRecords(_Mapped):
     fresh_arrays = True
     _same_hooks = (
         *("first_record_id", "make_order", "check_record_ids", "replacement_id", "row_lengths", "shape_index"),
+        *("num_sequence_shards", "shard_costs"),
         *("cached_files", "file_of", "file_names", "read_threads", "shard_lengths"),
     )
 

@@ -456,6 +456,15 @@ class RandomMixture(_Mixture):
         """Lengths of all segments of records, and the first segment of each; see :meth:`JoinedReader.row_lengths`."""
         return self._reader.row_lengths(*split_ids(record_ids))
 
+    @property
+    def num_sequence_shards(self) -> int | None:
+        """Shards of the sequence axis, if all components have rows for the same number; see ``hooks.SequenceShards``."""
+        return self._reader.num_sequence_shards
+
+    def shard_costs(self, record_ids: RecordIds) -> np.ndarray:
+        """The work of each shard of the sequence axis, int64[n, shards]."""
+        return self._reader.shard_costs(*split_ids(record_ids))
+
     def file_of(self, record_id: int) -> str | None:
         """The component that holds a record, and the file if known."""
         return self._reader.file_of(*split_ids(record_id))

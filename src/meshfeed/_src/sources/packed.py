@@ -9,18 +9,20 @@ from typing import Any, SupportsIndex, Unpack
 
 import numpy as np
 
-from meshfeed._src.base import hooks, memory
+from meshfeed._src.base import hooks
 from meshfeed._src.base.errors import SettingsError, SourceError, hides_own_frames
 from meshfeed._src.base.settings import ShardShuffle, shard_shuffle
 from meshfeed._src.base.types import JsonValue, RecordIds, public
 from meshfeed._src.order import permutation
 from meshfeed._src.order.blocks import Packing, PackingStats, SequenceOrder
-from meshfeed._src.order.packing import PackingMethod, Pieces
+from meshfeed._src.order.limits import VERSION as LIMITS_VERSION
+from meshfeed._src.order.packing import Budget, PackingMethod, Pieces
 from meshfeed._src.reading.identity import source_identity
 from meshfeed._src.reading.records import file_of
 from meshfeed._src.reading.stacking import check_unmasked
 from meshfeed._src.sources.checks import check_choice, check_ids, is_count
-from meshfeed._src.sources.documents import digest_of_lengths, documents_of, lengths_of, read_items
+from meshfeed._src.sources.documents import digest_of_lengths, documents_of, in_record, lengths_of_leaves, read_items
+from meshfeed._src.sources.rows import Entries, checked_layout
 
 _OF_STREAM = "Pack streams with Grain's packing, or convert them to files that are read at random."
 
@@ -44,6 +46,10 @@ class Packed:
     shuffles sequences. Over a ``Mixture``, a sequence holds documents of several components: an epoch reads every component
     in full, with exact shares in every block of the mixture.
 
+    Limits of a kernel or a model may be set: on segments, on where they begin, and on entries of other leaves, such as
+    images. With ``max_segments`` or ``side``, the same documents of equal size exchange their places between epochs, and
+    ``"split"`` cuts a document at the end of a sequence where that saves padding, instead of putting documents end to end.
+
     Args:
       source: random-access documents, or any object that the feed accepts as such: dicts with the leaf ``key`` of shape
         ``[tokens]``, or bare arrays. ``Tokens.documents`` and other sources with ``lengths()`` know the lengths; all
@@ -58,11 +64,23 @@ class Packed:
         tokens, ``"drop"`` leaves it out.
       segment_ids: name of the leaf of segment ids, such as MaxText's ``"inputs_segmentation"``.
       positions: name of the leaf of positions, such as MaxText's ``"inputs_position"``.
+      max_segments: most segments in a sequence, or None.
+      align: each segment begins at a multiple of this number, which divides L; the gap before it is padding.
+      bos_id: token put before each part of a document, at position 0, or None. It counts towards L; other leaves are 0 there.
+      cumulative_lengths: name of a leaf int32 ``[max_segments + 1]``, as kernels for variable lengths take it: where each
+        segment begins, and then the end of the last one, repeated. Counts tokens in the order before ``sequence_order``.
+      sequence_order: ``(kind, n)`` puts all leaves ``[L, …]`` into the order of :func:`sequence_order` for n shards of the
+        sequence axis, or None.
+      side: ``{leaf: most}``, leaves of the documents with any number of entries, ``[m, …]``, such as images. A sequence has
+        at most ``most`` of them: ``leaf`` ``[most, …]``, in order, zeros on padding; ``<leaf>_mask`` bool ``[most]``; and
+        ``<leaf>_segment`` int32 ``[most]``, the segment of each, 0 on padding. The entries of a document that is cut
+        are with its first part. ``stored_lengths(leaf)`` of the source, such as from a manifest, gives their numbers;
+        otherwise the documents are read once. ``long="drop"`` also leaves out documents with too many entries.
 
     Raises:
       SettingsError: a setting is out of range, or ``source`` has lengths that depend on random numbers; names the keyword.
-      SourceError: the source is not random access, its documents have no leaf ``key`` with one dimension, or no token is
-        left.
+      SourceError: the source is not random access, its documents have no leaf ``key`` with one dimension, no token is
+        left, or a document has more entries than fit in a sequence, or entries but no token; names the document.
     """
 
     kind = "packed"
@@ -81,30 +99,69 @@ class Packed:
         long: str = "split",
         segment_ids: str = "segment_ids",
         positions: str = "positions",
+        max_segments: int | None = None,
+        align: int = 1,
+        bos_id: int | None = None,
+        cumulative_lengths: str | None = None,
+        sequence_order: tuple[str, int] | None = None,
+        side: Mapping[str, int] | None = None,
     ) -> None:
         check_choice(method, "method", "split", "fit")
         check_choice(long, "long", "split", "truncate", "drop")
         for name, number in (("sequence_length", sequence_length), ("block", block)):
             if not is_count(number) or number >= 1 << 31:
                 raise SettingsError(f"{name}={number!r}; it takes an int of at least 1.", setting=name)
-        if not is_count(pad_id, -(1 << 31)) or pad_id >= 1 << 31:
-            raise SettingsError(f"pad_id={pad_id!r}; it takes a token, an int32.", setting="pad_id")
-        names = {"key": key, "segment_ids": segment_ids, "positions": positions}
-        for index, (setting, name) in enumerate(names.items()):
-            if not isinstance(name, str) or not name or name in list(names.values())[:index]:
-                raise SettingsError(f"{setting}={name!r}; it takes the name of a leaf of its own.", setting=setting)
+        self._rows = checked_layout(
+            length=int(sequence_length),
+            key=key,
+            segment_ids=segment_ids,
+            positions=positions,
+            pad_id=pad_id,
+            align=align,
+            bos_id=bos_id,
+            max_segments=max_segments,
+            cumulative_lengths=cumulative_lengths,
+            sequence_order=sequence_order,
+            side={} if side is None else side,
+        )
         self._source = documents_of(source, "Packed", _OF_STREAM)
-        self._key, self._pad_id, self._length = key, int(pad_id), int(sequence_length)
-        self._written = (segment_ids, positions)
+        self._key, self._length = key, int(sequence_length)
         self._settings: dict[str, Any] = {"method": method, "block": int(block), "long": long}
-        lengths = lengths_of(self._source, lambda record: len(self._leaves(record)[key]), key)
-        self._packing = Packing(lengths, PackingMethod(self._length, method, long), block=int(block))
+        lengths, *counts = lengths_of_leaves(self._source, self._measured, key, list(self._rows.side))
+        budgets = [Budget(number, most) for number, most in zip(counts, self._rows.side.values(), strict=True)]
+        self._check_entries(lengths, budgets)
+        rows = self._rows
+        how = PackingMethod(self._length, method, long, rows.max_segments, rows.align, rows.before, budgets)
+        self._packing = Packing(lengths, how, block=int(block))
         if not self._packing.num_sequences:
             raise SourceError(
                 f"Packed: the {len(self._source):,} document(s) leave no token to pack into sequences of "
                 f"{self._length:,} with long={long!r}. Check the documents and the key {key!r}."
             )
         self._planned: Packing | None = None
+
+    def _check_entries(self, lengths: np.ndarray, budgets: Sequence[Budget]) -> None:
+        """Checks that sequences can hold the entries of every document that is not dropped."""
+        if self._settings["long"] == "drop":
+            return
+        for (name, most), budget in zip(self._rows.side.items(), budgets, strict=True):
+            wrong = np.flatnonzero((budget.counts > most) | ((budget.counts > 0) & (lengths == 0)))
+            if not len(wrong):
+                continue
+            document = int(wrong[0])
+            count = int(budget.counts[document])
+            if count > most:
+                reason = f"its leaf {name!r} has {count:,} entries, and a sequence holds at most {most:,}"
+                remedy = f"Pass a larger number in side={{{name!r}: …}}"
+            else:
+                reason = f"its leaf {name!r} has {count:,} entries, and it has no token, so no segment"
+                remedy = "Give it tokens"
+            others = f" {len(wrong) - 1:,} more documents are like it." if len(wrong) > 1 else ""
+            raise in_record(
+                self._source,
+                document,
+                SourceError(f"{reason}.{others} {remedy}, or leave out such documents with long='drop'."),
+            )
 
     def __repr__(self) -> str:
         return f"Packed({self._source!r}, {len(self):,} sequences of {self._length:,} tokens)"
@@ -124,7 +181,7 @@ class Packed:
           record_ids: int64[n], in any order, repeats allowed.
 
         Returns:
-          Dict of arrays ``[n, L]`` in new memory.
+          Dict of arrays ``[n, L]``, and ``[n, most, …]`` of the leaves of ``side``, in new memory.
 
         Raises:
           IndexError: an id is not in [0, len).
@@ -133,12 +190,22 @@ class Packed:
         ids = np.asarray(record_ids, np.int64)
         self._check_ids(ids)
         pieces = self._packing.pieces_at(ids)
-        return self._laid_out(pieces, self._read(pieces))
+        return self._rows.lay_out(pieces, *self._read(pieces))
 
     def row_lengths(self, record_ids: RecordIds) -> tuple[np.ndarray, np.ndarray]:
         """Returns the lengths of all segments of sequences, and the first segment of each sequence; reads nothing."""
         pieces = self._packing.pieces_at(np.asarray(record_ids, np.int64))
-        return pieces.lengths, pieces.splits
+        return pieces.lengths + self._packing.method.before, pieces.splits
+
+    @property
+    def num_sequence_shards(self) -> int | None:
+        """Shards of the sequence axis if their work is unequal, as in the order "zigzag"; otherwise None."""
+        kind, shards = self._rows.sequence_order or ("striped", 1)
+        return shards if kind == "zigzag" else None
+
+    def shard_costs(self, record_ids: RecordIds) -> np.ndarray:
+        """Returns the work of causal attention in each shard of the sequence axis, int64[n, shards]; reads nothing."""
+        return self._rows.shard_costs(self._packing.pieces_at(np.asarray(record_ids, np.int64)))
 
     def stats(self, epoch: int = 0) -> PackingStats:
         """Returns padding and cut documents of an epoch; goes through all lengths, and reads no document.
@@ -188,11 +255,23 @@ class Packed:
 
     @functools.cached_property
     def _identity(self) -> JsonValue:
-        of_packing = {"sequence_length": self._length, "key": self._key, "pad_id": self._pad_id, **self._settings}
-        if self._written != (usual := ("segment_ids", "positions")):  # else the identity is that of saved states
-            of_packing |= dict(zip(usual, self._written, strict=True))
+        of_packing = {"sequence_length": self._length, "key": self._key, "pad_id": self._rows.pad_id, **self._settings}
+        # Settings that are not set are left out, so the identity is that of states saved before there were any.
+        names = {"segment_ids": self._rows.segment_ids, "positions": self._rows.positions}
+        if any(name != usual for usual, name in names.items()):
+            of_packing |= names
+        if limits := self._limits():
+            of_packing["limits"] = {"version": LIMITS_VERSION, **limits}
         lengths = digest_of_lengths(self._packing.lengths)
         return {"source": source_identity(self._source), "lengths": lengths, "packing": of_packing}
+
+    def _limits(self) -> dict[str, JsonValue]:
+        """The settings of limits that are set."""
+        found: dict[str, JsonValue] = dict(self._rows.limits())
+        if self._rows.side:
+            counts = [digest_of_lengths(budget.counts) for budget in self._packing.method.budgets]
+            found["side"] = [[*item, digest] for item, digest in zip(self._rows.side.items(), counts, strict=True)]
+        return found
 
     def file_of(self, record_id: int) -> str | None:
         """Returns the file of the first document of a sequence."""
@@ -217,29 +296,84 @@ class Packed:
     def _check_ids(self, ids: RecordIds) -> None:
         check_ids(ids, len(self))
 
-    def _read(self, pieces: Pieces) -> dict[str, np.ndarray]:
-        """The tokens and other leaves of pieces, one after the other."""
+    def _read(self, pieces: Pieces) -> tuple[dict[str, np.ndarray], dict[str, Entries]]:
+        """The tokens and other leaves of pieces, one after the other, and the entries that belong to them."""
         slices = hooks.find(self._source, hooks.SlicesReader)
-        if slices is not None:
-            return slices.read_slices(pieces.documents, pieces.starts, pieces.lengths)
+        if slices is not None and not self._rows.side:
+            return slices.read_slices(pieces.documents, pieces.starts, pieces.lengths), {}
         # A document may have several pieces in a batch.
         documents, which = np.unique(pieces.documents, return_inverse=True)
         found = [self._leaves(record) for record in read_items(self._source, documents)]
+        entries = {name: [leaves.pop(name) for leaves in found] for name in self._rows.side}
         for document, leaves in zip(documents.tolist(), found, strict=True):
             self._check(document, leaves, found[0])
         bounds = list(
             zip(which.tolist(), pieces.starts.tolist(), (pieces.starts + pieces.lengths).tolist(), strict=True)
         )
-        return {name: np.concatenate([found[i][name][low:high] for i, low, high in bounds]) for name in found[0]}
+        in_pieces = {name: np.concatenate([found[i][name][low:high] for i, low, high in bounds]) for name in found[0]}
+        budgets = self._packing.method.budgets
+        return in_pieces, {
+            name: self._entries(name, budget, leaves, pieces, which)
+            for (name, leaves), budget in zip(entries.items(), budgets, strict=True)
+        }
+
+    def _entries(
+        self, name: str, budget: Budget, leaves: Sequence[np.ndarray], pieces: Pieces, which: np.ndarray
+    ) -> Entries:
+        """The entries of a leaf of ``side`` that belong to pieces: those of a document belong to its first one."""
+        counts = np.where(pieces.starts == 0, budget.counts[pieces.documents].astype(np.int64), 0)
+        like = self._entries_like[name]
+        parts = [like]
+        for piece in np.flatnonzero(pieces.starts == 0).tolist():
+            leaf, document = leaves[which[piece]], int(pieces.documents[piece])
+            if len(leaf) != counts[piece]:
+                raise SourceError(
+                    f"leaf {name!r} of document {document} has {len(leaf):,} entries, and had {counts[piece]:,} when the "
+                    "source was created. Documents must not change.",
+                    record_id=document,
+                )
+            if not len(leaf):  # an empty list has no dtype and shape of entries
+                continue
+            if leaf.dtype != like.dtype or leaf.shape[1:] != like.shape[1:]:
+                raise SourceError(
+                    f"an entry of leaf {name!r} of document {document} is {leaf.dtype}{list(leaf.shape[1:])}, that of "
+                    f"another document {like.dtype}{list(like.shape[1:])}. Bring all to one shape and dtype with Map.",
+                    record_id=document,
+                )
+            parts.append(leaf)
+        return Entries(counts, np.concatenate(parts))
+
+    @functools.cached_property
+    def _entries_like(self) -> dict[str, np.ndarray]:
+        """No entries of each leaf of ``side``, [0, …], like those of the first document that has some."""
+        found = {}
+        for name, budget in zip(self._rows.side, self._packing.method.budgets, strict=True):
+            document = np.array([np.argmax(budget.counts > 0)])
+            found[name] = self._leaves(read_items(self._source, document)[0])[name][:0].copy()
+        return found
 
     def _leaves(self, record: object) -> dict[str, np.ndarray]:
         leaves = _leaves(record, self._key)
-        if reserved := sorted(leaves.keys() & set(self._written)):
+        if reserved := sorted(leaves.keys() & set(self._rows.added)):
             raise SourceError(
                 f"documents have the leaf {reserved[0]!r}, which Packed writes itself. Rename that with Packed("
                 "segment_ids=…, positions=…), or the documents' with Map."
             )
+        for name in self._rows.side:
+            leaf = leaves.get(name)
+            if leaf is None:
+                raise SourceError(f"a document has the leaves {sorted(leaves)}, and not {name!r}, which side= names.")
+            if leaf.ndim == 0 or leaf.dtype.kind in "OSU":
+                raise SourceError(
+                    f"leaf {name!r} of a document is {leaf.dtype} of shape {leaf.shape}. Expected numbers of shape "
+                    "[entries, …], as side= says. Decode the entries with Map."
+                )
         return leaves
+
+    def _measured(self, record: object) -> tuple[int, ...]:
+        """The number of tokens, and of entries of each leaf of ``side``."""
+        leaves = self._leaves(record)
+        return len(leaves[self._key]), *(len(leaves[name]) for name in self._rows.side)
 
     def _check(self, document: int, leaves: dict[str, np.ndarray], first: dict[str, np.ndarray]) -> None:
         wanted = int(self._packing.lengths[document])
@@ -261,40 +395,6 @@ class Packed:
                     f"another document {other.dtype}{list(other.shape[1:])}.",
                     record_id=document,
                 )
-
-    def _laid_out(self, pieces: Pieces, flat: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
-        """Puts the leaves of pieces, one after the other, into rows."""
-        number, size = len(pieces.splits) - 1, self._length
-        ends = np.concatenate([[0], np.cumsum(pieces.lengths)])[pieces.splits]  # tokens before each row
-        filled = np.diff(ends)
-        # Padding is a segment of its own, the last of its row.
-        lengths = np.insert(pieces.lengths, pieces.splits[1:], size - filled)
-        first = pieces.splits[:-1] + np.arange(number)
-        segment = np.arange(len(lengths)) - np.repeat(first, np.diff(pieces.splits) + 1) + 1
-        segment[pieces.splits[1:] + np.arange(number)] = 0
-        begins = (np.cumsum(lengths) - lengths).astype(np.int32)
-        segment_ids, positions = (memory.empty((number, size), np.int32) for _ in range(2))
-        segment_ids.reshape(-1)[:] = np.repeat(segment.astype(np.int32), lengths)
-        np.subtract(np.arange(number * size, dtype=np.int32), np.repeat(begins, lengths), out=positions.reshape(-1))
-        rows = list(zip(range(number), ends[:-1].tolist(), filled.tolist(), strict=True))
-        short = [row for row in rows if row[2] < size]
-        for row, _, count in short:
-            positions[row, count:] = 0
-        leaves = {}
-        for name, values in flat.items():
-            dtype = np.dtype(np.int32) if name == self._key else values.dtype
-            out = memory.empty((number, size, *values.shape[1:]), dtype)
-            if name == self._key:
-                values = _as_tokens(values)
-            # Full rows are the values as they are, in one copy.
-            if not short:
-                out.reshape(-1, *values.shape[1:])[:] = values
-            else:
-                for row, start, count in rows:
-                    out[row, :count] = values[start : start + count]
-                    out[row, count:] = self._pad_id if name == self._key else 0
-            leaves[name] = out
-        return leaves | dict(zip(self._written, (segment_ids, positions), strict=True))
 
 
 class ShuffledPacked(Packed):
@@ -354,12 +454,3 @@ def _leaves(record: object, key: str) -> dict[str, np.ndarray]:
             "Turn text into token ids with Map."
         )
     return leaves
-
-
-def _as_tokens(values: np.ndarray) -> np.ndarray:
-    limits = np.iinfo(np.int32)
-    if not np.can_cast(values.dtype, np.int32) and values.size:
-        worst = values[np.argmax(values)] if int(values.max()) > limits.max else values[np.argmin(values)]
-        if not limits.min <= int(worst) <= limits.max:
-            raise SourceError(f"a document holds the token {worst}, which does not fit into int32.")
-    return values

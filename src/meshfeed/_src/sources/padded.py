@@ -37,25 +37,28 @@ from meshfeed._src.sources.selection import Subset
 @hides_own_frames
 def Padded(  # named like a class, as Map is
     source: object,
-    length: int,
+    length: int | Mapping[str, int],
     *,
     key: str | Sequence[str] = "tokens",
     mask_key: str | None = "mask",
     pad_value: float = 0,
     long: str = "raise",
 ) -> MappedRecords | MappedStream:
-    """Pads the records of any source to one length.
+    """Pads the records of any source to one length, or several leaves each to a length of its own.
 
     A record is a dict. Its leaf ``key``, ``[n, ...]`` with 0 <= n <= ``length``, becomes ``[length, ...]`` of the same dtype,
     and the leaf ``mask_key``, bool ``[length]``, is True for its n entries. Other leaves stay as they are. A bare array is
     treated as ``{key: array}``.
 
+    ``length={leaf: length}`` pads leaves whose lengths do not depend on each other, such as the tokens and the images of a
+    record, or the two answers of a pair. The mask of each is ``<leaf>_mask``.
+
     Args:
       source: records, random access or a stream, or any object that the feed accepts as such.
-      length: entries of a padded leaf, at least 1.
+      length: entries of a padded leaf, at least 1; or a dict of leaves and their lengths, without ``key``.
       key: the leaf to pad, or several of one length per record, such as ``("tokens", "loss_mask")``.
-      mask_key: name of the mask, or None for no mask.
-      pad_value: value of the entries that are added to the first leaf of ``key``; those of the others are 0.
+      mask_key: name of the mask, or None for no mask. With a dict, None for no masks.
+      pad_value: value of the entries that are added to the first leaf; those of the others are 0.
       long: the treatment of a longer record: ``"raise"`` raises an error, ``"truncate"`` keeps its first ``length`` entries.
 
     Returns:
@@ -67,7 +70,19 @@ def Padded(  # named like a class, as Map is
         leaves of different lengths, or longer than ``length``.
     """
     check_choice(long, "long", "raise", "truncate")
-    return Map(source, Pad(key, mask_key, pad_value, checked_count(length, "length"), long == "truncate"), batched=True)
+    truncates = long == "truncate"
+    if not isinstance(length, Mapping):
+        pad = Pad(key, mask_key, pad_value, checked_count(length, "length"), truncates)
+    else:
+        for setting, value, usual in (("key", key, "tokens"), ("mask_key", mask_key, "mask")):
+            if value != usual and value is not None:
+                raise SettingsError(
+                    f"{setting}={value!r} with length={length!r}, which names the leaves; their masks are <leaf>_mask. Leave "
+                    f"out {setting}.",
+                    setting=setting,
+                )
+        pad = PadEach(length, mask_key is not None, pad_value, truncates)
+    return Map(source, pad, batched=True)
 
 
 class Pad:
@@ -181,6 +196,57 @@ class Pad:
                     "same n for every leaf of key=. Turn text into numbers with Map."
                 )
         return leaves
+
+
+class PadEach:
+    """Stacks records of which each leaf of ``lengths`` is padded to its own length; see :func:`Padded`.
+
+    Raises:
+      SettingsError: a setting is out of range; names the keyword.
+    """
+
+    fresh_arrays = True
+
+    def __init__(self, lengths: Mapping[Any, object], masks: bool, pad_value: object, truncates: bool) -> None:
+        if not lengths or not all(isinstance(name, str) and name for name in lengths):
+            raise SettingsError(
+                f"length={lengths!r}; it takes a number of entries, or a dict of leaves and their numbers of entries.",
+                setting="length",
+            )
+        self._pads: dict[str, Pad] = {}
+        for name, length in lengths.items():
+            mask, value = f"{name}_mask" if masks else None, 0 if self._pads else pad_value
+            if mask in lengths:
+                raise SettingsError(
+                    f"length={lengths!r}: {mask!r} is the mask of {name!r}. Rename a leaf with Map.", setting="length"
+                )
+            count = checked_count(length, "length")
+            self._pads[name] = Pad(name, mask, value, count, truncates, f"length[{name!r}]")
+
+    def __call__(self, records: Sequence[Record]) -> dict[str, PyTree]:
+        """Returns the records, at least one, as arrays ``[n, length, ...]``."""
+        for row, record in enumerate(records):
+            leaves = sorted(record) if isinstance(record, Mapping) else []
+            if missing := [name for name in self._pads if name not in leaves]:
+                raise RowError(
+                    row, SourceError(f"it has the leaves {leaves}, and not {missing[0]!r}, which length= names.")
+                )
+        batch: dict[str, PyTree] = {}
+        for number, (name, pad) in enumerate(self._pads.items()):
+            # The first also stacks the leaves that are not padded.
+            left_out = self._pads.keys() - {name} if number == 0 else None
+            wanted = {name, f"{name}_mask"}
+            batch |= pad(
+                [
+                    {
+                        key: leaf
+                        for key, leaf in record.items()
+                        if (key in wanted if left_out is None else key not in left_out)
+                    }
+                    for record in records
+                ]
+            )
+        return batch
 
 
 def _differs(name: str, leaf: np.ndarray, out: np.ndarray) -> SourceError:

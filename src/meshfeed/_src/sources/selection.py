@@ -204,10 +204,11 @@ class View:
 
     fresh_arrays = True  # of read_batch and read_rows, which own what the source returns
     read_batch = _ByIds(owned=True)
-    read_raw, cached_files, row_lengths, shape_index, read_slices = (_ByIds() for _ in range(5))
+    read_raw, cached_files, row_lengths, shard_costs, shape_index, read_slices = (_ByIds() for _ in range(6))
     decode, decode_batch, reads_columns, read_threads, file_names, check_records, element_shapes = (
         _Same() for _ in range(7)
     )
+    num_sequence_shards = _Same()
 
     def __init__(self, source: Any, selection: Selection, kind: str, identity: JsonValue) -> None:
         self._source, self._selection, self.kind, self._own_identity = source, selection, kind, identity

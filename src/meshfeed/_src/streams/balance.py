@@ -20,6 +20,7 @@ from meshfeed._src.base.errors import SettingsError, SourceError
 from meshfeed._src.base.settings import Balance
 from meshfeed._src.base.types import RandomAccessSource, RecordIds
 from meshfeed._src.reading.identity import kind_of
+from meshfeed._src.streams.shard_balance import balanced_rows_of_shards
 
 _POWERS = {"attention": 2, "tokens": 1}
 _SWAPS = 3  # swaps at the end of a split; each usually halves the remaining difference of a small group, or better
@@ -41,6 +42,7 @@ class RowBalance:
     def __init__(self, source: RandomAccessSource, balance: Balance) -> None:
         self._of_rows = hooks.find(source, hooks.RowLengths)
         self._of_records = hooks.find(source, hooks.KnowsLengths)
+        self._of_shards = hooks.find(source, hooks.SequenceShards) if balance == "attention" else None
         self._balance = balance
         if self._of_rows is None and self._of_records is None:
             raise SettingsError(
@@ -51,6 +53,8 @@ class RowBalance:
 
     def rows(self, record_ids: RecordIds) -> RecordIds:
         """Returns the index into ``record_ids`` of each row's record, int64[n]."""
+        if self._of_shards is not None:
+            return balanced_rows_of_shards(self._of_shards.shard_costs(record_ids))
         try:
             costs = self._costs(record_ids)
         except StopIteration as error:  # which would end the feed

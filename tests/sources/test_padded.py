@@ -1,0 +1,87 @@
+"""Padded with a length for each leaf, against a definition by hand."""
+
+from __future__ import annotations
+
+import pickle
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+from jax.sharding import AxisType
+
+import meshfeed
+from meshfeed.sources import Padded, Stream
+from meshfeed.testing import check_resumable
+
+RNG = np.random.default_rng(0)
+RECORDS = [
+    {
+        "chosen": RNG.integers(1, 99, n, np.int32),
+        "rejected": RNG.integers(1, 99, m, np.int32),
+        "images": RNG.integers(1, 9, (k, 2, 2)).astype(np.uint8),
+        "id": np.int32(i),
+    }
+    for i, (n, m, k) in enumerate(zip(RNG.integers(0, 20, 40), RNG.integers(0, 30, 40), RNG.integers(0, 4, 40), strict=True))
+]  # fmt: skip
+LENGTHS = {"chosen": 20, "rejected": 30, "images": 4}
+
+
+def check_batch(batch: dict[str, np.ndarray], lengths: dict[str, int], pad_value: int = 0) -> list[int]:
+    """Every row is its record; returns the ids."""
+    assert batch.keys() == {"id", *lengths, *(f"{name}_mask" for name in lengths)}
+    for row, record_id in enumerate(batch["id"].tolist()):
+        for number, (name, length) in enumerate(lengths.items()):
+            leaf = RECORDS[record_id][name][:length]
+            assert batch[name].dtype == leaf.dtype
+            assert batch[name].shape[1:] == (length, *leaf.shape[1:])
+            np.testing.assert_array_equal(batch[name][row, : len(leaf)], leaf)
+            assert (batch[name][row, len(leaf) :] == (0 if number else pad_value)).all()
+            assert batch[f"{name}_mask"][row].tolist() == [i < len(leaf) for i in range(length)]
+    return batch["id"].tolist()
+
+
+def feed_of(source: Any) -> meshfeed.MultiHostDataLoadIterator:
+    mesh = jax.make_mesh((8,), ("data",), axis_types=(AxisType.Auto,))
+    return meshfeed.MultiHostDataLoadIterator(source, mesh, global_batch_size=8, num_epochs=2)
+
+
+def test_each_leaf_has_its_own_length_and_mask() -> None:
+    with feed_of(Padded(RECORDS, LENGTHS, pad_value=-1)) as feed:
+        seen = [i for batch in feed for i in check_batch(jax.tree.map(np.asarray, batch), LENGTHS, -1)]
+    assert seen == [*range(40)] * 2
+    check_resumable(lambda: feed_of(Padded(RECORDS, LENGTHS)), save_points=[3])
+
+
+def test_streams_pickles_and_no_masks() -> None:
+    stream = Padded(Stream(lambda lane_index, num_lanes: iter(RECORDS)), LENGTHS)
+    check_batch(stream.open(0, 1).next_batch(40), LENGTHS)  # pyright: ignore[reportAttributeAccessIssue]
+    again = pickle.loads(pickle.dumps(Padded(RECORDS, {"chosen": 3, "rejected": 2, "images": 1}, long="truncate")))
+    check_batch(again.read_batch([3, 9, 4]), {"chosen": 3, "rejected": 2, "images": 1})
+    assert Padded(RECORDS, LENGTHS, mask_key=None).read_batch([0]).keys() == RECORDS[0].keys()  # type: ignore[union-attr]
+
+
+def test_wrong_settings_and_records() -> None:
+    for setting, settings, match in (
+        ("length", {"length": {}}, "a dict of leaves"),
+        ("length", {"length": {"a": 0}}, "at least 1"),
+        ("length", {"length": {"a": 3, "a_mask": 3}}, "'a_mask' is the mask of 'a'"),
+        ("key", {"length": {"a": 3}, "key": "b"}, "Leave out key"),
+        ("mask_key", {"length": {"a": 3}, "mask_key": "m"}, "Leave out mask_key"),
+    ):
+        with pytest.raises(meshfeed.SettingsError, match=match) as error:
+            Padded(RECORDS, **settings)  # type: ignore[arg-type]
+        assert error.value.setting == setting
+    short = Padded(RECORDS, {"chosen": 20, "images": 1})
+    wrong = next(i for i, record in enumerate(RECORDS) if len(record["images"]) > 1)
+    with pytest.raises(
+        meshfeed.SourceError,
+        match=rf"record {wrong}: it has . entries in the leaf 'images', and length\['images'\] is 1\. Pass a larger",
+    ):
+        short[wrong]  # type: ignore[index]
+    with pytest.raises(
+        meshfeed.SourceError, match=r"record 0: it has the leaves \['a'\], and not 'b', which length= names"
+    ):
+        Padded([{"a": np.zeros(2)}], {"a": 3, "b": 3})[0]  # type: ignore[index]
+    with pytest.raises(meshfeed.SourceError, match="have the leaf 'b_mask' already"):
+        Padded([{"a": np.zeros(2), "b": np.zeros(2), "b_mask": 1}], {"a": 3, "b": 3})[0]  # type: ignore[index]
