@@ -80,6 +80,7 @@ class Input(abc.ABC):
       late_columns: whether a column may first appear after the records whose types :meth:`scan` finds.
       types: all columns of all inputs; set before :meth:`read` is called.
       scratch: folder for temporary files. Names there end in ``.part``, so that they are removed after a kill.
+      kept: folder for what :meth:`scan` leaves for :meth:`read`, until the job is complete.
     """
 
     name: str
@@ -87,6 +88,7 @@ class Input(abc.ABC):
     late_columns = False
     types: pa.Schema
     scratch: pathlib.Path
+    kept: pathlib.Path
 
     def __init__(self, columns: Sequence[str] | None = None) -> None:
         self.columns = columns

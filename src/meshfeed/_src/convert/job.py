@@ -1,7 +1,7 @@
 """The plan of a conversion, and its tasks. Everything is kept in a folder, ``DIR/.convert``, until the job is complete::
 
     job.json          inputs and settings
-    scans/00007.json  records, types and marks of input 7
+    scans/00007.json  records, types and marks of input 7; also the indexes of tar archives
     inputs/00007-…    its content, if it is compressed or a URL
     tokenizer.json    a copy of the tokenizer, for the encoding "tokens"
     plan.json         types, and the range of records of every output file
@@ -113,6 +113,7 @@ class Conversion:
         """The format."""
         found = FORMATS[self.description["format"]](self.settings.columns)
         found.scratch = self.folder / "parts"
+        found.kept = self.folder / "scans"
         return found
 
     # ------------------------------------------------------------------ the first pass
