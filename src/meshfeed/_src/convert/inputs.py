@@ -266,6 +266,17 @@ def spans(offsets: np.ndarray, content: bytes, validity: pa.Buffer | None = None
     return pa.Array.from_buffers(pa.large_binary(), len(offsets) - 1, buffers)
 
 
+def byte_lengths(array: pa.Array) -> np.ndarray:
+    """Returns the size of each value of a column of text or binary, int64[n]; of a null, 0."""
+    import pyarrow as pa
+
+    wide = array.cast(pa.large_binary()) if array.type != pa.large_string() else array.view(pa.large_binary())
+    offsets = wide.buffers()[1]
+    if not len(wide) or offsets is None:
+        return np.zeros(len(wide), np.int64)
+    return np.diff(np.frombuffer(offsets, np.int64, len(wide) + 1, wide.offset * 8))
+
+
 def to_bytes(array: pa.Array) -> list[bytes]:
     """Returns the values of a column of text or binary; of a null, no bytes."""
     import pyarrow as pa

@@ -38,6 +38,7 @@ from meshfeed._src.base.errors import SettingsError, SourceError
 from meshfeed._src.convert.example import feature_kinds
 from meshfeed._src.convert.formats import FORMATS, download, path_of, remote_files
 from meshfeed._src.convert.inputs import Input, Scan, TypesChanged, align, choose, read_schema, schema_text, stamp
+from meshfeed._src.convert.values import Measure, merge
 from meshfeed._src.convert.writers import ArrayRecordFile, OutputFile, Settings, TokenWriter, check_column
 from meshfeed._src.sources.files.formats import compression_of, decompress, uncompressed_name
 from meshfeed._src.sources.files.manifest import FileEntry, describe_file, digest_of
@@ -314,7 +315,7 @@ class Conversion:
                 file.close()
                 sync(part)
                 entry = dataclasses.asdict(describe_file(str(part), file.num_records))
-                write_json(self._entry_path(shard), entry | {"path": str(target)})
+                write_json(self._entry_path(shard), entry | {"path": str(target), "values": file.values})
         except TypesChanged as error:
             if self.plan.all_types:
                 raise SourceError(f"{error}. Expected values of one type per column. Correct the file.") from error
@@ -347,8 +348,17 @@ class Conversion:
 
     def entries(self, details: dict[str, Any]) -> list[FileEntry]:
         """Returns the rows of the manifest once all output files are written."""
-        rows = [json.loads(self._entry_path(shard).read_text()) for shard in range(self.plan.num_shards)]
+        rows = self._rows()
+        for row in rows:
+            row.pop("values", None)
         return [FileEntry(**row | {"details": details}) for row in rows]
+
+    def values(self) -> dict[str, Measure]:
+        """Returns what the features hold, once all output files are written; nothing if they were copied unread."""
+        return merge(row.get("values", {}) for row in self._rows())
+
+    def _rows(self) -> list[dict[str, Any]]:
+        return [json.loads(self._entry_path(shard).read_text()) for shard in range(self.plan.num_shards)]
 
     def _open(self, path: str) -> OutputFile:
         settings = self.settings
