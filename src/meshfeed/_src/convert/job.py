@@ -350,12 +350,13 @@ class Conversion:
         """Returns the rows of the manifest once all output files are written."""
         rows = self._rows()
         for row in rows:
-            row.pop("values", None)
-        return [FileEntry(**row | {"details": details}) for row in rows]
+            del row["values"]
+            row["details"] = details
+        return [FileEntry(**row) for row in rows]
 
     def values(self) -> dict[str, Measure]:
         """Returns what the features hold, once all output files are written; nothing if they were copied unread."""
-        return merge(row.get("values", {}) for row in self._rows())
+        return merge(row["values"] for row in self._rows())
 
     def _rows(self) -> list[dict[str, Any]]:
         return [json.loads(self._entry_path(shard).read_text()) for shard in range(self.plan.num_shards)]
