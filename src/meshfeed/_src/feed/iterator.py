@@ -16,7 +16,7 @@ from typing import Literal, NamedTuple, NoReturn, cast
 
 import numpy as np
 
-from meshfeed._src.agreement import handshake
+from meshfeed._src.agreement import handshake, heartbeat
 from meshfeed._src.agreement.windows import leave_notice
 from meshfeed._src.arrays.placer import make_placer
 from meshfeed._src.base import coordination
@@ -224,6 +224,7 @@ class Feed(Checkpointable):
         self._scope = coordination.next_scope(f"feed/{self.name}", self._participants)
         self._handshake = handshake.Handshake(self._scope, self._participants)
         self._hosts_agree = self._handshake.needed
+        self._heartbeat: heartbeat.Member | None = None
         self._follows = False  # a stream that only other hosts read
         try:
             if self._hosts_agree:
@@ -259,6 +260,8 @@ class Feed(Checkpointable):
         if self._hosts_agree:
             # For a feed dropped without close; runs after the pipeline's finalizer, which is registered later.
             finalize(self, self._handshake.leave, "dropped its feed")
+            self._heartbeat = heartbeat.Member(self._participants)
+            finalize(self, self._heartbeat.leave)
 
     def _make(self, source: object, sharding: PyTree, settings: FeedSettings) -> None:
         self._settings = settings
@@ -695,6 +698,8 @@ class Feed(Checkpointable):
         doing, because = "closed its feed", self._failed or _because
         self._leave(self._cursor, None, doing, because)
         self._handshake.leave(leave_notice(doing, self._cursor.step, because))
+        if self._heartbeat is not None:
+            self._heartbeat.leave()
         self._stream.close()
         self._stats.publish(self._cursor.step, self._cursor.position)
         self._released = True
