@@ -123,6 +123,7 @@ def plan(
     made = make_plan(mesh, _checked_spec(spec, len(global_shape)), global_shape, **options)
     for path in pictures:
         made.save(path)
+        click.echo(f"wrote {path}", err=True)
     if cache is not None:
         if None in shards[:3]:
             raise SettingsError("--cache needs --shards, --shard-bytes and --shard-records.", setting="cache")
@@ -133,7 +134,7 @@ def plan(
         return
     if as_json:
         click.echo(json.dumps(made.to_json()))
-    elif not pictures:
+    else:
         click.echo(printable("\n".join(made.lines(show_all=show_all, hint="; --all or --json shows them"))))
 
 

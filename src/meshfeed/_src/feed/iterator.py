@@ -176,6 +176,20 @@ class Feed(Checkpointable):
       SettingsError: an argument is invalid.
       PlanError: a batch size is not divisible over the mesh.
       SourceError: the source cannot be read.
+
+    Examples:
+      >>> import jax, meshfeed, numpy as np
+      >>> mesh = jax.make_mesh((1,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
+      >>> feed = meshfeed.Feed({"x": np.arange(10)}, mesh, global_batch_size=4)
+      >>> next(feed)["x"].tolist()
+      [0, 1, 2, 3]
+      >>> state = feed.get_state()  # JSON
+      >>> next(feed)["x"].tolist()
+      [4, 5, 6, 7]
+      >>> feed.set_state(state)
+      >>> next(feed)["x"].tolist()
+      [4, 5, 6, 7]
+      >>> feed.close()
     """
 
     @hides_own_frames

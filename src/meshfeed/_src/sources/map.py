@@ -63,6 +63,13 @@ def Map(source: object, function: Callable[..., Any], *, batched: bool = False) 
       SettingsError: ``function`` or ``batched`` is invalid.
       SourceError: ``source`` is not a source of records. Reads raise it if a function of random-access records returns
         None, since their number is fixed.
+
+    Examples:
+      >>> import numpy as np
+      >>> from meshfeed.sources import Map, Memory
+      >>> source = Map(Memory({"x": np.arange(4)}), lambda record: {"double": 2 * record["x"]})
+      >>> source.read_batch([3, 1])["double"].tolist()
+      [6, 2]
     """
     if not callable(function):
         raise SettingsError(f"function={function!r}; Map takes a function of one record.", setting="function")

@@ -116,6 +116,13 @@ class Parquet(ShardReader[ParquetShard, _CheckedFile]):
       SourceError: if there are no files, a file is missing, files have different columns, there is no such column or no
         record, or pyarrow is not installed.
       CorruptDataError: if a file is empty, truncated or in a different format; names the file.
+
+    Examples:
+      >>> import pyarrow as pa, pyarrow.parquet as pq
+      >>> from meshfeed.sources import Parquet
+      >>> pq.write_table(pa.table({"id": [7, 8, 9], "text": ["a", "b", "c"]}), "a.parquet")
+      >>> Parquet("a.parquet", columns=["id"]).read_batch([2, 0])["id"].tolist()
+      [9, 7]
     """
 
     fresh_arrays = True

@@ -230,14 +230,16 @@ def _parts(
     saved: JsonValue, current: JsonValue, field: str
 ) -> tuple[dict[str, JsonValue], dict[str, JsonValue]] | None:
     """Returns the first two entries that differ of equally long lists of objects, flattened; None for anything else."""
-    if not (isinstance(saved, list) and isinstance(current, list) and len(saved) == len(current)):
+    if not (isinstance(saved, list) and isinstance(current, list)):
         return None
-    number = next(
-        (i for i, (old, new) in enumerate(zip(saved, current, strict=True)) if _text(old) != _text(new)), None
-    )
-    if number is None or not (isinstance(saved[number], dict) and isinstance(current[number], dict)):
-        return None
-    return flatten(saved[number], f"{field}[{number}]"), flatten(current[number], f"{field}[{number}]")
+    old, new = cast("list[JsonValue]", saved), cast("list[JsonValue]", current)
+    pairs = enumerate(zip(old, new, strict=True)) if len(old) == len(new) else ()
+    for number, (first, second) in pairs:
+        if _text(first) != _text(second):
+            if not (isinstance(first, dict) and isinstance(second, dict)):
+                return None
+            return flatten(first, f"{field}[{number}]"), flatten(second, f"{field}[{number}]")
+    return None
 
 
 def compare_fingerprints(
@@ -389,6 +391,14 @@ def merge_states(states: Iterable[Mapping[str, JsonValue]]) -> dict[str, JsonVal
 
     Raises:
       StateMismatchError: the states belong to different streams or steps, or there are none.
+
+    Examples:
+      >>> import jax, meshfeed, numpy as np
+      >>> mesh = jax.make_mesh((1,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
+      >>> with meshfeed.Feed({"x": np.arange(8)}, mesh, global_batch_size=4) as feed:
+      ...     states = [feed.get_state()]  # one of each host
+      >>> meshfeed.merge_states(states) == states[0]
+      True
     """
     if not isinstance(cast("object", states), Iterable) or isinstance(states, Mapping | str | bytes):
         raise StateMismatchError(
