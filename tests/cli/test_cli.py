@@ -322,3 +322,12 @@ def test_a_bucket_that_cannot_be_read_is_one_message(command: str, monkeypatch: 
     assert result.exit_code == 1
     assert result.output.startswith("Error: s3://meshfeed-no-such-bucket/run: s3:// cannot be read here: ")
     assert "copy the checkpoint into a folder" in result.output
+
+
+def test_a_picture_is_named_beside_the_table(tmp_path: pathlib.Path) -> None:
+    line = "plan --hosts 2 --devices-per-host 1 --mesh data=2 --spec data --global-batch-size 4"
+    table = run(line).output
+    result = run(f"{line} --svg {tmp_path / 'mesh.svg'} --html {tmp_path / 'mesh.html'}")
+    assert result.exit_code == 0
+    assert result.stderr == f"wrote {tmp_path / 'mesh.svg'}\nwrote {tmp_path / 'mesh.html'}\n"
+    assert result.stdout == table

@@ -123,7 +123,8 @@ def plan(
     made = make_plan(mesh, _checked_spec(spec, len(global_shape)), global_shape, **options)
     for path in pictures:
         made.save(path)
-        click.echo(f"wrote {path}", err=True)
+        if not as_json:
+            click.echo(f"wrote {path}", err=True)
     if cache is not None:
         if None in shards[:3]:
             raise SettingsError("--cache needs --shards, --shard-bytes and --shard-records.", setting="cache")
