@@ -69,7 +69,7 @@ def test_plan_with_a_cache_shows_downloads(tmp_path: pathlib.Path) -> None:
     assert all(host["bytes"] == 100 * host["downloads"] for host in hosts)
     assert (tmp_path / "mesh.svg").exists()
     uniform = run(f"{line} --shard-records 32")
-    rows = [row.split() for row in uniform.output.splitlines()]
+    rows = [row.split() for row in uniform.stdout.splitlines()]
     assert rows[0] == ["host", "downloads", "bytes", "per", "epoch", "share", "of", "the", "set", "hit", "rate"]
     assert all(int(row[1]) > 80 for row in rows[1:5])
     for part, message in (("--cache 1000", "--cache needs --shards"), ("--shards 3", "Add --cache BYTES.")):
