@@ -119,7 +119,7 @@ def test_requests_per_second(num_hosts: int) -> None:
     assert interval_seconds(4096) < 3.3  # a silent host is named after two intervals, and at most one more
 
 
-def test_the_log(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_log(caplog: pytest.LogCaptureFixture) -> None:
     log = SilenceLog()
     for silent in ({}, {2: 6.0, 1: 5.0}, {2: 8.0, 1: 7.0}, {2: 21.0}, {2: 23.0}):
         log.update(silent)
@@ -134,8 +134,11 @@ def test_the_log(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPat
     assert texts[2][1] == "host 1: alive again, or has left"
     assert texts[3][1] == "host 2: alive again, or has left"
     caplog.clear()
-    monkeypatch.setattr(jax.config, "jax_enable_recoverability", True, raising=False)
-    SilenceLog().update({0: 5.0})
+    jax.config.update("jax_enable_recoverability", True)
+    try:
+        SilenceLog().update({0: 5.0})
+    finally:
+        jax.config.update("jax_enable_recoverability", False)
     assert "JAX does not abort this process" in caplog.text
 
 
