@@ -70,7 +70,7 @@ def test_plan_with_a_cache_shows_downloads(tmp_path: pathlib.Path) -> None:
     assert all(host["bytes"] == 100 * host["downloads"] for host in hosts)
     assert (tmp_path / "mesh.svg").exists()
     uniform = run(f"{line} --shard-records 32")
-    rows = [row.split() for row in uniform.output.splitlines()]
+    rows = [row.split() for row in uniform.stdout.splitlines()]
     assert rows[0] == ["host", "downloads", "bytes", "per", "epoch", "share", "of", "the", "set", "hit", "rate"]
     assert all(int(row[1]) > 80 for row in rows[1:5])
     for part, message in (("--cache 1000", "--cache needs --shards"), ("--shards 3", "Add --cache BYTES.")):
@@ -380,3 +380,12 @@ def test_a_bucket_that_cannot_be_read_is_one_message(command: str, monkeypatch: 
     assert result.exit_code == 1
     assert result.output.startswith("Error: s3://meshfeed-no-such-bucket/run: s3:// cannot be read here: ")
     assert "copy the checkpoint into a folder" in result.output
+
+
+def test_a_picture_is_named_beside_the_table(tmp_path: pathlib.Path) -> None:
+    line = "plan --hosts 2 --devices-per-host 1 --mesh data=2 --spec data --global-batch-size 4"
+    table = run(line).output
+    result = run(f"{line} --svg {tmp_path / 'mesh.svg'} --html {tmp_path / 'mesh.html'}")
+    assert result.exit_code == 0
+    assert result.stderr == f"wrote {tmp_path / 'mesh.svg'}\nwrote {tmp_path / 'mesh.html'}\n"
+    assert result.stdout == table

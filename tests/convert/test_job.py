@@ -174,8 +174,8 @@ print({name.partition(".")[0] for name in sys.modules} & {"jax", "pandas"})
     assert ended.stdout.endswith("set()\n")
     sources = [line.partition("Read it with: ")[2] for line in ended.stdout.splitlines() if "Read it with: " in line]
     assert [len(eval(source, {"meshfeed": meshfeed})) for source in sources] == [formats.COUNT, 30, formats.COUNT - 30]
-    assert eval(sources[1], {"meshfeed": meshfeed})[0]["label"].tolist() == [-3]
-    assert "  label: int64\n  text: bytes\n  tokens: int64 list\n  weight: float\n" in ended.stdout
+    assert eval(sources[1], {"meshfeed": meshfeed})[0]["label"].tolist() == -3
+    assert "  label: int64\n  text: bytes\n  tokens: int64 list, 0 to 4 values\n  weight: float\n" in ended.stdout
 
 
 def test_files_that_a_power_failure_left_empty_are_written_again(tmp_path: pathlib.Path) -> None:

@@ -19,3 +19,37 @@ def test_an_empty_lane_is_named_as_the_cause_of_no_batch(caplog: pytest.LogCaptu
     assert "a stream ends with its shortest lane: give each lane data, or use end='pad'" in caplog.text
     with meshfeed.Feed(source, mesh, global_batch_size=8, num_lanes=4, end="pad", mask_key="valid") as feed:
         assert sum(int(batch["valid"].sum()) for batch in feed) == 150
+
+
+@pytest.mark.parametrize("num_workers", [0, 1])
+def test_the_lane_that_ends_first_is_named(caplog: pytest.LogCaptureFixture, num_workers: int) -> None:
+    """The lengths are unknown before the end, as those of a filter are."""
+    lengths = {0: 50, 1: 11, 2: 50, 3: 10}
+    source = Stream(lambda lane_index, num_lanes: ({"x": np.int32(n)} for n in range(lengths[lane_index])))
+    mesh = jax.make_mesh((1,), ("data",), axis_types=(AxisType.Auto,), devices=jax.devices()[:1])
+    with meshfeed.Feed(source, mesh, global_batch_size=8, num_lanes=4, num_workers=num_workers) as feed:
+        assert len(list(feed)) == 5
+    (text,) = [record.getMessage() for record in caplog.records if record.name == "meshfeed.lanes"]
+    assert "the stream ends with lane 3 of 4, which has 10 records, while lanes 0, 2 still had data: at least 5" in text
+    assert "(num_lanes=)" in text
+
+
+@pytest.mark.parametrize(("lengths", "end"), [([12, 11, 11, 11], "drop"), ([10] * 4, "drop"), ([50, 1, 9, 3], "pad")])
+def test_lanes_that_lose_less_than_a_batch_are_not(
+    caplog: pytest.LogCaptureFixture, lengths: list[int], end: str
+) -> None:
+    source = Stream(lambda lane_index, num_lanes: ({"x": np.int32(n)} for n in range(lengths[lane_index])))
+    mesh = jax.make_mesh((1,), ("data",), axis_types=(AxisType.Auto,), devices=jax.devices()[:1])
+    with meshfeed.Feed(source, mesh, global_batch_size=20, num_lanes=4, end=end) as feed:  # type: ignore[arg-type]
+        for _ in feed:
+            pass
+    assert not [record for record in caplog.records if record.name == "meshfeed.lanes"]
+
+
+def test_a_filter_that_empties_lanes_of_a_grain_dataset(caplog: pytest.LogCaptureFixture) -> None:
+    grain = pytest.importorskip("grain")
+    even = grain.MapDataset.range(480).filter(lambda n: n % 2 == 0).to_iter_dataset()
+    mesh = jax.make_mesh((1,), ("data",), axis_types=(AxisType.Auto,), devices=jax.devices()[:1])
+    with meshfeed.Feed(even, mesh, global_batch_size=8, num_lanes=8) as feed:
+        assert list(feed) == []
+    assert "the stream ends with lane 1 of 8, which has 0 records, while lanes 0, 2, 4, 6 still had data" in caplog.text

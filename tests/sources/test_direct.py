@@ -27,8 +27,7 @@ import meshfeed
 from meshfeed import CorruptDataError, SettingsError, SourceError
 from meshfeed._src.base.settings import Retry
 from meshfeed._src.reading.identity import digest_tree, source_identity
-from meshfeed._src.sources import webdataset
-from meshfeed._src.sources.files import direct
+from meshfeed._src.sources.files import direct, tar
 from meshfeed._src.sources.files.paths import stored_file
 from meshfeed._src.sources.manifest import make_manifest
 from meshfeed.sources import MDS, ArrayRecord, DecodeRaw, Parquet, Tokens, WebDataset
@@ -111,8 +110,8 @@ def test_webdataset(store: Store, tmp_path: pathlib.Path, monkeypatch: pytest.Mo
     if with_index:
         upload(store, folder, "*.meshfeed-index")
     scanned: list[str] = []
-    scan = webdataset.scan
-    monkeypatch.setattr(webdataset, "scan", lambda archive, path: (scanned.append(path), scan(archive, path))[1])
+    scan = tar.scan
+    monkeypatch.setattr(tar, "scan", lambda archive, path: (scanned.append(path), scan(archive, path))[1])
     remote = WebDataset(urls)
     assert sorted(scanned) == ([] if with_index else urls)
     same(local, remote)

@@ -359,3 +359,57 @@ def test_a_buffer_of_another_size_is_refused() -> None:
     with feed_of(ShuffleBuffer(Stream(Lane), 16), num_lanes=2) as other:
         with pytest.raises(meshfeed.StateMismatchError, match="size"):
             other.set_state(state)
+
+
+def _first_batch(source: Any, **options: Any) -> Any:
+    mesh = jax.make_mesh((1,), ("data",), axis_types=(jax.sharding.AxisType.Auto,), devices=jax.devices()[:1])
+    with meshfeed.Feed(source, mesh, global_batch_size=4, **options) as feed:
+        return jax.tree.map(np.asarray, next(feed))
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("batched", [False, True])
+def test_lists_of_numbers_become_arrays(stream: bool, batched: bool) -> None:
+    records: Any = meshfeed.sources.Memory({"n": np.arange(8)})
+    if stream:
+        records = meshfeed.sources.Stream(lambda lane_index, num_lanes: ({"n": np.int64(n)} for n in range(8)))
+
+    def one(record: Any) -> Any:
+        n = int(record["n"])
+        return {"ids": [n, n + 1, n + 2], "in": {"pair": [[n, 0.5]]}, "both": (np.int32(n), np.zeros(2))}
+
+    def many(rows: Any) -> Any:
+        found = [one(row) for row in rows]
+        return {
+            "ids": [row["ids"] for row in found],
+            "in": {"pair": [row["in"]["pair"] for row in found]},
+            "both": (np.array([row["both"][0] for row in found]), np.stack([row["both"][1] for row in found])),
+        }
+
+    source = meshfeed.sources.Map(records, many if batched else one, batched=batched)
+    batch = _first_batch(source, num_lanes=1 if stream else None)
+    assert batch["ids"].tolist() == [[n, n + 1, n + 2] for n in range(4)]
+    assert batch["in"]["pair"].tolist() == [[[n, 0.5]] for n in range(4)]
+    assert batch["both"][0].tolist() == [0, 1, 2, 3]
+    assert batch["both"][1].shape == (4, 2)
+
+
+def test_a_list_of_arrays_is_stacked_in_a_batch_and_a_node_in_a_record() -> None:
+    records = meshfeed.sources.Memory({"n": np.arange(8)})
+    stacked = meshfeed.sources.Map(records, lambda rows: {"x": [np.full(2, row["n"]) for row in rows]}, batched=True)
+    assert _first_batch(stacked)["x"].shape == (4, 2)
+    nodes = meshfeed.sources.Map(records, lambda row: [np.full(2, row["n"]), np.full(3, row["n"])])
+    assert [leaf.shape for leaf in _first_batch(nodes)] == [(4, 2), (4, 3)]
+
+
+@pytest.mark.parametrize(
+    ("function", "batched"),
+    [(lambda row: {"x": []}, False), (lambda row: {"x": [[1], [1, 2]]}, False),
+     (lambda rows: {"x": [[1] * (i + 1) for i in range(len(rows))]}, True)],
+)  # fmt: skip
+def test_lists_that_are_no_arrays(function: Any, batched: bool) -> None:
+    source = meshfeed.sources.Map(meshfeed.sources.Memory({"n": np.arange(8)}), function, batched=batched)
+    with pytest.raises(
+        meshfeed.SourceError, match=r"returned a list that is no array: \[.*Pad the list and return numpy"
+    ):
+        source.read_batch([0, 1])

@@ -7,6 +7,7 @@ import pickle
 import threading
 from typing import Any
 
+import jax
 import numpy as np
 import pytest
 
@@ -97,6 +98,19 @@ def test_a_batch_is_stacked_over_files_and_row_groups(paths: str) -> None:
         np.testing.assert_array_equal(batch["pair"], np.stack([ids, -ids], 1))
         np.testing.assert_array_equal(batch["fixed"], np.stack([ids] * 3, 1).astype(np.int16))
         np.testing.assert_array_equal(batch["place"]["n"], ids)
+
+
+def test_a_feed_over_text_is_refused_when_it_is_created(paths: str, tmp_path: pathlib.Path) -> None:
+    mesh = jax.make_mesh((1,), ("data",), axis_types=(jax.sharding.AxisType.Auto,), devices=jax.devices()[:1])
+    with pytest.raises(SourceError, match=r"column 'text' holds string.*or leave it out: columns=\['id'\]"):
+        meshfeed.Feed(Parquet(paths, ["id", "text"]), mesh, global_batch_size=4)
+    with pytest.raises(SourceError, match=r"column 'text' holds string") as error:
+        meshfeed.Feed(Parquet(paths, ["text"]), mesh, global_batch_size=4)
+    assert "columns=" not in str(error.value)
+    assert "meshfeed.sources.Map" in str(error.value)
+    lengths = meshfeed.sources.Map(Parquet(paths, ["text"]), lambda row: np.int32(len(row["text"])))
+    with meshfeed.Feed(lengths, mesh, global_batch_size=4) as feed:
+        assert next(feed).shape == (4,)
 
 
 def test_what_no_device_holds_is_named(paths: str) -> None:

@@ -21,7 +21,7 @@ from hypothesis import strategies as st
 
 import meshfeed
 from meshfeed import CorruptDataError, SettingsError, SourceError
-from meshfeed._src.sources.webdataset import split_name
+from meshfeed._src.sources.files.tar import split_name
 from meshfeed.sources import WebDataset
 
 TARS = FOLDER / "tar"
@@ -139,7 +139,7 @@ def test_an_index_is_made_again_if_the_archive_changes(folder: pathlib.Path) -> 
 
 
 def test_the_folder_cannot_be_written(folder: pathlib.Path, tmp_path: pathlib.Path, monkeypatch: Any) -> None:
-    import meshfeed._src.sources.webdataset as module
+    import meshfeed._src.sources.files.tar as module
 
     def refuse(part: Any, path: Any) -> None:
         if pathlib.Path(path).parent == folder:

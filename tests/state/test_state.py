@@ -250,7 +250,8 @@ SOURCE = "Pass the source that the state was saved with, or start a new stream w
     [
         ({"order": {"algorithm": "feistel-square", "version": 3}}, "order.version", 3, ORDER),
         ({"source": {"kind": "memory", "files": {"count": 4, "bytes": 800}}}, "source.kind", "memory", SOURCE),
-        ({"source": {"kind": "array_record", "files": {"count": 4, "bytes": 801}}}, "source.files.bytes", 801, SOURCE),
+        ({"source": {"kind": "array_record", "files": {"count": 4, "bytes": 801}}}, "source.files.bytes", 801,
+         f"As many files as before, but they have 1 byte more in all. {SOURCE}"),
         ({"source": {"kind": "array_record"}}, "source.files.count", "missing", "The saved source had 4 files"),
         ({"shuffle": 1}, "shuffle", 1, VALUE),
         ({"seed": 4}, "seed", 4, VALUE),
@@ -487,3 +488,41 @@ def test_records_that_several_hosts_list_are_counted_once() -> None:
     assert count_skipped(parse_state({**STATE, "skipped": ledgers})) == 4
     assert count_skipped(parse_state({**STATE, "skipped": ledgers, "num_skipped": 0})) == 0
     assert count_skipped(parse_state(STATE)) == 0
+
+
+def test_data_that_differ_are_named_by_what_differs() -> None:
+
+    files = {"count": 2, "bytes": 1000, "digest": "a"}
+    source = {"kind": "parquet", "files": files, "records": 9, "content": "a"}
+
+    def difference(saved: Any, current: Any) -> tuple[str, str]:
+        with pytest.raises(StateMismatchError) as error:
+            compare_fingerprints({"source": saved}, {"source": current})
+        return error.value.field, error.value.remedy.partition(" Pass the source")[0]
+
+    assert difference(source, {**source, "content": "b"}) == (
+        "source.content",
+        "The content of records differs although the number of records and the names and sizes of the files are the same: up "
+        "to four records spread over the source are compared.",
+    )
+    assert difference(source, {**source, "files": {**files, "digest": "b"}}) == (
+        "source.files.digest",
+        "Names, sizes or order of files differ. Their number and total size are the same: a file was renamed or replaced by "
+        "another.",
+    )
+    assert difference(source, {**source, "files": {**files, "bytes": 1024, "digest": "b"}}) == (
+        "source.files.bytes",
+        "As many files as before, but they have 24 bytes more in all.",
+    )
+    assert difference(source, {**source, "files": {**files, "bytes": 990}})[1].endswith("10 bytes less in all.")
+    whole = {"kind": "concat", "sources": [source, {"kind": "memory", "records": 9, "content": "a"}]}
+    changed = {**whole, "sources": [source, {"kind": "memory", "records": 9, "content": "b"}]}
+    assert difference(whole, changed) == (
+        "source.sources[1].content",
+        "The content of records differs although the number of records is the same: up to four records spread over the "
+        "source are compared.",
+    )
+    assert difference({"kind": "x", "content": "a"}, {"kind": "x", "content": "b"})[1] == (
+        "The content of records differs: up to four records spread over the source are compared."
+    )
+    assert difference(whole, {**whole, "sources": [source]})[0] == "source.sources"

@@ -130,6 +130,11 @@ class BatchSchedule:
 
     Raises:
       SettingsError: the stages are empty, do not start at 0 or do not increase, or a size is below 1.
+
+    Examples:
+      >>> import meshfeed
+      >>> meshfeed.BatchSchedule([(0, 256), (1000, 512)])  # 512 rows from step 1,000 on
+      BatchSchedule([(0, 256), (1000, 512)])
     """
 
     stages: Sequence[tuple[int, int]]
@@ -199,6 +204,10 @@ class ShardShuffle:
 
     Raises:
       SettingsError: an attribute is out of range; names it.
+
+    Examples:
+      >>> import meshfeed
+      >>> shuffle = meshfeed.ShardShuffle(window_shards=4, affinity=True)
     """
 
     window_shards: int = 2
@@ -223,6 +232,10 @@ class Retry:
       on: exception types to retry. If they include OSError, the transient errors of TensorFlow
         (FailedPreconditionError, UnavailableError), aiohttp, fsspec and requests are added if those libraries are
         imported.
+
+    Examples:
+      >>> import meshfeed
+      >>> retry = meshfeed.Retry(attempts=10, max_seconds=60, on=(OSError, TimeoutError))
     """
 
     attempts: int = 5
@@ -274,6 +287,10 @@ class SkipBad:
     Attributes:
       max_fraction: maximum fraction of bad records among the records read on all hosts, in (0, 1]; above it, the run
         fails. It is checked after the first ``1 / max_fraction`` records.
+
+    Examples:
+      >>> import meshfeed
+      >>> bad_records = meshfeed.SkipBad(max_fraction=1e-3)  # up to one record of a thousand
     """
 
     max_fraction: float = 1e-4

@@ -123,6 +123,21 @@ class Checkpointer:
       CheckpointError: the folder cannot be created or listed; or the launcher (Slurm, MPI, Kubernetes, a TPU pod)
         started several processes but ``jax.distributed`` is not initialized, so all would save to one folder. For jobs
         that are meant to be independent, each with its own folder, set ``MESHFEED_INDEPENDENT_PROCESSES=1``.
+
+    Examples:
+      >>> import jax, meshfeed, numpy as np
+      >>> mesh = jax.make_mesh((1,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
+      >>> feed = meshfeed.Feed({"x": np.arange(32)}, mesh, global_batch_size=4)
+      >>> weights = {"w": jax.numpy.zeros(3)}
+      >>> with meshfeed.checkpoint.Checkpointer("checkpoints", save_interval_steps=2) as checkpoints:
+      ...     step, weights = checkpoints.restore(weights, feed)  # (0, weights): there is none yet
+      ...     for step, batch in enumerate(feed, step + 1):
+      ...         _ = checkpoints.save(step, weights, feed)
+      >>> feed.reset()
+      >>> with meshfeed.checkpoint.Checkpointer("checkpoints") as checkpoints:
+      ...     checkpoints.restore(weights, feed)[0], feed.step
+      (8, 8)
+      >>> feed.close()
     """
 
     @hides_own_frames

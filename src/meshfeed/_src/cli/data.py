@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
+import glob
 import os
 import sys
 import time
@@ -21,6 +22,7 @@ if TYPE_CHECKING:
 
     from meshfeed._src.convert.job import Conversion, Phase
     from meshfeed._src.convert.run import Converted, Engine, Show
+    from meshfeed._src.convert.values import Reading
 
 
 # The keys of FORMATS in convert/formats.py, which takes too long to import for --help.
@@ -143,6 +145,8 @@ def _engine(workers: int | None, runner: str | None, options: tuple[str, ...]) -
 
 
 def _summary(result: Converted, encoding: str, seconds: float) -> Iterator[str]:
+    from meshfeed._src.convert.values import describe  # takes too long to import for --help
+
     records, files = counted(result.num_records, "record"), counted(len(result.files), "file")
     if result.was_complete:
         yield f"{result.directory} is complete: {records} in {files}."
@@ -152,16 +156,35 @@ def _summary(result: Converted, encoding: str, seconds: float) -> Iterator[str]:
         yield f"{records}{tokens} of {counted(result.num_inputs, f'{result.format} input')} in {speed}"
         yield f"{result.directory}: {files}, {size_text(result.num_bytes)}, and manifest.json"
         for name, feature in result.features.items():
-            yield f"  {name}: {feature['kind']}{' list' if feature['list'] else ''}"
-    yield f"Read it with: {_source(result, encoding)}"
+            yield f"  {name}: {describe(feature, result.values.get(name))}"
+    reading = _reading(result, encoding)
+    yield f"Read it with: {reading.expression}"
+    yield from _notes(reading)
 
 
-def _source(result: Converted, encoding: str) -> str:
-    """Returns the expression that opens the output files."""
-    if encoding == "tokens":
-        return f'meshfeed.sources.Tokens("{result.directory}/*.bin", sequence_length=2048)'
-    decode = ", decode=meshfeed.sources.DecodeExample()" if encoding == "example" else ""
-    return f'meshfeed.sources.ArrayRecord("{result.directory}/*.array_record"{decode})'
+def _reading(result: Converted, encoding: str) -> Reading:
+    """Returns how to read the output files."""
+    from meshfeed._src.convert.values import reading_of_bytes, reading_of_examples, reading_of_tokens
+
+    directory = glob.escape(result.directory)
+    if result.num_tokens is not None:
+        return reading_of_tokens(f"{directory}/*.bin", result.num_tokens, len(result.files))
+    pattern = f"{directory}/*.array_record"
+    if encoding == "bytes":
+        name = next(iter(result.features))
+        return reading_of_bytes(pattern, name, result.values.get(name))
+    return reading_of_examples(pattern, result.features, result.values)
+
+
+def _notes(reading: Reading) -> Iterator[str]:
+    if "numpy." in reading.expression:
+        yield "  It needs numpy, and pads values with zeros to the longest. Replace the functions by your own decoders."
+    if reading.left_out:
+        yield f"  Left out: {', '.join(f'{name} ({why})' for name, why in reading.left_out.items())}."
+    if not reading.fits:
+        yield "  A feed batches arrays of one shape: give a decoder that makes them, such as a function for DecodeExample."
+    elif reading.left_out:
+        yield "  To read them too, give DecodeExample a function of their values that returns arrays of one shape."
 
 
 def _shown() -> Show:

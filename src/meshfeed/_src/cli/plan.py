@@ -159,6 +159,8 @@ def plan(
         for path in pictures:
             if path is not page:
                 made.save(path)
+                if not as_json:
+                    click.echo(f"wrote {path}", err=True)
     rows = None if made is None else made.table.row_ranges()
     if simulate:
         from meshfeed._src.cli.simulation import simulated
@@ -167,6 +169,8 @@ def plan(
         found = simulated(manifests, cache, rows, options)
         if page is not None:
             page.write_text(simulation_page(found), encoding="utf-8")
+            if not as_json:
+                click.echo(f"wrote {page}", err=True)
         show(found.to_json(), simulation_lines(found), as_json=as_json)
     elif cache is not None:
         from meshfeed._src.cli.simulation import cache_json, cache_lines, downloads_of_hosts
@@ -177,7 +181,7 @@ def plan(
         raise AssertionError("--mesh is checked")
     elif as_json:
         click.echo(json.dumps(made.to_json()))
-    elif not pictures:
+    else:
         click.echo(printable("\n".join(made.lines(show_all=show_all, hint="; --all or --json shows them"))))
 
 

@@ -74,8 +74,8 @@ def feature_kinds(schema: pa.Schema) -> dict[str, dict[str, Any]]:
     kinds: dict[str, dict[str, Any]] = {}
     empty = pa.RecordBatch.from_arrays([pa.nulls(0, kind) for kind in schema.types], schema=schema)
     for name, array in sorted(flatten(empty)):
-        leaf = array.type.value_type if _is_list(array.type) else array.type
-        kinds[name] = {"kind": KIND_NAMES[_kind(name, leaf)], "list": _is_list(array.type)}
+        leaf = array.type.value_type if is_list(array.type) else array.type
+        kinds[name] = {"kind": KIND_NAMES[kind_of(name, leaf)], "list": is_list(array.type)}
     return kinds
 
 
@@ -114,14 +114,14 @@ def _flatten(name: str, array: pa.Array, first_record: int) -> Iterator[_Column]
         array = array.dictionary_decode()
     if pa.types.is_struct(array.type):
         yield from _flatten_struct(name, array, first_record)
-    elif _is_list(array.type) and _is_list(_storage(array.type.value_type)):
+    elif is_list(array.type) and is_list(_storage(array.type.value_type)):
         yield from _flatten_nested(name, array, first_record)
     elif pa.types.is_null(array.type):
         yield name, array.cast(pa.large_binary())  # no row has a value
     else:
-        if _is_list(array.type) and pa.types.is_null(array.type.value_type):
+        if is_list(array.type) and pa.types.is_null(array.type.value_type):
             array = array.cast(pa.large_list(pa.large_binary()))  # no list has a value
-        _kind(name, array.type.value_type if _is_list(array.type) else array.type)
+        kind_of(name, array.type.value_type if is_list(array.type) else array.type)
         yield name, array
 
 
@@ -141,12 +141,12 @@ def _flatten_nested(name: str, array: pa.Array, first_record: int) -> Iterator[_
     import pyarrow as pa
 
     nulls = array.is_null()
-    sizes = [_list_lengths(array, null=0)]
+    sizes = [list_lengths(array, null=0)]
     counts = sizes[0]
     values = array.flatten()
-    while _is_list(_storage(values.type)):
+    while is_list(_storage(values.type)):
         values = values.storage if isinstance(values, pa.ExtensionArray) else values
-        lengths = _list_lengths(values, null=-1)
+        lengths = list_lengths(values, null=-1)
         firsts = np.zeros(len(counts), np.int64)
         filled = counts > 0
         firsts[filled] = lengths[(np.cumsum(counts) - counts)[filled]]
@@ -158,7 +158,7 @@ def _flatten_nested(name: str, array: pa.Array, first_record: int) -> Iterator[_
         values = values.flatten()
     if pa.types.is_null(values.type):
         values = values.cast(pa.large_binary())
-    _kind(name, values.type)
+    kind_of(name, values.type)
     offsets = np.concatenate([[0], np.cumsum(counts)])
     yield name, pa.LargeListArray.from_arrays(integers(offsets), values, mask=nulls)
     ranks = np.arange(len(array) + 1) * len(sizes)
@@ -166,7 +166,7 @@ def _flatten_nested(name: str, array: pa.Array, first_record: int) -> Iterator[_
     yield f"{name}/shape", pa.LargeListArray.from_arrays(integers(ranks), integers(shapes), mask=nulls)
 
 
-def _list_lengths(array: pa.Array, *, null: int) -> np.ndarray:
+def list_lengths(array: pa.Array, *, null: int) -> np.ndarray:
     """Returns the length of each list, int64[n], and ``null`` for a null."""
     import pyarrow as pa
     import pyarrow.compute as pc
@@ -179,13 +179,14 @@ def _list_lengths(array: pa.Array, *, null: int) -> np.ndarray:
     return lengths
 
 
-def _is_list(kind: pa.DataType) -> bool:
+def is_list(kind: pa.DataType) -> bool:
+    """Whether a type is that of lists."""
     import pyarrow as pa
 
     return pa.types.is_list(kind) or pa.types.is_large_list(kind) or pa.types.is_fixed_size_list(kind)
 
 
-def _kind(name: str, kind: pa.DataType) -> int:
+def kind_of(name: str, kind: pa.DataType) -> int:
     import pyarrow.types as types
 
     if is_text_or_bytes(kind):
@@ -213,6 +214,11 @@ def _without_nulls(array: pa.Array, dtype: np.dtype[Any]) -> np.ndarray:
     """Returns the values as numpy, and 0 for a null."""
     values, nulls = numbers(array, dtype), null_mask(array)
     return values if nulls is None else np.where(nulls, np.zeros((), dtype), values)
+
+
+def integers_of(name: str, array: pa.Array) -> np.ndarray:
+    """Returns the values that are stored for integers, dates and times, int64[n]."""
+    return _integers(name, array, np.arange(1, len(array) + 1), 0)
 
 
 def _integers(name: str, array: pa.Array, ends: np.ndarray, first_record: int) -> np.ndarray:
@@ -284,13 +290,13 @@ def encode_examples(columns: Sequence[tuple[str, pa.Array]], count: int, first_r
 def _entries(name: str, array: pa.Array, first_record: int) -> list[bytes]:
     """Returns each row's entry of the map of features, for a column of :func:`flatten`; empty for a null."""
     nulls, lengths = null_mask(array), None
-    if _is_list(array.type):
-        lengths = _list_lengths(array, null=0)
+    if is_list(array.type):
+        lengths = list_lengths(array, null=0)
         array = array.flatten()
         if array.null_count:
             bad = flags(array.is_null())
             _refuse(bad, np.cumsum(lengths), first_record, name, "a list with a null, which an Example cannot hold")
-    kind = _kind(name, array.type)
+    kind = kind_of(name, array.type)
     if kind == BYTES and lengths is not None:
         entries = _byte_lists(name, _tag(kind), to_bytes(array), lengths)
     else:

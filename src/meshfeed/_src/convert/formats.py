@@ -31,7 +31,7 @@ from meshfeed._src.convert.readers import (
     select_images,
 )
 from meshfeed._src.sources.files.download import Download, Downloads
-from meshfeed._src.sources.files.formats import compression_of, uncompressed_name
+from meshfeed._src.sources.files.formats import compression_of, reader_hint, uncompressed_name
 from meshfeed._src.sources.files.paths import (
     absolute,
     expand_paths,
@@ -60,6 +60,7 @@ _EXTENSIONS = {
     "tsv": "csv",
     "txt": "text",
 }
+_READ_AS_IT_IS = ("bin", "idx", "npy")
 _SHARDED = re.compile(r"\.(tfrecords?)-\d+-of-\d+$")  # TFDS puts the number after the extension
 _POSITION = re.compile(r"process_\d+(-of-\d+)?\.json")
 _FOLDERS = ("huggingface", "images", "mds")
@@ -160,6 +161,10 @@ def _format_of(path: str) -> str:
     extension = _extension(path)
     if extension in ("array_record", "arrayrecord"):
         raise SourceError(f"{path} is an ArrayRecord file already. Read it with meshfeed.sources.ArrayRecord.")
+    if extension in _READ_AS_IT_IS:
+        raise SourceError(
+            f"{path} need not be converted: meshfeed.sources.Tokens reads it as it is.{reader_hint(path)}"
+        )
     if extension not in _EXTENSIONS:
         raise SourceError(
             f"the format of {path} is unknown. Expected a file name that ends in one of "
@@ -203,6 +208,8 @@ def _files_in(folder: _Folder, named: str | None) -> list[tuple[str, str]]:
         return [(_format_of(os.path.join(path, name)), os.path.join(path, name)) for name in known]
     if named is None and folder.images():
         return [("images", path)]
+    if tokens := next((name for name in files if _extension(name) in _READ_AS_IT_IS), None):
+        return [(_format_of(os.path.join(path, tokens)), path)]  # which raises
     names = sorted([*folder.files, *folder.folders])
     what = f"It holds {', '.join(names[:_LISTED])}{', …' if len(names) > _LISTED else ''}" if names else "It is empty"
     raise SourceError(

@@ -80,6 +80,7 @@ class Input(abc.ABC):
       late_columns: whether a column may first appear after the records whose types :meth:`scan` finds.
       types: all columns of all inputs; set before :meth:`read` is called.
       scratch: folder for temporary files. Names there end in ``.part``, so that they are removed after a kill.
+      kept: folder for what :meth:`scan` leaves for :meth:`read`, until the job is complete.
     """
 
     name: str
@@ -87,6 +88,7 @@ class Input(abc.ABC):
     late_columns = False
     types: pa.Schema
     scratch: pathlib.Path
+    kept: pathlib.Path
 
     def __init__(self, columns: Sequence[str] | None = None) -> None:
         self.columns = columns
@@ -262,6 +264,17 @@ def spans(offsets: np.ndarray, content: bytes, validity: pa.Buffer | None = None
 
     buffers = [validity, pa.py_buffer(np.ascontiguousarray(offsets, np.int64)), pa.py_buffer(content)]
     return pa.Array.from_buffers(pa.large_binary(), len(offsets) - 1, buffers)
+
+
+def byte_lengths(array: pa.Array) -> np.ndarray:
+    """Returns the size of each value of a column of text or binary, int64[n]; of a null, 0."""
+    import pyarrow as pa
+
+    wide = array.cast(pa.large_binary()) if array.type != pa.large_string() else array.view(pa.large_binary())
+    offsets = wide.buffers()[1]
+    if not len(wide) or offsets is None:
+        return np.zeros(len(wide), np.int64)
+    return np.diff(np.frombuffer(offsets, np.int64, len(wide) + 1, wide.offset * 8))
 
 
 def to_bytes(array: pa.Array) -> list[bytes]:

@@ -1,7 +1,7 @@
 """The plan of a conversion, and its tasks. Everything is kept in a folder, ``DIR/.convert``, until the job is complete::
 
     job.json          inputs and settings
-    scans/00007.json  records, types and marks of input 7
+    scans/00007.json  records, types and marks of input 7; also the indexes of tar archives
     inputs/00007-…    its content, if it is compressed or a URL
     tokenizer.json    a copy of the tokenizer, for the encoding "tokens"
     plan.json         types, and the range of records of every output file
@@ -38,6 +38,7 @@ from meshfeed._src.base.errors import SettingsError, SourceError
 from meshfeed._src.convert.example import feature_kinds
 from meshfeed._src.convert.formats import FORMATS, download, path_of, remote_files
 from meshfeed._src.convert.inputs import Input, Scan, TypesChanged, align, choose, read_schema, schema_text, stamp
+from meshfeed._src.convert.values import Measure, merge
 from meshfeed._src.convert.writers import ArrayRecordFile, OutputFile, Settings, TokenWriter, check_column
 from meshfeed._src.sources.files.formats import compression_of, decompress, uncompressed_name
 from meshfeed._src.sources.files.manifest import FileEntry, describe_file, digest_of
@@ -113,6 +114,7 @@ class Conversion:
         """The format."""
         found = FORMATS[self.description["format"]](self.settings.columns)
         found.scratch = self.folder / "parts"
+        found.kept = self.folder / "scans"
         return found
 
     # ------------------------------------------------------------------ the first pass
@@ -313,7 +315,7 @@ class Conversion:
                 file.close()
                 sync(part)
                 entry = dataclasses.asdict(describe_file(str(part), file.num_records))
-                write_json(self._entry_path(shard), entry | {"path": str(target)})
+                write_json(self._entry_path(shard), entry | {"path": str(target), "values": file.values})
         except TypesChanged as error:
             if self.plan.all_types:
                 raise SourceError(f"{error}. Expected values of one type per column. Correct the file.") from error
@@ -346,8 +348,18 @@ class Conversion:
 
     def entries(self, details: dict[str, Any]) -> list[FileEntry]:
         """Returns the rows of the manifest once all output files are written."""
-        rows = [json.loads(self._entry_path(shard).read_text()) for shard in range(self.plan.num_shards)]
-        return [FileEntry(**row | {"details": details}) for row in rows]
+        rows = self._rows()
+        for row in rows:
+            del row["values"]
+            row["details"] = details
+        return [FileEntry(**row) for row in rows]
+
+    def values(self) -> dict[str, Measure]:
+        """Returns what the features hold, once all output files are written; nothing if they were copied unread."""
+        return merge(row["values"] for row in self._rows())
+
+    def _rows(self) -> list[dict[str, Any]]:
+        return [json.loads(self._entry_path(shard).read_text()) for shard in range(self.plan.num_shards)]
 
     def _open(self, path: str) -> OutputFile:
         settings = self.settings

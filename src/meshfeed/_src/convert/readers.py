@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import pathlib
 import tempfile
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
@@ -12,7 +13,9 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from meshfeed._src.base.errors import CorruptDataError, SourceError, missing_package
-from meshfeed._src.convert.inputs import Input, Scan, binary, flags, integers, to_bytes, walk
+from meshfeed._src.convert.inputs import Input, Scan, binary, flags, integers, stamp, to_bytes, walk
+from meshfeed._src.sources.files import tar
+from meshfeed._src.sources.files.manifest import digest_of
 from meshfeed._src.sources.files.open_files import Descriptor
 from meshfeed._src.sources.files.parquet import ParquetFile
 from meshfeed._src.sources.files.shard_cache import ShardCache
@@ -23,7 +26,6 @@ if TYPE_CHECKING:
     import pyarrow as pa
 
     from meshfeed._src.sources.mds import MDS
-    from meshfeed._src.sources.webdataset import TarIndex
 
 _IMAGES = (".jpg", ".jpeg", ".png", ".webp", ".gif", ".bmp", ".tif", ".tiff")
 
@@ -223,7 +225,8 @@ class WebDatasets(Input):
         """See :class:`Input`."""
         import pyarrow as pa
 
-        _, index = _open_tar(path)
+        index = tar.scan(Descriptor(path), path)
+        tar.save(index, self._saved(path), stamp(path))
         names = sorted(index.names()) if len(index.sizes) else []
         odd = next((name for name in names if name == "__key__" or not _is_utf8(name)), None)
         if odd is not None or len(names) != index.extensions.max(initial=-1) + 1:  # names are stored in lines
@@ -238,7 +241,8 @@ class WebDatasets(Input):
         """See :class:`Input`."""
         import pyarrow as pa
 
-        archive, index = _open_tar(path)
+        archive = Descriptor(path)
+        index = tar.load(self._saved(path), stamp(path)) or tar.scan(archive, path)
         for block in _row_blocks(start, stop, 256):
             rows = np.array(block)
             samples = index.records(rows, read_spans(archive, *index.bounds(rows)), path)
@@ -247,6 +251,10 @@ class WebDatasets(Input):
             columns = [binary([sample.get(name) for sample in samples]) for name in schema.names]
             yield pa.RecordBatch.from_arrays(columns, schema=schema)
 
+    def _saved(self, path: str) -> pathlib.Path:
+        """Returns the path of the index, so that each output file need not read all headers again."""
+        return self.kept / f"{digest_of(path.encode())}{tar.SUFFIX}"
+
 
 def _is_utf8(name: str) -> bool:
     try:
@@ -254,13 +262,6 @@ def _is_utf8(name: str) -> bool:
     except UnicodeEncodeError:
         return False
     return True
-
-
-def _open_tar(path: str) -> tuple[Descriptor, TarIndex]:
-    from meshfeed._src.sources.webdataset import scan  # imports JAX too
-
-    archive = Descriptor(path)
-    return archive, scan(archive, path)
 
 
 class Mds(Input):

@@ -36,6 +36,7 @@ from meshfeed._src.convert.job import (
     version_of_input,
     write_json,
 )
+from meshfeed._src.convert.values import Measure, measure_examples
 from meshfeed._src.convert.writers import (
     Settings,
     eod_id,
@@ -53,7 +54,7 @@ from meshfeed._src.sources.files.paths import identify_files, in_threads, is_url
 _log = logging.getLogger("meshfeed.convert")
 _POLL_SECONDS = 0.02  # a pool waits for one worker at a time
 _TICK_SECONDS = 0.02  # of the clock that stamps files, at most
-_SAMPLE = 100  # records that show the features of Examples that are copied
+_SAMPLE = 100  # records, spread over all, that show the features of Examples that are copied
 _VERSION = 2  # of job.json and of what the manifest keeps of a job
 
 
@@ -80,6 +81,8 @@ class Converted:
       num_bytes: size of the output files in bytes.
       files: names of the output files.
       features: name → kind of what a record holds: its features; with "bytes", the column; with "tokens", the dtype.
+      values: what the features hold in all records, or in a sample of Examples that were copied; empty with "tokens", and
+        if an earlier version wrote the files.
       was_complete: whether the folder held the result already.
     """
 
@@ -91,6 +94,7 @@ class Converted:
     num_bytes: int
     files: Sequence[str]
     features: dict[str, Any]
+    values: dict[str, Measure]
     was_complete: bool
 
 
@@ -370,9 +374,14 @@ def _run(directory: str, engine: Engine, show: Show) -> None:
 def _complete(job: Conversion) -> Converted:
     """Writes the manifest and removes the job's folder."""
     description, settings = job.description, job.settings
-    features = describe_features(job)
+    features, values = describe_features(job)
     classes = [(job.load_scan(number).more or {}).get("classes") for number in range(len(job.paths))]
-    converted = {"from": _identity(description), "records": int(job.plan.bounds[-1]), "features": features}
+    converted = {
+        "from": _identity(description),
+        "records": int(job.plan.bounds[-1]),
+        "features": features,
+        "values": values,
+    }
     converted |= {"classes": classes[0]} if classes[0] else {}
     source, details = manifest_details(settings)
     manifest = job.directory / NAME
@@ -403,6 +412,7 @@ def _result(directory: str, description: dict[str, Any], *, was_complete: bool) 
         num_bytes=sum(file.num_bytes for file in manifest.files),
         files=[os.path.basename(file.path) for file in manifest.files],
         features=dict(converted["features"]),
+        values=dict(converted.get("values", {})),
         was_complete=was_complete,
     )
 
@@ -505,30 +515,38 @@ def _run_task(number: int, directory: str, phase: Phase) -> int:
     return number
 
 
-def describe_features(job: Conversion) -> dict[str, dict[str, Any]]:
-    """Returns name → kind, and whether there may be several values, once the output files are written.
+def describe_features(job: Conversion) -> tuple[dict[str, dict[str, Any]], dict[str, Measure]]:
+    """Returns name → kind, and whether there may be several values, once the output files are written; and what they hold.
 
     With "bytes", the only entry is the column; with "tokens", its kind is the dtype of the tokens. The features of Examples
-    that were copied are those of the first records.
+    that were copied are those of a sample.
     """
     settings, schema = job.settings, job.plan.schema
     if settings.encoding == "tokens":
         assert settings.tokenizer is not None  # run.py checks it
         _, _, dtype = token_format(load_tokenizer(settings.tokenizer))
-        return {schema.names[0]: {"kind": dtype.name, "list": True}}
+        return {schema.names[0]: {"kind": dtype.name, "list": True}}, {}
     if settings.encoding == "bytes":
-        return {schema.names[0]: {"kind": "bytes", "list": False}}
-    return _sample(job) if job.input.examples else feature_kinds(schema)
+        return {schema.names[0]: {"kind": "bytes", "list": False}}, job.values()
+    return _sample(job) if job.input.examples else (feature_kinds(schema), job.values())
 
 
-def _sample(job: Conversion) -> dict[str, dict[str, Any]]:
+def _sample(job: Conversion) -> tuple[dict[str, dict[str, Any]], dict[str, Measure]]:
     from array_record.python.array_record_module import ArrayRecordReader
 
-    reader = ArrayRecordReader(str(job.shard_path(0)))
+    bounds = job.plan.bounds
+    chosen = np.unique(np.linspace(0, bounds[-1] - 1, _SAMPLE, dtype=np.int64))
+    examples: list[dict[str, Any]] = []
+    for shard in range(job.plan.num_shards):
+        numbers = chosen[(chosen >= bounds[shard]) & (chosen < bounds[shard + 1])]
+        if len(numbers):
+            reader = ArrayRecordReader(str(job.shard_path(shard)))
+            records = reader.read((numbers - bounds[shard]).tolist())
+            examples += [read_example(record, int(number)) for record, number in zip(records, numbers, strict=True)]
     found: dict[str, dict[str, Any]] = {}
-    for number, record in enumerate(reader.read(0, min(_SAMPLE, reader.num_records()))):
-        for name, values in read_example(record, number).items():
+    for features in examples:
+        for name, values in features.items():
             kind = BYTES if isinstance(values, list) else FLOAT if values.dtype.kind == "f" else INT64
             before = found.get(name, {"list": False})
             found[name] = {"kind": KIND_NAMES[kind], "list": before["list"] or len(values) != 1}
-    return dict(sorted(found.items()))
+    return dict(sorted(found.items())), measure_examples(examples)

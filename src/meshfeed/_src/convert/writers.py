@@ -18,6 +18,7 @@ import numpy as np
 from meshfeed._src.base.errors import MeshfeedError, SettingsError, SourceError, missing_package
 from meshfeed._src.convert.example import encode_examples, flatten, is_text_or_bytes
 from meshfeed._src.convert.inputs import flags, to_bytes
+from meshfeed._src.convert.values import Measure, measure, merge
 from meshfeed._src.sources.decode import parse_example
 from meshfeed._src.sources.files.formats import LLM_C_BYTES, LLM_C_DTYPES
 
@@ -56,9 +57,17 @@ class OutputFile(abc.ABC):
 
     Attributes:
       num_records: records written so far; for a token file, tokens.
+      values: what the features hold so far, unless they are copied unread.
     """
 
     num_records = 0
+
+    def __init__(self) -> None:
+        self.values: dict[str, Measure] = {}
+
+    def _measure(self, columns: Sequence[tuple[str, pa.Array]]) -> None:
+        found = measure(columns)
+        self.values = merge([self.values, found]) if self.num_records else found
 
     @abc.abstractmethod
     def write(self, batch: pa.RecordBatch, first_record: int) -> None:
@@ -86,12 +95,14 @@ class ArrayRecordFile(OutputFile):
     def __init__(self, path: str, encoding: str, *, examples: bool, compression: str) -> None:
         from array_record.python.array_record_module import ArrayRecordWriter
 
+        super().__init__()
         # One record per chunk: a reader decodes whole chunks, also for a single record.
         options = {"zstd": "group_size:1", "none": "group_size:1,uncompressed"}[compression]
         self._path = path
         self._writer = ArrayRecordWriter(path, options)
         self._is_encoded = examples or encoding == "bytes"
-        self._check_first = examples and encoding == "example"
+        self._are_examples = examples and encoding == "example"
+        self._is_checked = not self._are_examples
 
     def write(self, batch: pa.RecordBatch, first_record: int) -> None:
         """See :class:`OutputFile`."""
@@ -104,11 +115,14 @@ class ArrayRecordFile(OutputFile):
                     "Filter such records out before, or use --encoding example."
                 )
             records = to_bytes(column)
+            columns = [] if self._are_examples else [(batch.schema.names[0], column)]
         else:
-            records = encode_examples(flatten(batch, first_record), batch.num_rows, first_record)
-        if self._check_first and records:
-            self._check_first = False
+            columns = flatten(batch, first_record)
+            records = encode_examples(columns, batch.num_rows, first_record)
+        if not self._is_checked and records:
+            self._is_checked = True
             read_example(records[0], first_record)
+        self._measure(columns)
         with _disk_errors():
             collections.deque(map(self._writer.write, records), maxlen=0)  # a loop without steps of Python
         self.num_records += len(records)
@@ -154,6 +168,7 @@ class TokenWriter(OutputFile):
     """
 
     def __init__(self, path: str, tokenizer: str, eod: str | None) -> None:
+        super().__init__()
         self._tokenizer = load_tokenizer(tokenizer)
         self._eod = [] if eod is None else [eod_id(self._tokenizer, eod)]
         self._magic, self._version, self._dtype = token_format(self._tokenizer)

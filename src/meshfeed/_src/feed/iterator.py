@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from types import TracebackType
 from typing import Literal, NamedTuple, NoReturn
 
-from meshfeed._src.agreement import handshake
+from meshfeed._src.agreement import handshake, heartbeat
 from meshfeed._src.agreement.windows import leave_notice
 from meshfeed._src.arrays.placer import make_placer
 from meshfeed._src.base import coordination
@@ -139,6 +139,20 @@ class Feed(Inspection, Checkpointable):
       SettingsError: an argument is invalid.
       PlanError: a batch size is not divisible over the mesh.
       SourceError: the source cannot be read.
+
+    Examples:
+      >>> import jax, meshfeed, numpy as np
+      >>> mesh = jax.make_mesh((1,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
+      >>> feed = meshfeed.Feed({"x": np.arange(10)}, mesh, global_batch_size=4)
+      >>> next(feed)["x"].tolist()
+      [0, 1, 2, 3]
+      >>> state = feed.get_state()  # JSON
+      >>> next(feed)["x"].tolist()
+      [4, 5, 6, 7]
+      >>> feed.set_state(state)
+      >>> next(feed)["x"].tolist()
+      [4, 5, 6, 7]
+      >>> feed.close()
     """
 
     @hides_own_frames
@@ -188,6 +202,7 @@ class Feed(Inspection, Checkpointable):
         self._scope = coordination.next_scope(f"feed/{self.name}", self._participants)
         self._handshake = handshake.Handshake(self._scope, self._participants)
         self._hosts_agree = self._handshake.needed
+        self._heartbeat: heartbeat.Member | None = None
         self._follows = False  # a stream that only other hosts read
         try:
             if self._hosts_agree:
@@ -201,6 +216,8 @@ class Feed(Inspection, Checkpointable):
         if self._hosts_agree:
             # For a feed dropped without close; runs after the pipeline's finalizer, which is registered later.
             finalize(self, self._handshake.leave, "dropped its feed")
+            self._heartbeat = heartbeat.Member(self._participants)
+            finalize(self, self._heartbeat.leave)
 
     def _make(self, source: object, sharding: PyTree, settings: FeedSettings) -> None:
         self._settings = settings
@@ -513,6 +530,8 @@ class Feed(Inspection, Checkpointable):
         doing, because = "closed its feed", self._failed or _because
         self._leave(self._cursor, None, doing, because)
         self._handshake.leave(leave_notice(doing, self._cursor.step, because))
+        if self._heartbeat is not None:
+            self._heartbeat.leave()
         self._stream.close()
         self._stats.publish(self._cursor.step, self._cursor.position)
         self._released = True

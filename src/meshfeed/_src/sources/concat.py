@@ -38,6 +38,13 @@ def Concat(sources: Sequence[object]) -> Any:
       SourceError: there is no record, a source is a stream, or records of two sources differ, which may not be known before
         they are read; names the sources.
       SettingsError: a source is a mixture whose weights change at steps.
+
+    Examples:
+      >>> import numpy as np
+      >>> from meshfeed.sources import Concat, Memory
+      >>> source = Concat([Memory({"x": np.arange(3)}), Memory({"x": np.arange(5)})])
+      >>> len(source), int(source[4]["x"])
+      (8, 1)
     """
     if not isinstance(sources, Sequence) or isinstance(sources, str | bytes) or not len(sources):
         raise SourceError(f"Concat got {sources!r:.80}. Expected a list of at least one source.")

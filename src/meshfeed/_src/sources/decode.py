@@ -57,6 +57,12 @@ class DecodeExample:
 
     Raises:
       SettingsError: ``features`` is invalid; names the feature.
+
+    Examples:
+      >>> from meshfeed.sources import DecodeExample
+      >>> record = bytes.fromhex("0a0e0a0c0a016e12071a050a03010203")  # of tf.train.Example
+      >>> DecodeExample({"n": ("int32", 3)})(record)["n"].tolist()
+      [1, 2, 3]
     """
 
     @hides_own_frames
@@ -314,6 +320,12 @@ class DecodeRaw:
 
     Raises:
       SettingsError: ``dtype`` or ``shape`` is invalid, a record has 0 bytes, or the dtype holds Python objects.
+
+    Examples:
+      >>> import numpy as np
+      >>> from meshfeed.sources import DecodeRaw
+      >>> DecodeRaw("int16", 2)([np.array([1, 2], np.int16).tobytes()]).tolist()
+      [[1, 2]]
     """
 
     fresh_arrays = True  # each call returns new memory, so the feed need not copy it

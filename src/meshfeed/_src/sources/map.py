@@ -10,7 +10,7 @@ import jax
 import numpy as np
 
 from meshfeed._src.base import hooks
-from meshfeed._src.base.errors import SettingsError, SourceError, hides_own_frames
+from meshfeed._src.base.errors import SettingsError, SourceError, hides_own_frames, shorten
 from meshfeed._src.base.ownership import own_batch
 from meshfeed._src.base.rng import philox
 from meshfeed._src.base.settings import Retry
@@ -49,7 +49,8 @@ def Map(source: object, function: Callable[..., Any], *, batched: bool = False) 
 
     Args:
       source: a source of records, or any object that the feed accepts as one.
-      function: ``function(record)`` returns the new record, a pytree of arrays. For streams it may return None, which
+      function: ``function(record)`` returns the new record, a pytree of arrays; lists of numbers in dicts become arrays.
+        For streams it may return None, which
         drops the record. With ``batched``, ``function(records)`` gets a list of n records and returns a pytree of
         arrays ``[n, ...]``, row i for record i; its result must not depend on which records come together, and
         ``rng`` is a list of n generators.
@@ -62,6 +63,13 @@ def Map(source: object, function: Callable[..., Any], *, batched: bool = False) 
       SettingsError: ``function`` or ``batched`` is invalid.
       SourceError: ``source`` is not a source of records. Reads raise it if a function of random-access records returns
         None, since their number is fixed.
+
+    Examples:
+      >>> import numpy as np
+      >>> from meshfeed.sources import Map, Memory
+      >>> source = Map(Memory({"x": np.arange(4)}), lambda record: {"double": 2 * record["x"]})
+      >>> source.read_batch([3, 1])["double"].tolist()
+      [6, 2]
     """
     if not callable(function):
         raise SettingsError(f"function={function!r}; Map takes a function of one record.", setting="function")
@@ -108,7 +116,7 @@ class _Mapped:
                 "records])}, or "
                 "leave batched out and return one record."
             )
-        batch = own_batch(returned, self._function, "__call__")
+        batch = own_batch(_with_arrays(returned, len(records)), self._function, "__call__")
         spec_of_batch(batch, len(records), what="the function of Map")
         return batch
 
@@ -194,7 +202,7 @@ class MappedRecords(_Mapped):
                 "since the number of random-access records is fixed. Return a record.",
                 record_id=record_id,
             )
-        return mapped
+        return _with_arrays(mapped)
 
     def _records(self, ids: RecordIds, rngs: Rngs | None) -> Sequence[Record]:
         source = self._source
@@ -290,7 +298,7 @@ class MappedLane:
             except StopIteration as error:
                 raise self._stopped("the function of Map", self._read - 1) from error
             if mapped is not None:
-                return mapped
+                return _with_arrays(mapped)
 
     def _next(self) -> tuple[Record, np.random.Generator | None]:
         """The next record of the source, and the generator for the function if it takes one."""
@@ -369,6 +377,50 @@ class StackedMappedLane(MappedLane):
             _, lane_index, epoch = self._place
             which = f"record {self._read - len(records) + error.row} of lane {lane_index} in epoch {epoch}"
             raise SourceError(f"{which}: {error.reason}", lane_index=lane_index) from error.reason
+
+
+def _with_arrays(returned: PyTree, num_rows: int | None = None) -> PyTree:
+    """Returns the result of a function with arrays in place of lists of numbers, which JAX takes for nodes of a pytree.
+
+    Args:
+      returned: the result. Tuples, and lists of anything else, stay nodes.
+      num_rows: for a batch, its records: a list of so many arrays is stacked too.
+
+    Raises:
+      SourceError: a list of numbers is ragged, or empty.
+    """
+    if isinstance(returned, dict):
+        return {
+            name: _with_arrays(value, num_rows) if isinstance(value, dict | list) else value
+            for name, value in returned.items()
+        }
+    if not isinstance(returned, list) or not _is_array(returned, num_rows):
+        return returned
+    try:
+        array = np.array(returned)
+    except (ValueError, OverflowError) as error:  # lists of different lengths; integers beyond 64 bits
+        raise _not_rectangular(returned, str(error)) from error
+    if not array.size:
+        raise _not_rectangular(returned, "it is empty, so its dtype is unknown")
+    return array
+
+
+def _is_array(value: list[Any], num_rows: int | None) -> bool:
+    """Whether a list holds numbers at its innermost level, or is one array per record of a batch."""
+    if num_rows == len(value) and all(isinstance(item, np.ndarray) for item in value):
+        return True
+    return all(isinstance(item, _NUMBERS) or (isinstance(item, list) and _is_array(item, None)) for item in value)
+
+
+def _not_rectangular(value: list[Any], reason: str) -> SourceError:
+    return SourceError(
+        f"the function of Map returned a list that is no array: {shorten(repr(value), 80)} ({reason}). Expected arrays, or "
+        "lists of numbers of one length. Pad the list and return numpy.array(values, dtype), or pack documents with "
+        "meshfeed.sources.Packed."
+    )
+
+
+_NUMBERS = (bool, int, float, complex, np.number, np.bool_)
 
 
 def _own_rng(rng: np.random.Generator) -> np.random.Generator:

@@ -32,6 +32,13 @@ class Memory:
     Raises:
       SourceError: no leaf, no record, leaves of unequal length, a scalar leaf, or a dtype that no device supports. The
         message names the leaf's path.
+
+    Examples:
+      >>> import numpy as np
+      >>> from meshfeed.sources import Memory
+      >>> source = Memory({"x": np.arange(10), "y": np.zeros((10, 3))})
+      >>> len(source), source[4]["x"].item(), source[4]["y"].shape
+      (10, 4, (3,))
     """
 
     reads_columns = True  # read_batch takes columns=

@@ -117,6 +117,12 @@ def Mixture(
     Raises:
       SettingsError: ``weights``, ``block``, ``on_end``, ``shuffle``, ``take`` or ``repeat`` is invalid.
       SourceError: no component, or a component that is not a source of records.
+
+    Examples:
+      >>> import numpy as np
+      >>> from meshfeed.sources import Memory, Mixture
+      >>> code, prose = Memory({"x": np.zeros(50)}), Memory({"x": np.ones(50)})
+      >>> source = Mixture({"code": code, "prose": prose}, weights={"code": 0.25, "prose": 0.75})
     """
     if not isinstance(components, Mapping) or not components:
         raise SourceError(

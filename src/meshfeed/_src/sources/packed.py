@@ -81,6 +81,20 @@ class Packed:
       SettingsError: a setting is out of range, or ``source`` has lengths that depend on random numbers; names the keyword.
       SourceError: the source is not random access, its documents have no leaf ``key`` with one dimension, no token is
         left, or a document has more entries than fit in a sequence, or entries but no token; names the document.
+
+    Examples:
+      >>> import numpy as np
+      >>> from meshfeed.sources import Packed
+      >>> class Documents:
+      ...     def __len__(self):
+      ...         return 6
+      ...     def __getitem__(self, record_id):
+      ...         return {"tokens": np.full(record_id + 1, record_id, np.int32)}
+      ...     def lengths(self):
+      ...         return np.arange(1, 7)
+      >>> source = Packed(Documents(), sequence_length=8)
+      >>> source[0]["tokens"].shape
+      (8,)
     """
 
     kind = "packed"

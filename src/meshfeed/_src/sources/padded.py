@@ -68,6 +68,17 @@ def Padded(  # named like a class, as Map is
       SettingsError: a setting is out of range; names the keyword.
       SourceError: ``source`` is not a source of records. Reads raise it for a record without the leaves ``key``, with
         leaves of different lengths, or longer than ``length``.
+
+    Examples:
+      >>> import numpy as np
+      >>> from meshfeed.sources import Padded
+      >>> class Documents:
+      ...     def __len__(self):
+      ...         return 3
+      ...     def __getitem__(self, record_id):
+      ...         return {"tokens": np.arange(record_id + 1)}
+      >>> Padded(Documents(), 4)[1]["tokens"].tolist()
+      [0, 1, 0, 0]
     """
     check_choice(long, "long", "raise", "truncate")
     truncates = long == "truncate"

@@ -116,6 +116,13 @@ class Parquet(ShardReader[ParquetShard, _CheckedFile]):
       SourceError: if there are no files, a file is missing, files have different columns, there is no such column or no
         record, or pyarrow is not installed.
       CorruptDataError: if a file is empty, truncated or in a different format; names the file.
+
+    Examples:
+      >>> import pyarrow as pa, pyarrow.parquet as pq
+      >>> from meshfeed.sources import Parquet
+      >>> pq.write_table(pa.table({"id": [7, 8, 9], "text": ["a", "b", "c"]}), "a.parquet")
+      >>> Parquet("a.parquet", columns=["id"]).read_batch([2, 0])["id"].tolist()
+      [9, 7]
     """
 
     fresh_arrays = True
@@ -130,7 +137,8 @@ class Parquet(ShardReader[ParquetShard, _CheckedFile]):
     ) -> None:
         form = FileFormat("Parquet", lambda name: inspect(name, cache), ParquetShard.from_entry)
         shards = find_shards(paths, cache, form)
-        self._columns = _choose(shards.files, columns)
+        self._types = _choose(shards.files, columns)
+        self._columns = tuple(self._types)
         super().__init__(shards, cache, self._check_footer)
 
     def __getitem__(self, record_id: SupportsIndex) -> dict[str, Any]:
@@ -175,6 +183,16 @@ class Parquet(ShardReader[ParquetShard, _CheckedFile]):
             part = _stack(group, rows, ids[places])
             stacked = part if len(slots) == 1 else _place(stacked, part, places, ids)
         return stacked
+
+    def check_records(self) -> None:
+        """Checks that all columns have an array form.
+
+        Raises:
+          SourceError: a column has none, such as text; names it.
+        """
+        from meshfeed._src.sources.huggingface.arrow import check_types
+
+        check_types(self._types)
 
     def _check_footer(self, shard: ParquetShard, _open_file: OpenFile) -> tuple[_CheckedFile, int]:
         direct = shard.is_direct(self._cache)
@@ -252,8 +270,8 @@ def _open_footer(file: RemoteBytes) -> ParquetFile:
     return ParquetFile(url, stream=io.BytesIO(_MAGIC + tail[-length:]))
 
 
-def _choose(shards: Sequence[ParquetShard], columns: Sequence[str] | None) -> tuple[str, ...]:
-    """Returns the columns to read, and checks that all files have them."""
+def _choose(shards: Sequence[ParquetShard], columns: Sequence[str] | None) -> dict[str, pa.DataType]:
+    """Returns the columns to read and their types, and checks that all files have them."""
     filled = [shard for shard in shards if shard.num_records]  # writers guess the types of a file without rows
     schemas = {shard.schema: shard for shard in reversed(filled)}
     stored = {shard.path: _read_schema(shard) for shard in schemas.values()}
@@ -275,7 +293,7 @@ def _choose(shards: Sequence[ParquetShard], columns: Sequence[str] | None) -> tu
                     f"and {other} in {path}. Expected the same in all files. Leave the column or the file out, or write "
                     "the file again."
                 )
-    return tuple(chosen)
+    return {name: first.field(name).type for name in chosen}
 
 
 def _read_schema(shard: ParquetShard) -> pa.Schema:

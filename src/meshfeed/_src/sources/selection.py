@@ -342,6 +342,13 @@ def Subset(source: object, indices: slice | Sequence[int] | np.ndarray) -> Any:
     Raises:
       SettingsError: ``indices`` is neither, or an id is not in the source; names the id.
       SourceError: the source is a stream, or no record is selected.
+
+    Examples:
+      >>> import numpy as np
+      >>> from meshfeed.sources import Memory, Subset
+      >>> source = Subset(Memory({"x": np.arange(10)}), [7, 1, 1])
+      >>> [int(record["x"]) for record in source.__getitems__([0, 1, 2])]
+      [7, 1, 1]
     """
     return select(source, "Subset", lambda records: _subset(records, indices))
 
@@ -464,6 +471,13 @@ def random_split(
     Raises:
       SettingsError: ``fractions``, ``seed`` or ``by`` is invalid, or a part would have no record; names the part.
       SourceError: the source is a stream, or has no files to split by.
+
+    Examples:
+      >>> import numpy as np
+      >>> from meshfeed.sources import Memory, random_split
+      >>> parts = random_split(Memory({"x": np.arange(10)}), {"train": 0.8, "test": 0.2})
+      >>> len(parts["train"]), len(parts["test"])
+      (8, 2)
     """
     check_choice(by, "by", "record", "shard")
     records = as_source(source)

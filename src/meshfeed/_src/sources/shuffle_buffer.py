@@ -35,6 +35,11 @@ class ShuffleBuffer:
     Raises:
       SettingsError: ``size`` is not an int of at least 2, or the source is read at random.
       SourceError: ``source`` is not a source of records.
+
+    Examples:
+      >>> import numpy as np
+      >>> from meshfeed.sources import ShuffleBuffer, Stream
+      >>> source = ShuffleBuffer(Stream(lambda lane_index, num_lanes: ({"x": np.int32(n)} for n in range(9))), 4)
     """
 
     kind = "shuffle_buffer"

@@ -38,6 +38,14 @@ class Stream:
     Raises:
       SourceError: ``open`` is not callable, or not as ``open(lane_index, num_lanes)``.
       SettingsError: ``fingerprint`` is not JSON.
+
+    Examples:
+      >>> import numpy as np
+      >>> from meshfeed.sources import Stream
+      >>> def lines(lane_index, num_lanes):
+      ...     for n in range(lane_index, 100, num_lanes):
+      ...         yield {"x": np.int32(n)}
+      >>> source = Stream(lines)
     """
 
     @hides_own_frames

@@ -37,6 +37,13 @@ class Zip:
     Raises:
       SourceError: there is no source, two differ in length, or one is a stream or groups its records, as Buckets does;
         names the sources.
+
+    Examples:
+      >>> import numpy as np
+      >>> from meshfeed.sources import Memory, Zip
+      >>> source = Zip({"image": Memory(np.zeros((3, 2))), "label": Memory(np.arange(3))})
+      >>> source[2]["image"].shape, int(source[2]["label"])
+      ((2,), 2)
     """
 
     kind = "zip"

@@ -239,6 +239,22 @@ def _first_difference(first: Mapping[str, JsonValue], second: Mapping[str, JsonV
     return next(name for name in (*texts, *others) if texts.get(name) != others.get(name))
 
 
+def _parts(
+    saved: JsonValue, current: JsonValue, field: str
+) -> tuple[dict[str, JsonValue], dict[str, JsonValue]] | None:
+    """Returns the first two entries that differ of equally long lists of objects, flattened; None for anything else."""
+    if not (isinstance(saved, list) and isinstance(current, list)):
+        return None
+    old, new = cast("list[JsonValue]", saved), cast("list[JsonValue]", current)
+    pairs = enumerate(zip(old, new, strict=True)) if len(old) == len(new) else ()
+    for number, (first, second) in pairs:
+        if _text(first) != _text(second):
+            if not (isinstance(first, dict) and isinstance(second, dict)):
+                return None
+            return flatten(first, f"{field}[{number}]"), flatten(second, f"{field}[{number}]")
+    return None
+
+
 def compare_fingerprints(
     saved: Mapping[str, JsonValue],
     current: Mapping[str, JsonValue],
@@ -258,7 +274,13 @@ def compare_fingerprints(
         if (top in flat_old) != (top in flat_new):  # only one of them is an object
             flat_old, flat_new = {top: old}, {top: new}
         field = _first_difference(flat_new, flat_old)
-        files = about_files(flat_old, flat_new, file_names() if file_names else ()) if top == "source" else ""
+        while (parts := _parts(flat_old.get(field), flat_new.get(field), field)) is not None:
+            flat_old, flat_new = parts
+            field = _first_difference(flat_new, flat_old)
+        files = ""
+        if top == "source":
+            files = about_files(flat_old, flat_new, file_names() if file_names else ())
+            files = files or about_digest(field, flat_old, flat_new)
         absent = top not in saved or field not in flat_old
         lacks = f"The state has no {field!r}: it is damaged or belongs to a different stream. " if absent else ""
         raise StateMismatchError(
@@ -282,6 +304,32 @@ def about_files(saved: Mapping[str, JsonValue], current: Mapping[str, JsonValue]
     missing = missing_shards(names) if counts else []
     listed = ", ".join(missing[:3]) + (f" and {len(missing) - 3} more" if len(missing) > 3 else "")
     return "".join(counts[:1]) + (f"Missing: {listed}. " if missing else "")
+
+
+def about_digest(field: str, saved: Mapping[str, JsonValue], current: Mapping[str, JsonValue]) -> str:
+    """Describes what a digest or size that differs is of, as a sentence with a trailing space, or nothing."""
+    before, _, name = field.rpartition(".")
+    if field not in saved or field not in current:
+        return ""
+    if name == "bytes":
+        old, new = saved[field], current[field]
+        if isinstance(old, int) and isinstance(new, int):
+            change = abs(new - old)
+            size = f"{change:,} byte{'' if change == 1 else 's'} {'more' if new > old else 'less'}"
+            return f"As many files as before, but they have {size} in all. "
+    if name == "digest":
+        what = "Their number and total size are" if current.get(f"{before}.bytes") is not None else "The rest is"
+        return f"Names, sizes or order of files differ. {what} the same: a file was renamed or replaced by another. "
+    if name == "content":
+        same = [
+            what
+            for key, what in (("records", "the number of records"), ("files.count", "the names and sizes of the files"))
+            if saved.get(f"{before}.{key}", saved.get(f"{before.removesuffix('.content')}.{key}")) is not None
+        ]
+        also = f" although {' and '.join(same)} are the same" if len(same) > 1 else ""
+        also = f" although {same[0]} is the same" if same == ["the number of records"] else also
+        return f"The content of records differs{also}: up to four records spread over the source are compared. "
+    return ""
 
 
 def missing_shards(names: Iterable[str]) -> list[str]:
@@ -356,6 +404,14 @@ def merge_states(states: Iterable[Mapping[str, JsonValue]]) -> dict[str, JsonVal
 
     Raises:
       StateMismatchError: the states belong to different streams or steps, or there are none.
+
+    Examples:
+      >>> import jax, meshfeed, numpy as np
+      >>> mesh = jax.make_mesh((1,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
+      >>> with meshfeed.Feed({"x": np.arange(8)}, mesh, global_batch_size=4) as feed:
+      ...     states = [feed.get_state()]  # one of each host
+      >>> meshfeed.merge_states(states) == states[0]
+      True
     """
     if not isinstance(cast("object", states), Iterable) or isinstance(states, Mapping | str | bytes):
         raise StateMismatchError(

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import logging
 import time
 import weakref
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import cast
 
 from meshfeed._src.base import hooks
@@ -26,6 +27,8 @@ from meshfeed._src.streams.protocol import (
     Cursor,
     HostBatch,
 )
+
+_log = logging.getLogger("meshfeed.lanes")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -233,6 +236,25 @@ class WorkerLanes:
         self._pool.close()
 
 
+def _warn_of_longer_lanes(lanes: Mapping[int, LaneRows], first: int, num_lanes: int, position: int) -> None:
+    """Warns that a stream ends with its shortest lane, if other lanes of this host still have records."""
+    longer = {lane: rows for lane, rows in lanes.items() if not rows.entry.ended}
+    if not longer:  # equally long lanes, up to a part of a batch
+        return
+    read = sum(rows.entry.records for rows in lanes.values())
+    delivered = position * len(lanes) // num_lanes
+    _log.warning(
+        "the stream ends with lane %d of %d, which has %s records, while lanes %s still had data: at least %s records are "
+        "not delivered. With end='drop' a stream ends with its shortest lane; use end='pad' with mask_key=, fewer lanes "
+        "(num_lanes=), or divide the records so that all lanes get as many.",
+        first,
+        num_lanes,
+        f"{lanes[first].entry.records:,}",
+        ", ".join(map(str, list(longer)[:8])) + (", …" if len(longer) > 8 else ""),
+        f"{read - delivered:,}",
+    )
+
+
 class LaneReader:
     """Reads this host's lanes, step by step.
 
@@ -265,6 +287,7 @@ class LaneReader:
         self._asked = cursor.step
         self._go_on = hosts_agree and settings.end == "pad"
         self._hosts_agree = hosts_agree
+        self._counts_lanes = hooks.find(cursor.source, hooks.CountsLanes)
         self.empty = True  # no lane of this host has produced a record so far
         self._spec: RecordSpec | None = None
         self._runs: dict[int, tuple[int, tuple[LaneRun, ...]]] = {}  # batch size → (host rows, their runs)
@@ -292,7 +315,7 @@ class LaneReader:
         size = self._step_schedule.at(step)[1]
         num_rows, runs = self._lane_runs(size)
         group = self._read(step)
-        self._check_end(group.lanes.values(), step)
+        self._check_end(group.lanes, step)
         self._step = step + 1
         tree, real, self._spec = place_rows(
             {lane: row.taken for lane, row in group.lanes.items()}, runs, num_rows, self._spec
@@ -317,8 +340,9 @@ class LaneReader:
             self._runs[size] = len(rows), lane_runs(rows, size // self._num_lanes)
         return self._runs[size]
 
-    def _check_end(self, rows: Collection[LaneRows], step: int) -> None:
+    def _check_end(self, lanes: Mapping[int, LaneRows], step: int) -> None:
         """Raises StopIteration if this host's lanes cannot fill ``step``; records the first step that is all padding."""
+        rows = lanes.values()
         if not rows and self._hosts_agree and self._settings.end == "drop":
             return  # only the hosts with lanes know the end, and announce it
         self.empty = self.empty and not any(row.entry.records for row in rows)
@@ -326,11 +350,22 @@ class LaneReader:
             raise SourceError(EMPTY_STREAM)
         counts = [row.taken.count for row in rows]
         if self._settings.end == "drop" and min(counts, default=0) < self._rows_per_lane(step):
+            first = min(lanes, key=lambda lane: lanes[lane].entry.records)
+            if not self._was_expected(first, lanes[first]):
+                _warn_of_longer_lanes(lanes, first, self._num_lanes, self._step_schedule.at(step)[0])
             raise StopIteration
         if not any(counts):
             if not self._go_on:
                 raise StopIteration
             self._final = step if self._final is None else self._final
+
+    def _was_expected(self, lane_index: int, rows: LaneRows) -> bool:
+        """Whether a lane had as many records as its source counted: a feed that loses many by that warns when it is made."""
+        lengths = None if self._counts_lanes is None else self._counts_lanes.lane_lengths(self._num_lanes)
+        epochs = self._settings.num_epochs
+        if not lengths or epochs is None:
+            return False
+        return rows.entry.records >= epochs * lengths[lane_index]
 
     def advance(self, cursor: LaneCursor, batch: HostBatch, ended: Mapping[int, int], num_skipped: int) -> LaneCursor:
         """See :class:`meshfeed._src.streams.protocol.HostReader`."""

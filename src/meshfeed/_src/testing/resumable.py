@@ -72,6 +72,13 @@ def check_resumable(
       AssertionError: a batch differs; names the save point, the step, the leaf and the first differing row and, if that
         row belongs to a different step of the uninterrupted run, that step.
       SettingsError: ``max_steps`` is below 1, or a save point is outside the run.
+
+    Examples:
+      >>> import jax, meshfeed, numpy as np
+      >>> from meshfeed.testing import check_resumable
+      >>> mesh = jax.make_mesh((1,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
+      >>> check_resumable(lambda: meshfeed.Feed({"x": np.arange(12)}, mesh, global_batch_size=4))  # states that were tried
+      4
     """
     if isinstance(max_steps, bool) or not isinstance(max_steps, int) or max_steps < 1:
         raise SettingsError(f"max_steps={max_steps!r}; it takes a positive int.", setting="max_steps")

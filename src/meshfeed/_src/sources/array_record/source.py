@@ -49,6 +49,18 @@ class ArrayRecord(RecordFiles):
       SettingsError: if both decoders are given, or without a cache a URL of a file of several records per chunk.
       SourceError: if there are no files, a file is missing, or all files are empty; names the path or pattern.
       CorruptDataError: if a file is empty, truncated or in a different format; names the file.
+
+    Examples:
+      >>> import numpy as np
+      >>> from array_record.python.array_record_module import ArrayRecordWriter
+      >>> from meshfeed.sources import ArrayRecord, DecodeRaw
+      >>> writer = ArrayRecordWriter("a.array_record", "group_size:1")
+      >>> for n in range(6):
+      ...     _ = writer.write(np.full(4, n, np.int32).tobytes())
+      >>> writer.close()
+      >>> source = ArrayRecord("*.array_record", decode_batch=DecodeRaw("int32", 4, key="tokens"))
+      >>> source[5]["tokens"].tolist()
+      [5, 5, 5, 5]
     """
 
     @hides_own_frames

@@ -318,6 +318,22 @@ def usable_columns(schema: pa.Schema) -> tuple[str, ...]:
     return tuple(name for name, inner in fields if all(map(is_number, inner)))
 
 
+def check_types(types: Mapping[str, pa.DataType]) -> None:
+    """Checks that columns have an array form.
+
+    Args:
+      types: name → type of each column that is read.
+
+    Raises:
+      SourceError: a column has none, such as text; names it and the columns that remain.
+    """
+    import pyarrow as pa
+
+    usable = usable_columns(pa.schema(list(types.items())))
+    for name, arrow_type in types.items():
+        _check_column(name, arrow_type, usable)
+
+
 class _ChunkRows:
     """Rows of one chunk, with its buffers viewed once as numpy."""
 

@@ -232,6 +232,14 @@ class Tokens(ShardSource[TokenFile]):
         int32; names the file.
       CorruptDataError: if a file is shorter than in its header or index, or becomes shorter while it is read; names
         the file.
+
+    Examples:
+      >>> import numpy as np
+      >>> from meshfeed.sources import Tokens
+      >>> np.save("tokens.npy", np.arange(100, dtype=np.uint16))
+      >>> source = Tokens("tokens.npy", sequence_length=8)
+      >>> len(source), source[1]["tokens"].tolist()  # one token more, for the targets
+      (12, [8, 9, 10, 11, 12, 13, 14, 15, 16])
     """
 
     fresh_arrays = True

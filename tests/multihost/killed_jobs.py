@@ -1,0 +1,66 @@
+"""What the hosts of tests/multihost/test_killed_host.py run: one kills itself, the others wait for a log line."""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import time
+
+import jax
+from feed_jobs import data, mesh_of
+
+import meshfeed
+
+VICTIM = 1
+_MOST_SECONDS = 60  # the machine may be loaded
+
+
+class _Lines(logging.Handler):
+    def __init__(self) -> None:
+        super().__init__(logging.WARNING)
+        self.lines: list[tuple[float, str]] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.lines.append((time.monotonic(), record.getMessage()))
+
+
+def run(where: str) -> dict[str, object]:
+    """Takes steps, in one of which the victim kills itself: "between" steps, or "within" the collective of the others."""
+    lines = _Lines()
+    logging.getLogger("meshfeed").addHandler(lines)
+    mesh = mesh_of("rows")
+    total = jax.jit(lambda x: x.sum())
+    error = ""
+    feed = meshfeed.Feed(
+        meshfeed.sources.Memory(data()),
+        mesh,
+        global_batch_size=2 * jax.device_count(),
+        num_epochs=None,
+        prefetch=2,
+        timeout_seconds=_MOST_SECONDS,
+    )
+    for _ in range(3):
+        jax.block_until_ready(total(jax.tree.leaves(next(feed))[0]))
+    time.sleep(5)  # as in a long step: no thread but the heartbeat's has work
+    early = [line for _, line in lines.lines if "no sign of life" in line]
+    if jax.process_index() == VICTIM:
+        if where == "within":
+            time.sleep(1)  # the others are in the collective by now
+        os.kill(os.getpid(), signal.SIGKILL)
+    start = time.monotonic()
+    if where == "within":
+        try:
+            jax.block_until_ready(total(jax.tree.leaves(next(feed))[0]))
+        except Exception as raised:
+            error = f"{type(raised).__name__}: {raised}"
+    named = None
+    while named is None and time.monotonic() - start < _MOST_SECONDS:
+        time.sleep(0.1)
+        named = next((line for line in lines.lines if "no sign of life" in line[1]), None)
+    return {
+        "early": early,
+        "line": named and named[1],
+        "seconds": named and named[0] - start,
+        "error": error,
+    }
