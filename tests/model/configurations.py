@@ -16,44 +16,34 @@ import random
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
+import lists
 import numpy as np
 import reference
-from reference import Batch, HostLists, Lanes, Mixed, Plain, RandomAccess, Record, Shards, Steps, shares
+from lists import Node
+from reference import Batch, HostLists, Lanes, RandomAccess, Record, Steps, shares
 
 Config = dict[str, Any]
 
-RANDOM = (
-    *("memory", "records", "records_batch", "map", "map_rng", "padded", "packed", "grain_map", "tokens", "parquet"),
-    *(
-        "array_record",
-        "map_array_record",
-        "mixture",
-        "mixture_staged",
-        "mixture_nested",
-        "mixture_take",
-        "mixture_stop",
-    ),
-)
-TOKENS = ("tokens", "packed")
 FILES = ("array_record", "map_array_record", "tokens", "parquet")
 MIXTURES = ("mixture", "mixture_staged", "mixture_nested", "mixture_take", "mixture_stop")
+PACKED = ("packed", "packed_mixture")
+DOCUMENTS = (*PACKED, "mixture_packed", "buckets")
+IN_FILES = (*FILES, *MIXTURES, *DOCUMENTS, "records_batch", "map", "padded")
+RANDOM = (*IN_FILES, "memory", "records", "map_rng", "grain_map")
+TOKENS = ("tokens", *DOCUMENTS)
 STREAMS = ("stream", "stream_state", "stream_uneven", "stream_map", "stream_mixture", "shuffle_buffer", "grain_iter")
 FAULTY = (
-    "records",
-    "records_batch",
-    "map",
-    "map_rng",
-    *MIXTURES,
-    "stream",
-    "stream_state",
-    "stream_uneven",
-    "stream_map",
+    *("records", "records_batch", "map", "map_rng", "padded", *MIXTURES, *DOCUMENTS),
+    *("stream", "stream_state", "stream_uneven", "stream_map"),
 )
+WINDOWS: dict[Any, lists.Windows] = {"shards": (2, False), "shards 3": (3, False), "affinity": (1, True)}
+"""Values of ``shuffle`` for orders by shards: ``window_shards`` and ``affinity``."""
 
 OPTIONS: dict[str, list[Any]] = {
     "source": [*RANDOM, *STREAMS, "host_batches"],
+    "view": ["none", "subset", "reversed", "ids", "sample", "concat", "split", "zip"],
     "records": [0, 1, 5, 13, 40],
-    "shuffle": [False, True, 4, "shards"],
+    "shuffle": [False, True, 4, *WINDOWS],
     "num_lanes": [None, 1, 2, 4],
     "batch": ["unit", "double", "schedule"],
     "num_epochs": [1, 2, None],
@@ -90,6 +80,9 @@ REAL = {**OPTIONS, "hosts": [1, 2, 3, 4], "devices": [2], "outside": [0]}  # hos
 RESUMING = ("resume", "future", "resume end", "twice")
 
 
+SEED = 11
+
+
 class Fatal(RuntimeError):
     """What a source raises that no retry mends."""
 
@@ -98,42 +91,52 @@ def is_random(source: str) -> bool:
     return source in RANDOM
 
 
-def valid(config: Config) -> bool:  # noqa: C901  a table of rules
+def valid(config: Config) -> bool:
     """Whether the settings go together, as far as they are given. What is forbidden here raises, which other tests show."""
-    get = config.get
-    if get("mask") and get("end") == "drop":
+    if config.get("mask") and config.get("end") == "drop":
         return False
     if "source" not in config:  # nearly every rule is about the source, so what no source allows is noticed early
         return any(valid({**config, "source": source}) for source in OPTIONS["source"])
-    source = get("source")
-    if source is not None:
-        if source in STREAMS and get("shuffle", False) is not False:
-            return False
-        in_lanes = get("shuffle", "shards") == "shards" and source in FILES
-        if is_random(source) and get("num_lanes") is not None and not in_lanes:
-            return False
-        if get("shuffle") == "shards" and source not in FILES:
-            return False
-        if get("fault", "none") != "none" and source not in FAULTY:
-            return False
-        if get("fault") == "bad" and not is_random(source):
-            return False
-        if source in TOKENS and "prefix" in (get("layout"), get("resume_layout")):
-            return False
-        if source == "mixture_stop" and get("num_epochs", 1) is None:
-            return False
-        if source == "host_batches" and not _valid_host_batches(config):
-            return False
-        if source == "packed" and get("shuffle", False) is not False:
-            return False
-        if source in MIXTURES and get("records") == 0:
-            return False
-    return True
+    if config["source"] == "host_batches":
+        return _valid_host_batches(config)
+    return not any(_forbidden(config["source"], config))
+
+
+def _forbidden(source: str, config: Config) -> Iterator[bool]:
+    """Each rule, about settings that are given."""
+
+    def has(name: str, *values: Any) -> bool:
+        return any(config.get(name, has) is value for value in values)
+
+    def differs(name: str, value: Any) -> bool:
+        return name in config and config[name] is not value
+
+    viewed, by_shards = differs("view", "none"), has("shuffle", *WINDOWS)
+    if not is_random(source):
+        yield viewed or differs("shuffle", False) or has("fault", "bad")
+    else:
+        yield differs("num_lanes", None) and ("shuffle" in config and not by_shards)
+        laned = by_shards or differs("num_lanes", None)
+        yield laned and (source not in IN_FILES or has("view", "reversed"))
+    yield differs("fault", "none") and source not in FAULTY
+    yield has("fault", "bad") and source in DOCUMENTS  # a sequence may have no other that is readable
+    prefix = has("layout", "prefix") or has("resume_layout", "prefix")
+    yield prefix and (source in TOKENS or has("view", "zip"))
+    if source in PACKED:
+        yield has("view", "none") and has("shuffle", 4)
+    if source == "mixture_stop":
+        yield has("view", "none") and has("num_epochs", None)
+    if source == "mixture_staged":
+        yield viewed
+    if source == "buckets":
+        yield has("view", "zip") or has("batch", "schedule") or differs("resume_batch", "same")
+    yield has("records", 0) and (source in (*MIXTURES, *DOCUMENTS) or viewed)
+    yield has("records", 1) and has("view", "split")
 
 
 def _valid_host_batches(config: Config) -> bool:
     get = config.get
-    plain = {"shuffle": False, "num_lanes": None, "load": "sharded", "num_workers": 0, "outside": 0, "num_epochs": 1}
+    plain = {"view": "none", "fault": "none", "shuffle": False, "num_lanes": None, "load": "sharded", "num_workers": 0, "outside": 0, "num_epochs": 1}
     if any(type(get(name, value)) is not type(value) or get(name, value) != value for name, value in plain.items()):
         return False
     return get("batch", "unit") != "schedule" and get("layout", "rows") in ("rows", "permuted")
@@ -249,28 +252,15 @@ def with_noise(records: list[Record], rng: list[np.random.Generator]) -> dict[st
     }
 
 
-def padded_record(number: int) -> Record:
-    length = number % 5
-    x = np.zeros(6, np.float32)
-    x[:length] = number + 1
-    return {"id": np.int32(number + 1), "x": x, "mask_of": np.arange(6) < length}
+def with_noise_of(record: Record, draw: lists.Draw) -> Record:
+    """What ``with_noise`` makes of a record of a feed.
 
-
-@functools.cache
-def packed(count: int) -> list[Record]:
-    """Documents end to end, cut every 4 tokens: tokens, numbers of the pieces in a sequence, and places in the pieces."""
-    line = [(number, token) for number in range(count) for token in Documents(count)[number]["tokens"]]
-    sequences = []
-    for start in range(0, len(line), 4):
-        piece, place, before = 0, 0, None
-        record = {name: np.zeros(4, np.int32) for name in ("tokens", "segment_ids", "positions")}
-        for column, (document, token) in enumerate(line[start : start + 4]):
-            piece, place = (piece, place + 1) if document == before else (piece + 1, 0)
-            before = document
-            for name, value in (("tokens", token), ("segment_ids", piece), ("positions", place)):
-                record[name][column] = value
-        sequences.append(record)
-    return sequences
+    Philox with the key (seed, epoch) and the record id in the highest word of the counter; the function of a Map draws
+    from the generator that is one jump ahead of the decoder's.
+    """
+    seed, epoch, record_id = draw
+    philox = np.random.Philox(key=np.array([seed, epoch], np.uint64), counter=[0, 0, 0, record_id])
+    return {"id": record["id"], "x": record["x"] + np.random.Generator(philox.jumped()).random(4, np.float32)}
 
 
 def in_windows(records: list[Record], size: int, key: tuple[int, ...]) -> list[Record]:
@@ -322,31 +312,165 @@ class Records:
 
     def __getitem__(self, record_id: int) -> Record:
         self._faults.strike(self._component << 48 | int(record_id))
-        return plain_record(int(record_id), self._component)
+        return self.record(int(record_id))
+
+    def record(self, record_id: int) -> Record:
+        """A record, without faults."""
+        return plain_record(record_id, self._component)
 
     def fingerprint(self) -> Any:
         return {"records": self._count, "component": self._component}
 
 
 class RecordsInBatches(Records):
-    """Random access, several records at a time."""
+    """Random access, several records at a time, in files."""
 
     def __getitems__(self, record_ids: Sequence[int]) -> list[Record]:
         return [self[record_id] for record_id in record_ids]
 
+    def shard_lengths(self) -> np.ndarray:
+        return np.array(lengths_of_files(self._count), np.int64)
 
-class RaggedRecords(Records):
+
+class RaggedRecords(RecordsInBatches):
     """Records of several lengths, for Padded."""
 
-    def __getitem__(self, record_id: int) -> Record:
-        return {"id": np.int32(record_id + 1), "x": np.full(int(record_id) % 5, record_id + 1, np.float32)}
+    def record(self, record_id: int) -> Record:
+        return {"id": np.int32(record_id + 1), "x": np.full(record_id % 5, record_id + 1, np.float32)}
 
 
-class Documents(Records):
-    """Documents of several lengths, for Packed."""
+class Documents(RecordsInBatches):
+    """Documents of several lengths, some of them empty, for Packed and Buckets."""
 
-    def __getitem__(self, record_id: int) -> Record:
-        return {"tokens": np.arange(1 + int(record_id) % 5, dtype=np.int32) + 10 * int(record_id) + 1}
+    def record(self, record_id: int) -> Record:
+        first = 1000 * self._component + 10 * record_id + 1
+        return {"tokens": np.arange(first, first + (3 * record_id + 2) % 7, dtype=np.int32)}
+
+    def lengths(self) -> np.ndarray:
+        return np.array([len(self.record(number)["tokens"]) for number in range(self._count)])
+
+
+def lengths_of_files(count: int) -> list[int]:
+    """Records of each file."""
+    lengths: list[int] = []
+    for size in itertools.cycle((3, 1, 0, 4, 2)):
+        if not count:
+            return lengths or [0]
+        lengths.append(min(size, count))
+        count -= lengths[-1]
+    raise AssertionError
+
+
+def leaf(
+    make: Callable[[Faults], Any], count: int, record: Callable[[int], Record], component: int = 0, in_files: bool = True
+) -> Node:
+    """A source at the bottom."""
+    return Node(
+        make,
+        count,
+        lambda i, draw: record(i),
+        lambda i: frozenset({component << 48 | i}),
+        lengths_of_files(count) if in_files else None,
+        "",
+    )
+
+
+def leaf_of(kind: type[Records], count: int, component: int = 0) -> Node:
+    record = kind(count, component).record
+    return leaf(lambda faults: kind(count, component, faults), count, record, component, kind is not Records)
+
+
+def mixture_of(source: str, count: int) -> Node:
+    """A mixture of records or documents."""
+    kind = Documents if source in ("packed_mixture", "mixture_packed") else RecordsInBatches
+    counts = (count, 5, 3)
+    a, b, c = (leaf_of(kind, number, component) for component, number in enumerate(counts))
+    if source == "mixture_nested":
+        inner = lists.mixture({"a": a, "b": b}, {"a": 1, "b": 1}, 8)
+        return lists.mixture({"m": inner, "c": c}, {"m": 2, "c": 1}, 8)
+    if source == "mixture_packed":
+        a, b = lists.packed(a, 4, block=5), lists.packed(b, 4, "fit")
+    weights: Any = {"a": 3, "b": 1}
+    if source == "mixture_staged":
+        weights = [(0, weights), (2, {"a": 1, "b": 1})]
+    takes = source == "mixture_take"
+    return lists.mixture(
+        {"a": a, "b": b},
+        weights,
+        8,
+        "stop" if source == "mixture_stop" else "repeat",
+        {"a": max(1, count // 2)} if takes else None,
+        {"b": 2} if takes else None,
+    )
+
+
+def node_of(source: str, count: int, folder: str) -> Node:
+    """A random-access source, without a view."""
+    if source in FILES:
+        record = tokens_record if source == "tokens" else plain_record
+        files = leaf(lambda faults: _file_source(source, count, folder), count, record)
+        return lists.mapped(files, mapped) if source == "map_array_record" else files
+    if source == "map":
+        return lists.mapped(leaf_of(RecordsInBatches, count), mapped)
+    if source == "map_rng":
+        below = leaf_of(Records, count)
+        return dataclasses.replace(
+            below,
+            make=lambda faults: _sources().Map(below.make(faults), with_noise, batched=True),
+            read=lambda i, draw: with_noise_of(below.read(i, draw), draw),
+        )
+    if source == "padded":
+        return lists.mapped(
+            leaf_of(RaggedRecords, count),
+            padded,
+            lambda source: _sources().Padded(source, 6, key="x", mask_key="mask_of"),
+        )
+    if source == "packed":
+        return lists.packed(leaf_of(Documents, count), 4, block=7)
+    if source == "packed_mixture":
+        return lists.packed(mixture_of(source, count), 4, "fit", block=7)
+    if source == "buckets":
+        return lists.buckets(leaf_of(Documents, count), (2, 4, 6))
+    if source == "memory":
+        columns = _columns([plain_record(number) for number in range(count)])
+        return leaf(lambda faults: _sources().Memory(columns), count, plain_record, in_files=False)
+    if source == "grain_map":
+        made = leaf(lambda faults: _grain(count).map(mapped), count, plain_record, in_files=False)
+        return dataclasses.replace(made, read=lambda i, draw: mapped(plain_record(i)))
+    if source in ("records", "records_batch"):
+        return leaf_of(Records if source == "records" else RecordsInBatches, count)
+    return mixture_of(source, count)
+
+
+def padded(record: Record) -> Record:
+    count = len(record["x"])
+    return {**record, "x": np.append(record["x"], np.zeros(6 - count, np.float32)), "mask_of": np.arange(6) < count}
+
+
+def tokens_record(number: int) -> Record:
+    return {"tokens": np.arange(3 * number, 3 * number + 4, dtype=np.int32) + 1}
+
+
+def view_of(node: Node, view: str) -> Node:
+    """A view of a source."""
+    if view == "none":
+        return node
+    if view == "subset":
+        return lists.subset(node, slice(node.count // 5, None, 2))
+    if view == "reversed":
+        return lists.subset(node, slice(None, None, -1))
+    if view == "ids":
+        return lists.subset(node, sorted(i * 2 // 3 for i in range(node.count)))
+    if view == "sample":
+        return lists.sample(node, node.count + node.count // 2, seed=3)
+    if view == "concat":
+        return lists.concat([node, lists.subset(node, slice(0, 3))])
+    if view == "zip":
+        return lists.zipped(node)
+    try:
+        return lists.split_by_shards(node, 0.6, seed=3) if node.shards else lists.split(node, 0.6, seed=3)
+    except ValueError:  # a part without files
+        return lists.split(node, 0.6, seed=3)
 
 
 class LaneOfRecords:
@@ -439,7 +563,8 @@ class Event:
     kind: str = ""
     step: int = 0  # after the action
     position: int = 0
-    steps: Steps | None = None
+    length: int | None = None  # of the feed, where known
+    ids: dict[int, list[int] | None] | None = None  # of the records of some steps, where they have ids
 
 
 MAX_BATCHES = 6  # of an endless stream, in one action
@@ -456,6 +581,9 @@ class Case:
 
     def __init__(self, config: Config, folder: str, processes: int | None = None) -> None:
         self.config, self._folder = config, folder
+        self._node: Node | None = None
+        if is_random(config["source"]) and config["records"]:
+            self._node = view_of(node_of(config["source"], config["records"], folder), config["view"])
         resuming = config["script"] in RESUMING
         most = max(config["hosts"], config["resume_hosts"] if resuming and config["source"] != "host_batches" else 0)
         self.processes = processes or most + config["outside"]
@@ -468,7 +596,6 @@ class Case:
         shards = math.lcm(*(topology.row_shards for topology in self.topologies))
         self.unit = math.lcm(shards, config["num_lanes"] or 1)
         self.unit *= 2 if self.unit == 1 else 1
-        self.seed = 11
         self._open_states: dict[str, tuple[int, tuple[int, ...]]] = {}
         self.num_lanes = self._num_lanes()
         while self.unit % self.num_lanes:  # the default of a schedule must divide the sizes of another one
@@ -493,7 +620,7 @@ class Case:
         settings: dict[str, Any] = {
             "global_batch_size": phase.schedule,
             "shuffle": config["shuffle"],
-            "seed": self.seed,
+            "seed": SEED,
             "num_epochs": config["num_epochs"],
             "end": config["end"],
             "mask_key": "mask" if config["mask"] else None,
@@ -510,11 +637,10 @@ class Case:
     def _num_lanes(self) -> int:
         """``num_lanes``, or its default: the largest common divisor of the sizes up to 64 (an eighth of the shards)."""
         sizes = [size for _, size in self._schedule(self.config["batch"])]
-        limit = 64
-        if self.config["shuffle"] == "shards":
-            limit = max(1, sum(length > 0 for length in self.shard_lengths) // 8)
-        common = math.gcd(*sizes)
-        return self.config["num_lanes"] or max(d for d in range(1, limit + 1) if common % d == 0)
+        shards = [1] * 8 * 64
+        if self.config["shuffle"] in WINDOWS and self._node is not None:
+            shards = self._node.shards_for(WINDOWS[self.config["shuffle"]])
+        return self.config["num_lanes"] or lists.default_num_lanes(sizes, shards)
 
     def _phases(self, first: Topology, second: Topology) -> list[Phase]:
         config, taken = self.config, self.config["taken"]
@@ -549,97 +675,26 @@ class Case:
 
     # -- the model
 
-    @property
-    def shard_lengths(self) -> list[int]:
-        """Records of each file."""
-        count, lengths = self.config["records"], list[int]()
-        for size in itertools.cycle((3, 1, 0, 4, 2)):
-            if not count:
-                return lengths or [0]
-            lengths.append(min(size, count))
-            count -= lengths[-1]
-        raise AssertionError
-
-    @property
-    def zero(self) -> Record:
-        """A record of the right shapes and dtypes."""
-        source = self.config["source"]
-        if source == "tokens":
-            return {"tokens": np.zeros(4, np.int32)}
-        if source == "packed":
-            return dict.fromkeys(("tokens", "segment_ids", "positions"), np.zeros(4, np.int32))
-        if source == "padded":
-            return padded_record(0)
-        return plain_record(0)
-
+    @functools.cached_property
     def model(self) -> Any:
         """The stream of this configuration, by the reference."""
         config, source = self.config, self.config["source"]
-        count, pad = config["records"], config["end"] == "pad"
+        pad = config["end"] == "pad"
         if source == "host_batches":
             topology = self.topologies[0]
             rows = functools.partial(topology.rows_of, size=self._schedule(config["batch"])[0][1], load="sharded")
-            lists = [self._host_lists(host) for host in range(topology.hosts)]
-            return HostLists(lists, rows, pad)
+            return HostLists([self._host_lists(host) for host in range(topology.hosts)], rows, pad)
         if source in STREAMS:
             return Lanes(self.num_lanes, self._lane, pad)
-        order: Any
-        if source in MIXTURES:
-            order = self._mixed()
-        elif source == "packed":
-            order = Plain(len(packed(count)), False, self.seed, config["num_epochs"])
-        elif config["shuffle"] == "shards":
-            order = Shards(count, False, self.seed, config["num_epochs"], self.shard_lengths, self.num_lanes)
-        else:
-            order = Plain(count, config["shuffle"], self.seed, config["num_epochs"])
-        bad = is_bad if config["fault"] == "bad" else lambda record_id: False
-        return RandomAccess(order, self._value, pad, bad)
+        assert self._node is not None
+        shuffle, size = config["shuffle"], self._schedule(config["batch"])[0][1]
+        settings = lists.Settings(WINDOWS.get(shuffle, shuffle), SEED, config["num_epochs"], size, self.num_lanes)
+        found = self._node.ordered(settings)
 
-    def _value(self, record_id: int, epoch: int) -> Record:
-        source = self.config["source"]
-        if source == "tokens":
-            return {"tokens": np.arange(3 * record_id, 3 * record_id + 4, dtype=np.int32) + 1}
-        if source == "padded":
-            return padded_record(record_id)
-        if source == "packed":
-            return packed(self.config["records"])[record_id]
-        record = plain_record(record_id & (2**48 - 1), record_id >> 48)
-        if source in ("map", "map_array_record", "grain_map"):
-            return mapped(record)
-        if source == "map_rng":
-            # Philox with the key (seed, epoch) and the record id in the highest word of the counter; the function of a
-            # Map draws from the generator that is one jump ahead of the decoder's.
-            philox = np.random.Philox(key=[self.seed, epoch], counter=[0, 0, 0, record_id])
-            return {"id": record["id"], "x": record["x"] + np.random.Generator(philox.jumped()).random(4, np.float32)}
-        return record
+        def bad(record_id: int) -> bool:
+            return config["fault"] == "bad" and any(map(is_bad, found.origin(record_id)))
 
-    @property
-    def components(self) -> tuple[list[str], list[int], int]:
-        """Names and lengths of a mixture's components, and its block."""
-        count = self.config["records"]
-        if self.config["source"] == "mixture_nested":
-            return ["m/a", "m/b", "c"], [count, 5, 3], 8
-        return ["a", "b"], [count, 5], 8
-
-    @property
-    def stages(self) -> list[tuple[int, dict[str, float]]]:
-        return {
-            "mixture_staged": [(0, {"a": 3, "b": 1}), (2, {"a": 1, "b": 1})],
-            "mixture_nested": [(0, {"m/a": 1, "m/b": 1, "c": 1})],
-        }.get(self.config["source"], [(0, {"a": 3, "b": 1})])
-
-    @property
-    def take(self) -> dict[str, int]:
-        return {"a": max(1, self.config["records"] // 2)} if self.config["source"] == "mixture_take" else {}
-
-    def _mixed(self) -> Mixed:
-        config = self.config
-        names, counts, block = self.components
-        counts = [self.take.get(name, count) for name, count in zip(names, counts, strict=True)]
-        stages = [(step, shares(weights, names, block)) for step, weights in self.stages]
-        repeat = [2 if config["source"] == "mixture_take" and name == "b" else 1 for name in names]
-        on_end = "stop" if config["source"] == "mixture_stop" else "repeat"
-        return Mixed(counts, stages, config["shuffle"], self.seed, config["num_epochs"], on_end, repeat)
+        return RandomAccess(found.order, found.value, pad, bad, found.origin, found.first)
 
     def _lane(self, lane: int) -> Iterator[list[Record]]:
         """The records of a lane, a list per epoch."""
@@ -654,7 +709,7 @@ class Case:
             if config["source"] == "stream_map":
                 records = [new for record in records if (new := kept(record)) is not None]
             if config["source"] == "shuffle_buffer":
-                records = in_windows(records, max(2, 8 // self.num_lanes), (self.seed, epoch, lane))
+                records = in_windows(records, max(2, 8 // self.num_lanes), (SEED, epoch, lane))
             if not records and config["num_epochs"] != 1:
                 raise reference.Refused("SourceError", "an epoch without records")
             yield records
@@ -663,7 +718,7 @@ class Case:
         """A lane of a mixture of the stream a and the records b, which is mixed from that lane of each."""
         epochs = self.config["num_epochs"]
         blocks = reference.Blocks(
-            [shares({"a": 3, "b": 1}, ["a", "b"], 8)], [0], reference.key_of(self.seed, reference.LANE_LAYOUT, lane)
+            [shares({"a": 3, "b": 1}, ["a", "b"], 8)], [0], reference.key_of(SEED, reference.LANE_LAYOUT, lane)
         )
         of_a = functools.partial(lane_records, "stream", self.config["records"], lane, self.num_lanes)
         of_b = [plain_record(number, 1) for number in range(lane, 40, self.num_lanes)]
@@ -697,7 +752,7 @@ class Case:
             return None, None
         phase = self.phases[0]
         host = phase.topology.hosts - 1
-        model = self.model()
+        model = self.model
         steps = Steps((), phase.schedule)
         for step in (1, 2, 0):
             try:
@@ -708,7 +763,9 @@ class Case:
                 continue
             for row in self.phases[0].topology.rows_of(host, steps.size(step), phase.load):
                 token = batch.tokens[row] if row < len(batch.tokens) else None
-                if token:
+                if isinstance(token, frozenset):
+                    token = max(token - model.origin(model.first), default=None)  # not of the one that shows the structure
+                if token is not None:
                     phase.fatal_host = host
                     return host, token
         return None, None
@@ -730,11 +787,16 @@ class Case:
         if self.config["source"] in STREAMS:
             each, lanes = size // self.num_lanes, self.lanes_of(phase, host)
             mine = [row for row in range(size) if row // each in lanes]
-        return (host,) if any(row < len(batch.tokens) and batch.tokens[row] == self.fatal for row in mine) else ()
+        tokens = [batch.tokens[row] for row in mine if row < len(batch.tokens)]
+        hit = any(self.fatal in token if isinstance(token, frozenset) else token == self.fatal for token in tokens)
+        return (host,) if hit else ()
 
+    @functools.cached_property
     def events(self) -> list[list[Event]]:
         """What every host must see, phase by phase."""
-        model, saved = self.model(), dict[str, tuple[int, int, tuple[int, ...]]]()
+        if self.refused is not None:
+            return [[] for _ in self.phases]
+        model, saved = self.model, dict[str, tuple[int, int, tuple[int, ...]]]()
         result: list[list[Event]] = []
         for phase in self.phases:
             step = position = 0
@@ -752,7 +814,12 @@ class Case:
                     self._take(event, model, phase, step, position, sizes)
                     step, position = event.step, event.position
                     sizes = tuple(Steps(sizes, phase.schedule).size(number) for number in range(step))
-                event.step, event.position, event.steps = step, position, Steps(sizes, phase.schedule)
+                event.step, event.position, steps = step, position, Steps(sizes, phase.schedule)
+                if action[0] == "len" and isinstance(model, RandomAccess):
+                    event.length = model.length(steps)
+                if action[0] == "ids" and isinstance(model, RandomAccess):
+                    batches = {number: model.batch(number, steps) for number in {0, 1, step, step + 1}}
+                    event.ids = {number: batch and batch.ids for number, batch in batches.items()}
                 events.append(event)
                 if event.failing is not None:
                     break
@@ -826,6 +893,9 @@ class Case:
         config = self.config
         if is_random(config["source"]) and config["records"] == 0:
             return "SourceError"
+        fewest = self._node.fewest if self._node is not None else None
+        if fewest is not None and config["shuffle"] in WINDOWS and fewest * config["num_epochs"] < self.num_lanes:
+            return "SettingsError"
         return None
 
     # -- the real thing
@@ -835,40 +905,25 @@ class Case:
         from meshfeed import sources
 
         source = self.config["source"]
-        if source in FILES:
-            return self._file_source()
-        if source in MIXTURES:
-            return self._mixture(faults)
+        if self._node is not None:
+            return self._node.make(faults)
         if source == "host_batches":
-            lists = self._host_lists(host) if host < self.topologies[0].hosts else []
-            return sources.HostBatches(Batches([_columns(records) for records in lists]))
+            batches = self._host_lists(host) if host < self.topologies[0].hosts else []
+            return sources.HostBatches(Batches([_columns(records) for records in batches]))
+        if is_random(source):
+            return Records(0)
         return _SOURCES[source](self.config["records"], faults)
 
-    def _mixture(self, faults: Faults) -> Any:
-        from meshfeed import sources
 
-        names, counts, block = self.components
-        parts = [RecordsInBatches(count, number, faults) for number, count in enumerate(counts)]
-        if self.config["source"] == "mixture_nested":
-            inner = sources.Mixture({"a": parts[0], "b": parts[1]}, {"a": 1, "b": 1}, 8)
-            return sources.Mixture({"m": inner, "c": parts[2]}, {"m": 2, "c": 1}, block)
-        stages = self.stages if len(self.stages) > 1 else self.stages[0][1]
-        repeat = {"b": 2} if self.config["source"] == "mixture_take" else None
-        on_end = "stop" if self.config["source"] == "mixture_stop" else "repeat"
-        components = dict(zip(names, parts, strict=True))
-        return sources.Mixture(components, stages, block, on_end=on_end, take=self.take or None, repeat=repeat)
+def _file_source(source: str, count: int, folder: str) -> Any:
+    from meshfeed import sources
 
-    def _file_source(self) -> Any:
-        from meshfeed import sources
-
-        source = self.config["source"]
-        paths = write_files("array_record" if "array" in source else source, self._folder, self.shard_lengths)
-        if source == "tokens":
-            return sources.Tokens(paths, 3)
-        if source == "parquet":
-            return sources.Parquet(paths)
-        files = sources.ArrayRecord(paths, decode=decoded)
-        return sources.Map(files, mapped) if source == "map_array_record" else files
+    paths = write_files("array_record" if "array" in source else source, folder, lengths_of_files(count))
+    if source == "tokens":
+        return sources.Tokens(paths, 3)
+    if source == "parquet":
+        return sources.Parquet(paths)
+    return sources.ArrayRecord(paths, decode=decoded)
 
 
 def _grain(count: int) -> Any:
@@ -891,14 +946,6 @@ def _stream_mixture(count: int, faults: Faults) -> Any:
 
 
 _SOURCES: dict[str, Callable[[int, Faults], Any]] = {
-    "memory": lambda n, faults: _sources().Memory(_columns([plain_record(number) for number in range(n)])),
-    "records": lambda n, faults: Records(n, faults=faults),
-    "records_batch": lambda n, faults: RecordsInBatches(n, faults=faults),
-    "map": lambda n, faults: _sources().Map(RecordsInBatches(n, faults=faults), mapped),
-    "map_rng": lambda n, faults: _sources().Map(Records(n, faults=faults), with_noise, batched=True),
-    "padded": lambda n, faults: _sources().Padded(RaggedRecords(n), 6, key="x", mask_key="mask_of"),
-    "packed": lambda n, faults: _sources().Packed(Documents(n), 4),
-    "grain_map": lambda n, faults: _grain(n).map(mapped),
     "grain_iter": lambda n, faults: _grain(n).to_iter_dataset(),
     "stream": functools.partial(_stream, "stream"),
     "stream_state": functools.partial(_stream, "stream_state"),

@@ -19,8 +19,9 @@ from reference import Mixed, MixedLanes, Plain, Record, Sequences, ShardLanes, S
 
 from meshfeed.sources import Buckets, Concat, Map, Mixture, Packed, Padded, Sample, Subset, Zip, random_split
 
-Draw = tuple[int, int]
-"""Epoch and record id of the feed, by which random numbers are drawn."""
+Draw = tuple[int, int, int]
+"""Seed, epoch and record id of the feed, by which random numbers are drawn."""
+NO_DRAW: Draw = (0, 0, 0)
 Origin = frozenset[int]
 """The records of the lowest sources, as they are told apart there."""
 Windows = tuple[int, bool]
@@ -55,6 +56,7 @@ class Ordered:
     order: Any
     value: Callable[[int, int], Record]
     origin: Callable[[int], Origin]
+    first: int = 0  # the record that shows the structure
 
 
 @dataclasses.dataclass
@@ -95,7 +97,7 @@ class Node:
 
     def records(self) -> list[Record]:
         """All records of an epoch in order."""
-        return [self.read(number, (0, number)) for number in range(self.count)]
+        return [self.read(number, NO_DRAW) for number in range(self.count)]
 
     def shards_for(self, windows: Windows) -> list[int]:
         """Records of each shard that the lanes of a feed read."""
@@ -107,7 +109,9 @@ class Node:
         if self.feed is not None:
             return self.feed(settings)
         return Ordered(
-            _order(self.count, self.shards, settings), lambda i, epoch: self.read(i, (epoch, i)), self.origin
+            _order(self.count, self.shards, settings),
+            lambda i, epoch: self.read(i, (settings.seed, epoch, i)),
+            self.origin,
         )
 
 
@@ -255,12 +259,18 @@ def zipped(node: Node) -> Node:
     return Node(
         lambda given: Zip({"a": node.make(given), "b": other.make(given)}),
         node.count,
-        lambda i, draw: {"a": node.read(i, draw), "b": other.read(i, draw)},
+        lambda i, draw: {"a": node.read(i, _own_draw(draw, 0)), "b": other.read(i, _own_draw(draw, 1))},
         lambda i: node.origin(i) | other.origin(i),
         node.shards,
         f"Zip(a={node.text}, b={other.text})",
         other.levels + 1,
     )
+
+
+def _own_draw(draw: Draw, number: int) -> Draw:
+    """Random numbers of a part of a Zip, which no other part gets."""
+    seed, epoch, record_id = draw
+    return key_of(seed, reference.OWN_NUMBERS, number), epoch, record_id
 
 
 def mapped(
@@ -373,7 +383,7 @@ def _mixture(
             )
         else:
             order = Mixed(shuffle=given.shuffle, seed=given.seed, num_epochs=given.num_epochs, **settings)  # type: ignore[arg-type]
-        return Ordered(order, lambda i, epoch: read(i, (epoch, i)), origin)
+        return Ordered(order, lambda i, epoch: read(i, (given.seed, epoch, i)), origin)
 
     def read(record_id: int, draw: Draw) -> Record:
         return parts[record_id >> 48].read(record_id & (2**48 - 1), draw)
@@ -386,8 +396,9 @@ def _mixture(
         raise ValueError("the mixture stops at once")
     in_files = all(part.shards is not None for part in parts)
     files = [length for part in parts for length in part.shards or ()]
-    # As a list, the components advance together: as many equal runs as they have files on average.
-    runs = max(1, sum(length > 0 for length in files) // len(parts))
+    # As a list, the components advance together: as many equal runs as they have files on average, taken or not.
+    whole = [length for node in nodes.values() for part in (node.mixed or ([node],))[0] for length in part.shards or ()]
+    runs = max(1, sum(length > 0 for length in whole) // len(parts))
     ends = [count * i // runs for i in range(runs + 1)]
     return Node(
         make,
@@ -422,7 +433,7 @@ def packed(node: Node, length: int, method: str = "split", block: int = 65_536) 
     Raises:
       ValueError: no token is left.
     """
-    lengths = [len(node.read(number, (0, number))["tokens"]) for number in range(node.count)]
+    lengths = [len(node.read(number, NO_DRAW)["tokens"]) for number in range(node.count)]
     bounds = [*range(0, node.count, block), node.count]
 
     def sequences(bounds: Sequence[int], dealt: Sequence[int], seed: int | None, epoch: int) -> list[list[Segment]]:
@@ -472,7 +483,7 @@ def packed(node: Node, length: int, method: str = "split", block: int = 65_536) 
     def feed(settings: Settings) -> Ordered:
         if settings.shuffle is False:
             order = Plain(len(listed), False, settings.seed, settings.num_epochs)
-            return Ordered(order, lambda i, epoch: laid_out(listed[i], (epoch, i)), lambda i: read_from(listed[i]))
+            return Ordered(order, lambda i, epoch: laid_out(listed[i], NO_DRAW), lambda i: read_from(listed[i]))
         at, epochs = bounds, dict[int, list[list[Segment]]]()
         places = Plain(len(listed), False, settings.seed, settings.num_epochs)
         if settings.windows is not None:
@@ -491,7 +502,7 @@ def packed(node: Node, length: int, method: str = "split", block: int = 65_536) 
 
         return Ordered(
             Sequences(places),
-            lambda i, epoch: laid_out(segments(i), (epoch, i)),
+            lambda i, epoch: laid_out(segments(i), NO_DRAW),
             lambda i: read_from(segments(i)),
         )
 
@@ -559,7 +570,7 @@ def padded(node: Node, length: int) -> Node:
 
 def buckets(node: Node, boundaries: tuple[int, ...]) -> Node:
     """Records in buckets: their ids are those of the records, raised in batches that buckets share."""
-    lengths = [len(node.read(number, (0, number))["tokens"]) for number in range(node.count)]
+    lengths = [len(node.read(number, NO_DRAW)["tokens"]) for number in range(node.count)]
     of = [min(i for i, boundary in enumerate(boundaries) if boundary >= length) for length in lengths]
     ids = [[i for i, bucket in enumerate(of) if bucket == number] for number in range(len(boundaries))]
 
@@ -576,13 +587,14 @@ def buckets(node: Node, boundaries: tuple[int, ...]) -> Node:
         def value(record_id: int, epoch: int) -> Record:
             times, own = divmod(record_id, node.count)
             bucket = times - 1 if times else of[own]
-            return pad_to(node.read(own, (epoch, record_id)), boundaries[bucket])
+            return pad_to(node.read(own, NO_DRAW), boundaries[bucket])
 
         shuffle: Any = False if settings.windows else settings.shuffle
         order = reference.Grouped(
             ids, settings.size, shuffle, settings.seed, settings.num_epochs, order_of, settings.windows is not None
         )
-        return Ordered(order, value, lambda i: node.origin(i % node.count))
+        longest = next(numbers for numbers in reversed(ids) if numbers)
+        return Ordered(order, value, lambda i: node.origin(i % node.count), longest[0])
 
     return Node(
         lambda given: Buckets(node.make(given), boundaries, mask_key="mask_of"),

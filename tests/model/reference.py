@@ -53,6 +53,7 @@ _LAYOUT, _COMPONENT_SEED, LANE_LAYOUT, _LANES = 101, 102, 103, 105
 PACKED_BLOCKS, DOCUMENTS, SEQUENCES = 111, 112, 113
 RECORDS, _BATCHES, LINE = 121, 122, 123
 SPLIT, SPLIT_SHARDS, SAMPLE = 131, 132, 133
+OWN_NUMBERS = 134
 
 
 def mix(value: int) -> int:
@@ -571,6 +572,8 @@ class RandomAccess:
     is_bad: Callable[[int], bool] = lambda record_id: False
     origin: Callable[[int], Any] = lambda record_id: record_id
     """Record id → what is read for it, to find where a fault falls."""
+    first: int = 0
+    """The record that shows the structure."""
 
     def batch(self, step: int, steps: Steps) -> Batch | None:
         start, size, total = steps.position_of(step), steps.size(step), self.order.total_of(steps)

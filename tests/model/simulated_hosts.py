@@ -216,6 +216,7 @@ def play(case: Case) -> None:
     """
     here, job = _current[-1], Job(case.processes)
     world = _World(case, here)
+    assert case.events  # once for all hosts
     errors: dict[int, BaseException] = {}
 
     def run(host: int) -> None:
