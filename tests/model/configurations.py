@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import lists
+import ml_dtypes
 import numpy as np
 import reference
 from lists import Node
@@ -36,6 +37,11 @@ FAULTY = (
     *("records", "records_batch", "map", "map_rng", "padded", *MIXTURES, *DOCUMENTS),
     *("stream", "stream_state", "stream_uneven", "stream_map"),
 )
+ANY_DTYPE = (
+    *("memory", "records", "records_batch", "mixture", "mixture_staged", "mixture_nested", "mixture_take", "mixture_stop"),
+    *("stream", "stream_state", "stream_uneven", "host_batches"),
+)
+"""Sources whose leaf ``x`` may be of any dtype."""
 WINDOWS: dict[Any, lists.Windows] = {"shards": (2, False), "shards 3": (3, False), "affinity": (1, True)}
 """Values of ``shuffle`` for orders by shards: ``window_shards`` and ``affinity``."""
 
@@ -43,6 +49,7 @@ OPTIONS: dict[str, list[Any]] = {
     "source": [*RANDOM, *STREAMS, "host_batches"],
     "view": ["none", "subset", "reversed", "ids", "sample", "concat", "split", "zip"],
     "records": [0, 1, 5, 13, 40],
+    "dtype": ["float32", "int64", "bool", "bfloat16", "complex128", "int4", "float64"],
     "shuffle": [False, True, 4, *WINDOWS],
     "num_lanes": [None, 1, 2, 4],
     "batch": ["unit", "double", "schedule"],
@@ -77,6 +84,7 @@ DEFAULTS: Config = {
 SIMULATED = {**OPTIONS, "num_workers": [0]}
 REAL_HOSTS = 4
 REAL = {**OPTIONS, "hosts": [1, 2, 3, 4], "devices": [2], "outside": [0]}  # hosts beyond `hosts` are outside
+ONE_HOST = {**SIMULATED, "hosts": [1], "devices": [4, 8], "outside": [0], "resume_hosts": [1]}  # on real devices
 RESUMING = ("resume", "future", "resume end", "twice")
 
 
@@ -119,6 +127,7 @@ def _forbidden(source: str, config: Config) -> Iterator[bool]:
         laned = by_shards or differs("num_lanes", None)
         yield laned and (source not in IN_FILES or has("view", "reversed"))
     yield differs("fault", "none") and source not in FAULTY
+    yield differs("dtype", "float32") and source not in ANY_DTYPE
     yield has("fault", "bad") and source in DOCUMENTS  # a sequence may have no other that is readable
     prefix = has("layout", "prefix") or has("resume_layout", "prefix")
     yield prefix and (source in TOKENS or has("view", "zip"))
@@ -231,10 +240,34 @@ class Topology:
 # ---------------------------------------------------------------------- values
 
 
-def plain_record(number: int, component: int = 0) -> Record:
+def plain_record(number: int, component: int = 0, dtype: str = "float32") -> Record:
     """Record ``number``; no row of it is zero, so padding is not mistaken for it."""
     first = component * 1000 + number + 1
-    return {"id": np.int32(first), "x": np.float32(first) / 4 + np.arange(4, dtype=np.float32)}
+    return {"id": np.int32(first), "x": leaf_x(first, dtype)}
+
+
+def leaf_x(first: int, dtype: str) -> np.ndarray:
+    """Four values of a dtype, of which no bit may be lost: with a NaN that says more, and a negative zero."""
+    plain = np.float32(first) / 4 + np.arange(4, dtype=np.float32)
+    if dtype == "float32":
+        return plain
+    if dtype == "bool":
+        return np.array([first & 1, first & 2, first & 4, 1]) != 0
+    if dtype == "bfloat16":
+        bits = plain.astype(ml_dtypes.bfloat16).view(np.uint16)
+        bits[1:3] = 0x7F81 + first % 64, 0x8000
+        return bits.view(ml_dtypes.bfloat16)
+    if dtype == "complex128":
+        return plain - 2j * plain
+    if dtype == "int4":
+        return ((first + np.arange(4)) % 16 - 8).astype(ml_dtypes.int4)
+    return (plain * -4).astype(dtype)
+
+
+def narrowed(array: np.ndarray) -> np.ndarray:
+    """What JAX makes of an array without 64-bit types."""
+    dtypes = {"int64": np.int32, "uint64": np.uint32, "float64": np.float32, "complex128": np.complex64}
+    return array.astype(dtypes[array.dtype.name]) if array.dtype.name in dtypes else array
 
 
 def mapped(record: Record) -> Record:
@@ -304,8 +337,10 @@ def is_bad(record_id: int) -> bool:
 class Records:
     """Random access, one record at a time."""
 
-    def __init__(self, count: int, component: int = 0, faults: Faults | None = None) -> None:
-        self._count, self._component, self._faults = count, component, faults or Faults()
+    def __init__(
+        self, count: int, component: int = 0, faults: Faults | None = None, dtype: str = "float32"
+    ) -> None:
+        self._count, self._component, self._faults, self._dtype = count, component, faults or Faults(), dtype
 
     def __len__(self) -> int:
         return self._count
@@ -316,7 +351,7 @@ class Records:
 
     def record(self, record_id: int) -> Record:
         """A record, without faults."""
-        return plain_record(record_id, self._component)
+        return plain_record(record_id, self._component, self._dtype)
 
     def fingerprint(self) -> Any:
         return {"records": self._count, "component": self._component}
@@ -375,16 +410,16 @@ def leaf(
     )
 
 
-def leaf_of(kind: type[Records], count: int, component: int = 0) -> Node:
-    record = kind(count, component).record
-    return leaf(lambda faults: kind(count, component, faults), count, record, component, kind is not Records)
+def leaf_of(kind: type[Records], count: int, component: int = 0, dtype: str = "float32") -> Node:
+    record = kind(count, component, dtype=dtype).record
+    return leaf(lambda faults: kind(count, component, faults, dtype), count, record, component, kind is not Records)
 
 
-def mixture_of(source: str, count: int) -> Node:
+def mixture_of(source: str, count: int, dtype: str = "float32") -> Node:
     """A mixture of records or documents."""
     kind = Documents if source in ("packed_mixture", "mixture_packed") else RecordsInBatches
     counts = (count, 5, 3)
-    a, b, c = (leaf_of(kind, number, component) for component, number in enumerate(counts))
+    a, b, c = (leaf_of(kind, number, component, dtype) for component, number in enumerate(counts))
     if source == "mixture_nested":
         inner = lists.mixture({"a": a, "b": b}, {"a": 1, "b": 1}, 8)
         return lists.mixture({"m": inner, "c": c}, {"m": 2, "c": 1}, 8)
@@ -404,7 +439,7 @@ def mixture_of(source: str, count: int) -> Node:
     )
 
 
-def node_of(source: str, count: int, folder: str) -> Node:
+def node_of(source: str, count: int, folder: str, dtype: str = "float32") -> Node:
     """A random-access source, without a view."""
     if source in FILES:
         record = tokens_record if source == "tokens" else plain_record
@@ -432,14 +467,14 @@ def node_of(source: str, count: int, folder: str) -> Node:
     if source == "buckets":
         return lists.buckets(leaf_of(Documents, count), (2, 4, 6))
     if source == "memory":
-        columns = _columns([plain_record(number) for number in range(count)])
-        return leaf(lambda faults: _sources().Memory(columns), count, plain_record, in_files=False)
+        records = [plain_record(number, 0, dtype) for number in range(count)]
+        return leaf(lambda faults: _sources().Memory(_columns(records)), count, records.__getitem__, in_files=False)
     if source == "grain_map":
         made = leaf(lambda faults: _grain(count).map(mapped), count, plain_record, in_files=False)
         return dataclasses.replace(made, read=lambda i, draw: mapped(plain_record(i)))
     if source in ("records", "records_batch"):
-        return leaf_of(Records if source == "records" else RecordsInBatches, count)
-    return mixture_of(source, count)
+        return leaf_of(Records if source == "records" else RecordsInBatches, count, dtype=dtype)
+    return mixture_of(source, count, dtype)
 
 
 def padded(record: Record) -> Record:
@@ -506,23 +541,28 @@ class LaneWithState(LaneOfRecords):
 
 
 def lane_records(
-    config_source: str, count: int, lane: int, num_lanes: int, epoch: int, component: int = 0
+    config_source: str,
+    count: int,
+    lane: int,
+    num_lanes: int,
+    epoch: int,
+    dtype: str = "float32",
 ) -> list[Record]:
     """The records of a lane in an epoch, before any function."""
     ids = list(range(lane, count, num_lanes))
     if config_source == "stream_uneven" and lane % 3 == 1:
         ids = ids[: len(ids) // 2]
-    return [plain_record(number + 200 * epoch, component) for number in ids]
+    return [plain_record(number + 200 * epoch, 0, dtype) for number in ids]
 
 
 class OpenLane:
     """``open`` of a Stream."""
 
-    def __init__(self, source: str, count: int, faults: Faults, component: int = 0) -> None:
-        self._source, self._count, self._faults, self._component = source, count, faults, component
+    def __init__(self, source: str, count: int, faults: Faults, dtype: str) -> None:
+        self._source, self._count, self._faults, self._dtype = source, count, faults, dtype
 
     def __call__(self, lane_index: int, num_lanes: int, epoch: int = 0) -> Iterator[Record]:
-        records = lane_records(self._source, self._count, lane_index, num_lanes, epoch, self._component)
+        records = lane_records(self._source, self._count, lane_index, num_lanes, epoch, self._dtype)
         kind = LaneWithState if self._source in ("stream_state", "stream_uneven") else LaneOfRecords
         return kind(records, lane_index, self._faults)
 
@@ -583,7 +623,9 @@ class Case:
         self.config, self._folder = config, folder
         self._node: Node | None = None
         if is_random(config["source"]) and config["records"]:
-            self._node = view_of(node_of(config["source"], config["records"], folder), config["view"])
+            self._node = view_of(
+                node_of(config["source"], config["records"], folder, config["dtype"]), config["view"]
+            )
         resuming = config["script"] in RESUMING
         most = max(config["hosts"], config["resume_hosts"] if resuming and config["source"] != "host_batches" else 0)
         self.processes = processes or most + config["outside"]
@@ -705,7 +747,9 @@ class Case:
         epochs = itertools.count() if config["num_epochs"] is None else range(config["num_epochs"])
         for epoch in epochs:
             shown = 0 if config["source"] == "grain_iter" else epoch  # which does not know the epoch
-            records = lane_records(config["source"], config["records"], lane, self.num_lanes, shown)
+            records = lane_records(
+                config["source"], config["records"], lane, self.num_lanes, shown, config["dtype"]
+            )
             if config["source"] == "stream_map":
                 records = [new for record in records if (new := kept(record)) is not None]
             if config["source"] == "shuffle_buffer":
@@ -743,7 +787,7 @@ class Case:
         count = max(0, self.config["records"] // self.topologies[0].hosts + (host % 2) * 2)
         if self.config["records"] == 0:
             count = 0
-        records = [plain_record(number, host) for number in range(count)]
+        records = [plain_record(number, host, self.config["dtype"]) for number in range(count)]
         return [records[i : i + rows] for i in range(0, count, rows)]
 
     def _choose_fatal(self) -> tuple[int | None, Any]:
@@ -912,7 +956,7 @@ class Case:
             return sources.HostBatches(Batches([_columns(records) for records in batches]))
         if is_random(source):
             return Records(0)
-        return _SOURCES[source](self.config["records"], faults)
+        return _SOURCES[source](self.config["records"], faults, self.config["dtype"])
 
 
 def _file_source(source: str, count: int, folder: str) -> Any:
@@ -932,26 +976,26 @@ def _grain(count: int) -> Any:
     return grain.MapDataset.source([plain_record(number) for number in range(count)])
 
 
-def _stream(source: str, count: int, faults: Faults) -> Any:
+def _stream(source: str, count: int, faults: Faults, dtype: str = "float32") -> Any:
     from meshfeed import sources
 
-    return sources.Stream(OpenLane(source, count, faults), fingerprint=count)
+    return sources.Stream(OpenLane(source, count, faults, dtype), fingerprint=count)
 
 
-def _stream_mixture(count: int, faults: Faults) -> Any:
+def _stream_mixture(count: int, faults: Faults, dtype: str) -> Any:
     from meshfeed import sources
 
     parts = {"a": _stream("stream", count, faults), "b": Records(40, 1)}
     return sources.Mixture(parts, {"a": 3, "b": 1}, 8)
 
 
-_SOURCES: dict[str, Callable[[int, Faults], Any]] = {
-    "grain_iter": lambda n, faults: _grain(n).to_iter_dataset(),
+_SOURCES: dict[str, Callable[[int, Faults, str], Any]] = {
+    "grain_iter": lambda n, faults, dtype: _grain(n).to_iter_dataset(),
     "stream": functools.partial(_stream, "stream"),
     "stream_state": functools.partial(_stream, "stream_state"),
     "stream_uneven": functools.partial(_stream, "stream_uneven"),
-    "stream_map": lambda n, faults: _sources().Map(_stream("stream_map", n, faults), kept),
-    "shuffle_buffer": lambda n, faults: _sources().ShuffleBuffer(_stream("shuffle_buffer", n, faults), 8),
+    "stream_map": lambda n, faults, dtype: _sources().Map(_stream("stream_map", n, faults), kept),
+    "shuffle_buffer": lambda n, faults, dtype: _sources().ShuffleBuffer(_stream("shuffle_buffer", n, faults), 8),
     "stream_mixture": _stream_mixture,
 }
 

@@ -8,7 +8,7 @@ import threading
 from typing import Any, Protocol
 
 import numpy as np
-from configurations import WINDOWS, Case, Event, Phase, is_random
+from configurations import WINDOWS, Case, Event, Phase, is_random, narrowed
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 import meshfeed
@@ -117,7 +117,8 @@ class _Player:
                 arrays = next(self.feed)
             except Exception as error:
                 raise AssertionError(f"{here}: raised {error!r}") from error
-            wanted, arrays = flat(batch.arrays(mask_key)), flat(arrays)
+            wanted = {name: narrowed(leaf) for name, leaf in flat(batch.arrays(mask_key)).items()}
+            arrays = flat(arrays)
             assert sorted(arrays) == sorted(wanted), f"{here}: leaves {sorted(arrays)}"
             for name, array in arrays.items():
                 try:

@@ -188,7 +188,11 @@ class _World(Exchange):
         topology = phase.topology
         mine = [int(device) for device in topology.grid.flat if topology.host_of(int(device)) == host]
         assert sorted(found) == sorted(mine), f"blocks on the devices {sorted(found)}, not {sorted(mine)}"
-        bits = wanted if wanted.dtype.kind in "iu" else wanted.view(f"u{wanted.itemsize}")
+        bits = wanted
+        if wanted.dtype.kind == "c":
+            bits = wanted.view(f"u{wanted.itemsize // 2}")
+        elif wanted.dtype.kind not in "iu":
+            bits = wanted.view(f"u{wanted.itemsize}")
         for rank, device in enumerate(topology.reading_devices(phase.load)):
             if device not in found:
                 continue

@@ -7,9 +7,9 @@ import pairwise
 import pytest
 import real_hosts
 import simulated_hosts
-from configurations import DEFAULTS, REAL, SIMULATED, Records, valid
+from configurations import DEFAULTS, ONE_HOST, REAL, SIMULATED, Records, valid
 
-SIMULATED_CONFIGURATIONS, REAL_CONFIGURATIONS = 300, 40
+SIMULATED_CONFIGURATIONS, ONE_HOST_CONFIGURATIONS, REAL_CONFIGURATIONS = 300, 80, 40
 
 
 @pytest.mark.slow
@@ -21,6 +21,13 @@ def test_simulated_hosts_give_what_the_model_says(tmp_path):
         for config in configs:
             text = campaign.failure(config, str(tmp_path))
             assert text is None, f"{text}\n{campaign.script(config, real=False)}"
+
+
+@pytest.mark.slow
+def test_one_host_with_real_devices_gives_what_the_model_says(tmp_path):
+    for config in campaign.draw(ONE_HOST, 3, ONE_HOST_CONFIGURATIONS):
+        text = campaign.failure(config, str(tmp_path), here=True)
+        assert text is None, f"{text}\n{config}"
 
 
 @pytest.mark.slow
