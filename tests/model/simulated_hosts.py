@@ -13,7 +13,7 @@ import dataclasses
 import sys
 import threading
 import types
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -218,20 +218,34 @@ def play(case: Case) -> None:
     Raises:
       AssertionError: something is not as the model says, or a host hangs.
     """
-    here, job = _current[-1], Job(case.processes)
-    world = _World(case, here)
+    world = _World(case, _current[-1])
     assert case.events  # once for all hosts
+    run(case.processes, lambda host: play_host(case, host, world, "case"), world.give_up)
+
+
+def run(processes: int, job: Callable[[int], None], give_up: Callable[[], None] = lambda: None) -> None:
+    """Runs a function on each host of a job, within :func:`simulation`.
+
+    Args:
+      processes: of the job.
+      job: what a host does.
+      give_up: called after an error on some host.
+
+    Raises:
+      AssertionError: a host raised an error, or hangs.
+    """
+    here, jobs = _current[-1], Job(processes)
     errors: dict[int, BaseException] = {}
 
-    def run(host: int) -> None:
-        here.job, here.host = job, host
+    def run_host(host: int) -> None:
+        here.job, here.host = jobs, host
         try:
-            play_host(case, host, world, "case")
+            job(host)
         except BaseException as error:
             errors[host] = error
-            world.give_up()
+            give_up()
 
-    hosts = [threading.Thread(target=run, args=(host,), daemon=True) for host in range(case.processes)]
+    hosts = [threading.Thread(target=run_host, args=(host,), daemon=True) for host in range(processes)]
     for thread in hosts:
         thread.start()
     for thread in hosts:
