@@ -177,6 +177,16 @@ def test_an_unreadable_record_is_part_of_the_digest(caplog: pytest.LogCaptureFix
     assert {(record.name, record.levelname) for record in caplog.records} == {("meshfeed.feed", "WARNING")}
 
 
+@pytest.mark.parametrize("num_records", [20, 1])
+def test_a_source_without_a_readable_record_has_no_identity(num_records: int, caplog: pytest.LogCaptureFixture) -> None:
+    with pytest.raises(KeyError) as caught:
+        probe_digest(num_records, fail_at(0, 6, 12, 19), NOW)
+    assert caught.value.args == (0,)
+    ids = {20: "4 records (0, 6, 12, 19)", 1: "one record (0)"}[num_records]
+    assert caught.value.__notes__ == [f"in identifying the source by {ids}, none of which can be read on this host"]
+    assert not caplog.messages
+
+
 def test_a_probe_that_fails_in_passing_is_tried_again(caplog: pytest.LogCaptureFixture) -> None:
     failures = [OSError("a blip")]
 

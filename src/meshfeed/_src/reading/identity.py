@@ -49,13 +49,17 @@ def probe_digest(
 ) -> str:
     """Returns a digest of up to four records spread over a source.
 
-    An unreadable record does not raise: it is marked in the digest, because a feed over it must still have a state.
+    A single unreadable record does not raise: it is marked in the digest, because a feed over it must still have a state.
 
     Args:
       num_records: number of records of the source.
       digest: maps ids, int64 ``[n]``, to the digest of these records.
       retry: retry settings for failed reads.
       numbers: the source, if it numbers its records itself: an id that it does not have is marked as well, silently.
+
+    Raises:
+      Exception: that of the first record, if none can be read. A digest of errors alone would be the same for any source that
+        is out of reach, and a state saved before would be refused as one of different content.
     """
     ids = probe_ids(num_records)
     try:
@@ -69,6 +73,7 @@ def _digest_one_by_one(
 ) -> str:
     digests: list[str] = []
     unreadable: list[tuple[int, Exception]] = []
+    missing = 0
     for i in range(len(ids)):
         try:
             digests.append(digest(ids[i : i + 1]))
@@ -76,12 +81,23 @@ def _digest_one_by_one(
             digests.append("bad")
             if _exists(ids[i : i + 1], numbers):
                 unreadable.append((int(ids[i]), error))
+            else:
+                missing += 1
     if unreadable:
         first = unreadable[0][1]
+        names = ", ".join(str(record_id) for record_id, _ in unreadable)
+        if len(unreadable) == len(ids) - missing:
+            count = len(unreadable)
+            first.add_note(
+                f"in identifying the source by {'one record' if count == 1 else f'{count} records'} ({names}), none of "
+                "which can be read on this host"
+            )
+            note_thread(first)
+            raise first
         _log.warning(
             "%s %s cannot be read (%s: %s); the source's fingerprint marks %s as unreadable",
             "record" if len(unreadable) == 1 else "records",
-            ", ".join(str(record_id) for record_id, _ in unreadable),
+            names,
             type(first).__name__,
             first,
             "it" if len(unreadable) == 1 else "them",
