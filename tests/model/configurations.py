@@ -32,13 +32,25 @@ DOCUMENTS = (*PACKED, "mixture_packed", "buckets")
 IN_FILES = (*FILES, *MIXTURES, *DOCUMENTS, "records_batch", "map", "padded")
 RANDOM = (*IN_FILES, "memory", "records", "map_rng", "grain_map")
 TOKENS = ("tokens", *DOCUMENTS)
-STREAMS = ("stream", "stream_state", "stream_uneven", "stream_map", "stream_mixture", "shuffle_buffer", "grain_iter")
+STREAMS = (
+    *("stream", "stream_state", "stream_uneven", "stream_map", "stream_decode", "stream_mixture", "shuffle_buffer"),
+    "grain_iter",
+)
 FAULTY = (
     *("records", "records_batch", "map", "map_rng", "padded", *MIXTURES, *DOCUMENTS),
-    *("stream", "stream_state", "stream_uneven", "stream_map"),
+    *("stream", "stream_state", "stream_uneven", "stream_map", "stream_decode"),
 )
 ANY_DTYPE = (
-    *("memory", "records", "records_batch", "mixture", "mixture_staged", "mixture_nested", "mixture_take", "mixture_stop"),
+    *(
+        "memory",
+        "records",
+        "records_batch",
+        "mixture",
+        "mixture_staged",
+        "mixture_nested",
+        "mixture_take",
+        "mixture_stop",
+    ),
     *("stream", "stream_state", "stream_uneven", "host_batches"),
 )
 """Sources whose leaf ``x`` may be of any dtype."""
@@ -61,11 +73,11 @@ OPTIONS: dict[str, list[Any]] = {
     "num_threads": [None, 3],
     "num_workers": [0, 2],
     "check_replicas": [False, True],
-    "fault": ["none", "transient", "bad", "fatal"],
+    "fault": ["none", "transient", "bad", "too many bad", "fatal"],
     "hosts": [1, 2, 3, 4, 5, 7],
     "devices": [1, 2],
     "layout": ["rows", "permuted", "data", "minor", "columns", "both", "replicated", "prefix"],
-    "outside": [0, 1],
+    "outside": [0, 1, "late"],  # hosts outside the mesh; the late one waits until the others have taken their batches
     "script": ["run", "resume", "reset", "past", "future", "after end", "resume end", "twice"],
     "taken": [0, 1, 3],
     "resume_hosts": [1, 2, 3, 4],
@@ -89,6 +101,8 @@ RESUMING = ("resume", "future", "resume end", "twice")
 
 
 SEED = 11
+BAD = {"bad": 1.0, "too many bad": 0.1}
+"""Faults by which every fifth record is bad, and the fraction of bad records that is allowed."""
 
 
 class Fatal(RuntimeError):
@@ -121,14 +135,15 @@ def _forbidden(source: str, config: Config) -> Iterator[bool]:
 
     viewed, by_shards = differs("view", "none"), has("shuffle", *WINDOWS)
     if not is_random(source):
-        yield viewed or differs("shuffle", False) or has("fault", "bad")
+        yield viewed or differs("shuffle", False) or (has("fault", *BAD) and source != "stream_decode")
+        yield source == "stream_decode" and has("fault", "transient", "fatal")
     else:
         yield differs("num_lanes", None) and ("shuffle" in config and not by_shards)
         laned = by_shards or differs("num_lanes", None)
         yield laned and (source not in IN_FILES or has("view", "reversed"))
     yield differs("fault", "none") and source not in FAULTY
     yield differs("dtype", "float32") and source not in ANY_DTYPE
-    yield has("fault", "bad") and source in DOCUMENTS  # a sequence may have no other that is readable
+    yield has("fault", *BAD) and source in DOCUMENTS  # a sequence may have no other that is readable
     prefix = has("layout", "prefix") or has("resume_layout", "prefix")
     yield prefix and (source in TOKENS or has("view", "zip"))
     if source in PACKED:
@@ -145,7 +160,16 @@ def _forbidden(source: str, config: Config) -> Iterator[bool]:
 
 def _valid_host_batches(config: Config) -> bool:
     get = config.get
-    plain = {"view": "none", "fault": "none", "shuffle": False, "num_lanes": None, "load": "sharded", "num_workers": 0, "outside": 0, "num_epochs": 1}
+    plain = {
+        "view": "none",
+        "fault": "none",
+        "shuffle": False,
+        "num_lanes": None,
+        "load": "sharded",
+        "num_workers": 0,
+        "outside": 0,
+        "num_epochs": 1,
+    }
     if any(type(get(name, value)) is not type(value) or get(name, value) != value for name, value in plain.items()):
         return False
     return get("batch", "unit") != "schedule" and get("layout", "rows") in ("rows", "permuted")
@@ -326,7 +350,7 @@ class Faults:
         if self.kind == "transient" and number % 3 == 1 and token not in self._seen:
             self._seen.add(token)
             raise OSError("a passing fault")
-        if self.kind == "bad" and is_bad(number):
+        if self.kind in BAD and is_bad(number):
             raise ValueError("a bad record")
 
 
@@ -337,9 +361,7 @@ def is_bad(record_id: int) -> bool:
 class Records:
     """Random access, one record at a time."""
 
-    def __init__(
-        self, count: int, component: int = 0, faults: Faults | None = None, dtype: str = "float32"
-    ) -> None:
+    def __init__(self, count: int, component: int = 0, faults: Faults | None = None, dtype: str = "float32") -> None:
         self._count, self._component, self._faults, self._dtype = count, component, faults or Faults(), dtype
 
     def __len__(self) -> int:
@@ -397,7 +419,11 @@ def lengths_of_files(count: int) -> list[int]:
 
 
 def leaf(
-    make: Callable[[Faults], Any], count: int, record: Callable[[int], Record], component: int = 0, in_files: bool = True
+    make: Callable[[Faults], Any],
+    count: int,
+    record: Callable[[int], Record],
+    component: int = 0,
+    in_files: bool = True,
 ) -> Node:
     """A source at the bottom."""
     return Node(
@@ -567,6 +593,31 @@ class OpenLane:
         return kind(records, lane_index, self._faults)
 
 
+def bad_places(records: Sequence[Record]) -> list[int]:
+    """Bad records of a lane; never all of them."""
+    return [place for place, record in enumerate(records) if place and is_bad(int(record["id"]) - 1)]
+
+
+class DecodedLanes:
+    """Lanes of numbers, which are decoded to records."""
+
+    def __init__(self, count: int, bad: bool) -> None:
+        self._count, self._bad = count, bad
+
+    def open(self, lane_index: int, num_lanes: int, epoch: int = 0) -> Iterator[int]:
+        records = lane_records("stream_decode", self._count, lane_index, num_lanes, epoch)
+        bad = bad_places(records) if self._bad else []
+        return iter([-1 if place in bad else int(record["id"]) - 1 for place, record in enumerate(records)])
+
+    def decode(self, number: int) -> Record:
+        if number < 0:
+            raise ValueError("a bad record")
+        return plain_record(number)
+
+    def fingerprint(self) -> int:
+        return self._count
+
+
 class Batches:
     """Host batches that start again at each ``iter``."""
 
@@ -601,6 +652,7 @@ class Event:
     end: bool = False
     failing: tuple[int, ...] | None = None  # hosts that raise their own error; others of the mesh a PeerError
     kind: str = ""
+    bad: set[tuple[int, int, int]] = dataclasses.field(default_factory=set)  # record id, epoch, step: after the action
     step: int = 0  # after the action
     position: int = 0
     length: int | None = None  # of the feed, where known
@@ -623,12 +675,10 @@ class Case:
         self.config, self._folder = config, folder
         self._node: Node | None = None
         if is_random(config["source"]) and config["records"]:
-            self._node = view_of(
-                node_of(config["source"], config["records"], folder, config["dtype"]), config["view"]
-            )
+            self._node = view_of(node_of(config["source"], config["records"], folder, config["dtype"]), config["view"])
         resuming = config["script"] in RESUMING
         most = max(config["hosts"], config["resume_hosts"] if resuming and config["source"] != "host_batches" else 0)
-        self.processes = processes or most + config["outside"]
+        self.processes = processes or most + bool(config["outside"])
         first = Topology(self.processes, config["hosts"], config["devices"], config["layout"])
         second = Topology(self.processes, config["resume_hosts"], config["devices"], config["resume_layout"])
         if config["source"] == "host_batches":  # which cannot change their topology
@@ -672,7 +722,7 @@ class Case:
             "num_threads": config["num_threads"],
             "num_workers": config["num_workers"],
             "check_replicas": config["check_replicas"],
-            "bad_records": 1.0 if config["fault"] == "bad" else None,
+            "bad_records": BAD.get(config["fault"]),
         }
         return settings
 
@@ -734,7 +784,7 @@ class Case:
         found = self._node.ordered(settings)
 
         def bad(record_id: int) -> bool:
-            return config["fault"] == "bad" and any(map(is_bad, found.origin(record_id)))
+            return config["fault"] in BAD and any(map(is_bad, found.origin(record_id)))
 
         return RandomAccess(found.order, found.value, pad, bad, found.origin, found.first)
 
@@ -747,9 +797,12 @@ class Case:
         epochs = itertools.count() if config["num_epochs"] is None else range(config["num_epochs"])
         for epoch in epochs:
             shown = 0 if config["source"] == "grain_iter" else epoch  # which does not know the epoch
-            records = lane_records(
+            records: list[Any] = lane_records(
                 config["source"], config["records"], lane, self.num_lanes, shown, config["dtype"]
             )
+            if config["source"] == "stream_decode" and config["fault"] in BAD:
+                for place in bad_places(records):
+                    records[place] = reference.Bad(lane << 48 | place, epoch)
             if config["source"] == "stream_map":
                 records = [new for record in records if (new := kept(record)) is not None]
             if config["source"] == "shuffle_buffer":
@@ -808,7 +861,9 @@ class Case:
             for row in self.phases[0].topology.rows_of(host, steps.size(step), phase.load):
                 token = batch.tokens[row] if row < len(batch.tokens) else None
                 if isinstance(token, frozenset):
-                    token = max(token - model.origin(model.first), default=None)  # not of the one that shows the structure
+                    token = max(
+                        token - model.origin(model.first), default=None
+                    )  # not of the one that shows the structure
                 if token is not None:
                     phase.fatal_host = host
                     return host, token
@@ -840,23 +895,25 @@ class Case:
         """What every host must see, phase by phase."""
         if self.refused is not None:
             return [[] for _ in self.phases]
-        model, saved = self.model, dict[str, tuple[int, int, tuple[int, ...]]]()
+        model, saved = self.model, dict[str, tuple[int, int, tuple[int, ...], set[tuple[int, int, int]]]]()
         result: list[list[Event]] = []
         for phase in self.phases:
             step = position = 0
             sizes: tuple[int, ...] = ()
+            bad: set[tuple[int, int, int]] = set()
             events: list[Event] = []
             for action in phase.actions:
                 event = Event(action)
                 if action[0] == "set":
                     if action[1] not in saved:
                         break  # the phase before it failed
-                    step, position, sizes = saved[action[1]]
+                    step, position, sizes, bad = saved[action[1]]
                 elif action[0] == "reset":
-                    step, position, sizes = 0, 0, ()
+                    step, position, sizes, bad = 0, 0, (), set()
+                event.bad = bad
                 if action[0] == "take":
                     self._take(event, model, phase, step, position, sizes)
-                    step, position = event.step, event.position
+                    step, position, bad = event.step, event.position, event.bad
                     sizes = tuple(Steps(sizes, phase.schedule).size(number) for number in range(step))
                 event.step, event.position, steps = step, position, Steps(sizes, phase.schedule)
                 if action[0] == "len" and isinstance(model, RandomAccess):
@@ -868,7 +925,7 @@ class Case:
                 if event.failing is not None:
                     break
                 if action[0] == "save":
-                    saved[action[1]] = (step, position, sizes)
+                    saved[action[1]] = (step, position, sizes, bad)
             result.append(events)
         return result
 
@@ -888,6 +945,12 @@ class Case:
             if failing := self.failing(phase, batch):
                 event.failing, event.kind = failing, "Fatal"
                 return
+            found = event.bad | set(batch.bad)
+            limit = BAD.get(self.config["fault"], 1.0)
+            if batch.position >= 1 / limit and len(found) > limit * batch.position:
+                event.failing, event.kind = tuple(range(phase.topology.hosts)), "SourceError"
+                return
+            event.bad = found
             event.batches.append(batch)
             event.step, event.position = event.step + 1, batch.position
 
@@ -995,6 +1058,7 @@ _SOURCES: dict[str, Callable[[int, Faults, str], Any]] = {
     "stream_state": functools.partial(_stream, "stream_state"),
     "stream_uneven": functools.partial(_stream, "stream_uneven"),
     "stream_map": lambda n, faults, dtype: _sources().Map(_stream("stream_map", n, faults), kept),
+    "stream_decode": lambda n, faults, dtype: DecodedLanes(n, faults.kind in BAD),
     "shuffle_buffer": lambda n, faults, dtype: _sources().ShuffleBuffer(_stream("shuffle_buffer", n, faults), 8),
     "stream_mixture": _stream_mixture,
 }

@@ -95,7 +95,7 @@ def _play_phase(case: Case, phase: Phase, wanted: list[Event], host: int, world:
     with feed:
         for number, event in enumerate(wanted):
             player = _Player(case, phase, host, world, feed, name.rpartition("-")[0])
-            player.play(event, f"action {number} {event.action}")
+            player.play(event, f"action {name.rpartition('-')[2]}.{number} {event.action}")
 
 
 class _Player:
@@ -110,6 +110,14 @@ class _Player:
             assert at == (event.step, event.position), f"{where}: at {at}, not {(event.step, event.position)}"
 
     def _take(self, event: Event, where: str, count: int) -> None:
+        late = self.case.config["outside"] == "late" and self.host >= self.phase.topology.hosts
+        if late and not is_random(self.case.config["source"]):  # which would not follow
+            self.world.gather(f"{self.name}/{where}", self.phase.topology.hosts)
+        self._take_now(event, where, count)
+        if self.case.config["outside"] == "late" and self.host < self.phase.topology.hosts:
+            self.world.put(f"{self.name}/{where}", self.host, None)
+
+    def _take_now(self, event: Event, where: str, count: int) -> None:
         mask_key = "mask" if self.case.config["mask"] else None
         for batch in event.batches:
             here = f"{where}, step {batch.step}"
@@ -166,6 +174,9 @@ class _Player:
         assert again["position"] == merged["position"], where
 
     def _check_merged(self, state: Any, event: Event, where: str) -> None:
+        ledgers = (state.get("skipped") or {}).values()
+        bad = {(entry[0], entry[1], entry[3]) for ledger in ledgers for entry in ledger}
+        assert bad == event.bad, f"{where}: the state lists the bad records {bad}, not {event.bad}"
         if "lanes" in state and state["lanes"] is not None:
             assert len(state["lanes"]) == self.case.num_lanes, f"{where}: lanes {sorted(state['lanes'])}"
             records = sum(lane["records"] for lane in state["lanes"].values())

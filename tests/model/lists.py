@@ -46,7 +46,9 @@ class Settings:
     def lanes(self, lengths: Sequence[int], seed: int, **changes: Any) -> ShardLanes:
         """The lanes over so many records of each shard."""
         assert self.windows is not None
-        return ShardLanes(lengths, self.num_lanes, seed, **{**dict(zip(("window", "affinity"), self.windows)), **changes})
+        return ShardLanes(
+            lengths, self.num_lanes, seed, **{"window": self.windows[0], "affinity": self.windows[1], **changes}
+        )
 
 
 @dataclasses.dataclass
@@ -339,7 +341,8 @@ def mixture(
     text = f"Mixture({{{', '.join(f'{n!r}: {node.text}' for n, node in nodes.items())}}}, {weights}, {block}, **{keywords})"
     first = next(iter(nodes.values()))
     if first.grouped is not None:
-        found = first.grouped[1](_mixture({n: node.grouped[0] for n, node in nodes.items() if node.grouped}, given_stages, block, on_end, take or {}, repeat or {}, make, ""))
+        below = {name: node.grouped[0] for name, node in nodes.items() if node.grouped}
+        found = first.grouped[1](_mixture(below, given_stages, block, on_end, take or {}, repeat or {}, make, ""))
         return dataclasses.replace(found, make=make, text=text)
     return _mixture(nodes, given_stages, block, on_end, take or {}, repeat or {}, make, text)
 
@@ -425,104 +428,114 @@ def _first(node: Node, count: int) -> Node:
 
 Segment = tuple[int, int, int]
 """Document, its first token, and the token after the last."""
+Segments = list[Segment]
+"""A sequence."""
 
 
-def packed(node: Node, length: int, method: str = "split", block: int = 65_536) -> Node:
-    """Packs by hand; see docs/decisions/packing.md.
+class _Packing:
+    """Sequences of documents; see docs/decisions/packing.md."""
 
-    Raises:
-      ValueError: no token is left.
-    """
-    lengths = [len(node.read(number, NO_DRAW)["tokens"]) for number in range(node.count)]
-    bounds = [*range(0, node.count, block), node.count]
+    def __init__(self, node: Node, length: int, method: str, block: int) -> None:
+        self._node, self._length, self._method = node, length, method
+        self._lengths = [len(node.read(number, NO_DRAW)["tokens"]) for number in range(node.count)]
+        self.bounds = [*range(0, node.count, block), node.count]
+        self.listed = self._sequences(self.bounds, range(len(self.bounds) - 1), None, 0)
 
-    def sequences(bounds: Sequence[int], dealt: Sequence[int], seed: int | None, epoch: int) -> list[list[Segment]]:
-        """The segments of each sequence, whose blocks come in the order ``dealt``."""
-        found: list[list[Segment]] = []
+    def _sequences(self, bounds: Sequence[int], dealt: Sequence[int], seed: int | None, epoch: int) -> list[Segments]:
+        """The sequences of an epoch, whose blocks come in the order ``dealt``."""
+        found: list[Segments] = []
         for number in dealt:
             first, stop = bounds[number], bounds[number + 1]
             order = list(range(stop - first))
             if seed is not None:
                 order = table(stop - first, key_of(seed, reference.DOCUMENTS, epoch, number))
-            documents = [(first + i, lengths[first + i]) for i in order]
-            if method == "split":
-                found += _split(documents, length)
-            else:
-                fitted = _fit(documents, length, seed is None)
-                if seed is not None:
-                    key = key_of(seed, reference.SEQUENCES, epoch, number)
-                    fitted = [fitted[permuted(i, len(fitted), key)] for i in range(len(fitted))]
-                found += fitted
+            documents = [(first + i, self._lengths[first + i]) for i in order]
+            if self._method == "split":
+                found += _split(documents, self._length)
+                continue
+            fitted = _fit(documents, self._length, seed is None)
+            if seed is not None:
+                key = key_of(seed, reference.SEQUENCES, epoch, number)
+                fitted = [fitted[permuted(i, len(fitted), key)] for i in range(len(fitted))]
+            found += fitted
         return found
 
-    def in_windows(window: int) -> list[int]:
+    def in_windows(self, window: int) -> list[int]:
         """The first document of each window of files, and the number of documents."""
-        ends = [*itertools.accumulate(count for count in node.shards or () if count)]
-        return sorted({0, *ends[window - 1 :: window], node.count})
+        ends = [*itertools.accumulate(count for count in self._node.shards or () if count)]
+        return sorted({0, *ends[window - 1 :: window], self._node.count})
 
-    def counts(bounds: Sequence[int]) -> list[int]:
-        return [len(sequences(bounds, [number], None, 0)) for number in range(len(bounds) - 1)]
+    def counts(self, bounds: Sequence[int]) -> list[int]:
+        """Sequences of each block."""
+        return [len(self._sequences(bounds, [number], None, 0)) for number in range(len(bounds) - 1)]
 
-    def laid_out(segments: Sequence[Segment], draw: Draw) -> Record:
-        record = {name: np.zeros(length, np.int32) for name in ("tokens", "segment_ids", "positions")}
+    def in_files(self) -> list[int] | None:
+        """How many sequences are of blocks that begin in each file."""
+        if self._node.shards is None:
+            return None
+        begins, files = Counter[int](), shard_of(self._node)
+        for number, count in enumerate(self.counts(self.bounds)):
+            begins[files[self.bounds[number]]] += count
+        return [begins[number] for number in range(len(self._node.shards))]
+
+    def record(self, segments: Segments) -> Record:
+        record = {name: np.zeros(self._length, np.int32) for name in ("tokens", "segment_ids", "positions")}
         at = 0
         for number, (document, first, stop) in enumerate(segments, 1):
             here = slice(at, at := at + stop - first)
-            record["tokens"][here] = node.read(document, draw)["tokens"][first:stop]
+            record["tokens"][here] = self._node.read(document, NO_DRAW)["tokens"][first:stop]
             record["segment_ids"][here] = number
             record["positions"][here] = np.arange(stop - first)
         return record
 
-    def read_from(segments: Sequence[Segment]) -> Origin:
-        return frozenset().union(*(node.origin(document) for document, _, _ in segments))
+    def origin(self, segments: Segments) -> Origin:
+        return frozenset().union(*(self._node.origin(document) for document, _, _ in segments))
 
-    listed = sequences(bounds, range(len(bounds) - 1), None, 0)
-    if not listed:
-        raise ValueError("no token is left")
-
-    def feed(settings: Settings) -> Ordered:
-        if settings.shuffle is False:
-            order = Plain(len(listed), False, settings.seed, settings.num_epochs)
-            return Ordered(order, lambda i, epoch: laid_out(listed[i], NO_DRAW), lambda i: read_from(listed[i]))
-        at, epochs = bounds, dict[int, list[list[Segment]]]()
+    def feed(self, settings: Settings) -> Ordered:
+        """The sequences of a feed, which shuffles the documents of each block."""
+        listed = self.listed
         places = Plain(len(listed), False, settings.seed, settings.num_epochs)
+        if settings.shuffle is False:
+            return Ordered(places, lambda i, epoch: self.record(listed[i]), lambda i: self.origin(listed[i]))
+        bounds, epochs = self.bounds, dict[int, list[Segments]]()
         if settings.windows is not None:
-            at = in_windows(settings.windows[0])
-            lanes = settings.lanes(counts(at), settings.seed, window=1, mixes=False)  # packing has mixed the windows
+            bounds = self.in_windows(settings.windows[0])
+            lanes = settings.lanes(self.counts(bounds), settings.seed, window=1, mixes=False)  # packing has mixed them
             places = Shards(lanes, settings.seed, settings.num_epochs)
 
-        def segments(record_id: int) -> list[Segment]:
+        def segments(record_id: int) -> Segments:
             epoch, place = divmod(record_id, places.count)
             if epoch not in epochs:
-                blocks: Sequence[int] = range(len(at) - 1)
+                blocks: Sequence[int] = range(len(bounds) - 1)
                 if settings.windows is None:
-                    blocks = table(len(blocks), key_of(settings.seed, reference.PACKED_BLOCKS, node.count, epoch))
-                epochs[epoch] = sequences(at, blocks, settings.seed, epoch)
+                    key = key_of(settings.seed, reference.PACKED_BLOCKS, self._node.count, epoch)
+                    blocks = table(len(blocks), key)
+                epochs[epoch] = self._sequences(bounds, blocks, settings.seed, epoch)
             return epochs[epoch][place]
 
-        return Ordered(
-            Sequences(places),
-            lambda i, epoch: laid_out(segments(i), NO_DRAW),
-            lambda i: read_from(segments(i)),
-        )
+        return Ordered(Sequences(places), lambda i, epoch: self.record(segments(i)), lambda i: self.origin(segments(i)))
 
-    shards = None
-    if node.shards is not None:
-        begins = Counter[int]()
-        files = shard_of(node)
-        for number, count in enumerate(counts(bounds)):
-            begins[files[bounds[number]]] += count
-        shards = [begins[number] for number in range(len(node.shards))]
+
+def packed(node: Node, length: int, method: str = "split", block: int = 65_536) -> Node:
+    """Packs documents by hand.
+
+    Raises:
+      ValueError: no token is left.
+    """
+    packing = _Packing(node, length, method, block)
+    listed = packing.listed
+    if not listed:
+        raise ValueError("no token is left")
     return Node(
         lambda given: Packed(node.make(given), length, method=method, block=block),
         len(listed),
-        lambda i, draw: laid_out(listed[i], draw),
-        lambda i: read_from(listed[i]),
-        shards,
+        lambda i, draw: packing.record(listed[i]),
+        lambda i: packing.origin(listed[i]),
+        packing.in_files(),
         f"Packed({node.text}, {length}, method={method!r}, block={block})",
         node.levels + 1,
-        feed=feed,
-        feed_shards=lambda windows: counts(in_windows(windows[0])),
+        feed=packing.feed,
+        feed_shards=lambda windows: packing.counts(packing.in_windows(windows[0])),
         packed=True,
     )
 

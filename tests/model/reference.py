@@ -203,7 +203,7 @@ class ShardLanes:
         epoch = cell // self.count
         number, lane = divmod(cell, self.num_lanes)
         # A lane's part of the epoch's line is as long as its cells in the epoch.
-        parts = [self.records_of(l, epoch + 1) - self.records_of(l, epoch) for l in range(self.num_lanes)]
+        parts = [self.records_of(n, epoch + 1) - self.records_of(n, epoch) for n in range(self.num_lanes)]
         if epoch not in self._lines:
             self._lines[epoch] = self._line(epoch, parts)
         return self._lines[epoch][sum(parts[:lane]) + number - self.records_of(lane, epoch)], epoch
@@ -228,8 +228,9 @@ class ShardLanes:
             rank = iter(sorted(range(len(mixed)), key=mixed.__getitem__))
             lanes = [[piece for _, piece in sorted((next(rank), piece) for piece in lane)] for lane in lanes]
         line: list[int] = []
-        windows = [sum(lane[i : i + self._window], []) for lane in lanes for i in range(0, len(lane), self._window)]
-        for number, ids in enumerate(windows):
+        windows = [lane[i : i + self._window] for lane in lanes for i in range(0, len(lane), self._window)]
+        for number, pieces in enumerate(windows):
+            ids = [record_id for piece in pieces for record_id in piece]
             key = key_of(self._seed, _WINDOW, self.count, epoch, number)
             line += [ids[permuted(i, len(ids), key)] for i in range(len(ids))] if self._mixes else ids
         return line
@@ -604,11 +605,24 @@ class RandomAccess:
         return next(step for step in itertools.count() if self.batch(step, steps) is None)
 
 
-class LaneRecords:
-    """The records of one lane over all its epochs, made as they are asked for."""
+@dataclasses.dataclass(frozen=True)
+class Bad:
+    """A record of a lane that cannot be decoded: the next one takes its row."""
 
-    def __init__(self, epochs: Iterator[Sequence[Record]]) -> None:
+    record_id: int
+    epoch: int
+
+
+class LaneRecords:
+    """The records of one lane over all its epochs, made as they are asked for.
+
+    Attributes:
+      bad: bad records, with the number of good ones before each.
+    """
+
+    def __init__(self, epochs: Iterator[Sequence[Record | Bad]]) -> None:
         self._epochs, self._records, self.ended = epochs, list[Record](), False
+        self.bad: list[tuple[int, Bad]] = []
         self._refused: Refused | None = None
 
     def upto(self, count: int) -> list[Record]:
@@ -623,7 +637,11 @@ class LaneRecords:
             if records is None:
                 self.ended = True
             else:
-                self._records += records
+                for record in records:
+                    if isinstance(record, Bad):
+                        self.bad.append((len(self._records), record))
+                    else:
+                        self._records.append(record)
         return self._records[:count]
 
 
@@ -632,7 +650,7 @@ class Lanes:
     """A stream that is read as lanes."""
 
     num_lanes: int
-    open: Callable[[int], Iterator[Sequence[Record]]]
+    open: Callable[[int], Iterator[Sequence[Record | Bad]]]
     """Lane → its records, one list per epoch."""
     pad: bool
 
@@ -645,8 +663,10 @@ class Lanes:
         tokens: list[Any] = []
         short = False
         position = 0
+        bad: list[tuple[int, int, int]] = []
         for number, lane in enumerate(self._lanes):
             records = lane.upto(start + size)
+            bad += [(one.record_id, one.epoch, step) for place, one in lane.bad if start <= place < start + size]
             here = records[start:]
             short |= len(here) < size
             rows += [*here, *[None] * (size - len(here))]
@@ -656,7 +676,7 @@ class Lanes:
             raise Refused("SourceError", "the first step of a stream without records")
         if (short and not self.pad) or all(row is None for row in rows):
             return None
-        return Batch(step, rows, position, tokens=tokens)
+        return Batch(step, rows, position, bad=bad, tokens=tokens)
 
 
 @dataclasses.dataclass

@@ -12,6 +12,7 @@ import contextlib
 import dataclasses
 import sys
 import threading
+import time
 import types
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -31,7 +32,7 @@ from meshfeed._src.plan.topology import fake_devices
 from meshfeed._src.reading import identity
 from meshfeed._src.state import files
 
-JOIN_SECONDS = 60.0
+JOIN_SECONDS, CLEANUP_SECONDS = 60.0, 10.0
 
 
 @dataclasses.dataclass
@@ -220,11 +221,15 @@ def play(case: Case) -> None:
     """
     world = _World(case, _current[-1])
     assert case.events  # once for all hosts
-    run(case.processes, lambda host: play_host(case, host, world, "case"), world.give_up)
+    store = run(case.processes, lambda host: play_host(case, host, world, "case"), world.give_up)
+    end = time.monotonic() + CLEANUP_SECONDS
+    while (wrong := _unexpected(store.keys())) and time.monotonic() < end:
+        time.sleep(0.01)
+    assert not wrong, f"keys are left in the store: {wrong}"
 
 
-def run(processes: int, job: Callable[[int], None], give_up: Callable[[], None] = lambda: None) -> None:
-    """Runs a function on each host of a job, within :func:`simulation`.
+def run(processes: int, job: Callable[[int], None], give_up: Callable[[], None] = lambda: None) -> MemoryStore:
+    """Runs a function on each host of a job, within :func:`simulation`; returns their key-value store.
 
     Args:
       processes: of the job.
@@ -256,3 +261,10 @@ def run(processes: int, job: Callable[[int], None], give_up: Callable[[], None] 
         texts.append(f"hosts {hanging} hang")
     if texts:
         raise AssertionError("\n".join(texts)) from next(iter(errors.values()), None)
+    return jobs.store
+
+
+def _unexpected(keys: list[str]) -> list[str]:
+    """Keys that feeds leave behind; those of a feed's last two generations are for hosts that follow it late."""
+    generations = collections.Counter(key.rpartition("/")[0] for key in keys if key.startswith("meshfeed/follow/"))
+    return [key for key in keys if not 0 < generations[key.rpartition("/")[0]] <= 2]

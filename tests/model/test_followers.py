@@ -36,9 +36,7 @@ class Lanes:
 def feed_of(host: int, source: Lanes, **changes: Any) -> meshfeed.Feed:
     devices = fake_devices(HOSTS, 1, this_process=host)[:PARTICIPANTS]
     mesh = Mesh(np.array(devices), ("data",), axis_types=(AxisType.Auto,))
-    return meshfeed.Feed(
-        source, mesh, global_batch_size=4, num_lanes=2, **{"timeout_seconds": 15, **changes}
-    )
+    return meshfeed.Feed(source, mesh, global_batch_size=4, num_lanes=2, **{"timeout_seconds": 15, **changes})
 
 
 def error_of(feed: meshfeed.Feed) -> Exception:

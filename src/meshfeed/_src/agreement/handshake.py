@@ -3,8 +3,8 @@
 Each generation takes one round, a reduction (:mod:`meshfeed._src.base.reduction`) of all hosts' settings to their
 differences. A host that cannot take part (making the feed, opening the data or restoring a state failed, or it has
 closed the feed) publishes that failure instead, and the others raise an error naming it after a grace period of a few
-seconds. Hosts that only follow learn of a failed round too. The grace period, and the tracking of refused states, are for hosts that recover: if every host refuses the same
-state and starts from the beginning, none has failed.
+seconds. Hosts that only follow learn of a failed round too. The grace period, and the tracking of refused states, are for
+hosts that recover: if every host refuses the same state and starts from the beginning, none has failed.
 """
 
 from __future__ import annotations
