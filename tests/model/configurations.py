@@ -657,6 +657,7 @@ class Event:
     position: int = 0
     length: int | None = None  # of the feed, where known
     ids: dict[int, list[int] | None] | None = None  # of the records of some steps, where they have ids
+    replayed: list[Batch] = dataclasses.field(default_factory=list)  # some of the delivered batches
 
 
 MAX_BATCHES = 6  # of an endless stream, in one action
@@ -749,7 +750,7 @@ class Case:
             [],
         )
         take, rest = ("take", taken), ("take", MAX_BATCHES * 4)
-        look = [("len",), ("ids",)]
+        look = [("len",), ("ids",), ("replay",)]
         scripts: dict[str, list[list[tuple[Any, ...]]]] = {
             "run": [[*look, rest]],
             "resume": [[take, ("save", "a")], [("set", "a"), *look, rest]],
@@ -916,11 +917,7 @@ class Case:
                     step, position, bad = event.step, event.position, event.bad
                     sizes = tuple(Steps(sizes, phase.schedule).size(number) for number in range(step))
                 event.step, event.position, steps = step, position, Steps(sizes, phase.schedule)
-                if action[0] == "len" and isinstance(model, RandomAccess):
-                    event.length = model.length(steps)
-                if action[0] == "ids" and isinstance(model, RandomAccess):
-                    batches = {number: model.batch(number, steps) for number in {0, 1, step, step + 1}}
-                    event.ids = {number: batch and batch.ids for number, batch in batches.items()}
+                self._look(event, steps)
                 events.append(event)
                 if event.failing is not None:
                     break
@@ -928,6 +925,20 @@ class Case:
                     saved[action[1]] = (step, position, sizes, bad)
             result.append(events)
         return result
+
+    def _look(self, event: Event, steps: Steps) -> None:
+        """What is asked about a feed that stands still."""
+        model, step, kind = self.model, event.step, event.action[0]
+        if kind == "len" and isinstance(model, RandomAccess):
+            event.length = model.length(steps)
+        if kind == "ids" and isinstance(model, RandomAccess):
+            batches = {number: model.batch(number, steps) for number in {0, 1, step, step + 1}}
+            event.ids = {number: batch and batch.ids for number, batch in batches.items()}
+        may_replay = self.config["source"] != "host_batches" and self.config["fault"] in ("none", "transient", "bad")
+        if kind == "replay" and may_replay:
+            event.replayed = [
+                model.batch(number, steps) for number in sorted({0, step // 2, step - 1} & {*range(step)})
+            ]
 
     def _take(self, event: Event, model: Any, phase: Phase, step: int, position: int, sizes: tuple[int, ...]) -> None:
         """What comes of taking batches from ``step`` on."""

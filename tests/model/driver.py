@@ -200,6 +200,15 @@ class _Player:
                 found = None
             assert found == wanted, f"{where}: record_ids({step}) = {found}, not {wanted}"
 
+    def _replay(self, event: Event, where: str) -> None:
+        mask_key = "mask" if self.case.config["mask"] else None
+        for batch in event.replayed:
+            found, wanted = flat(self.feed.replay(batch.step)), flat(batch.arrays(mask_key))
+            assert sorted(found) == sorted(wanted), f"{where}: replay({batch.step}) has the leaves {sorted(found)}"
+            for name, leaf in wanted.items():
+                same = found[name].dtype == leaf.dtype and found[name].tobytes() == leaf.tobytes()
+                assert same, f"{where}: replay({batch.step}), leaf {name}: {found[name]}, not {leaf}"
+
 
 def flat(tree: Any, path: str = "") -> dict[str, Any]:
     """Leaves by path."""
