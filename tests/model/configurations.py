@@ -657,6 +657,7 @@ class Event:
     position: int = 0
     length: int | None = None  # of the feed, where known
     ids: dict[int, list[int] | None] | None = None  # of the records of some steps, where they have ids
+    following: Batch | None = None  # the next batch, by whose shapes the feed describes itself
     replayed: list[Batch] = dataclasses.field(default_factory=list)  # some of the delivered batches
 
 
@@ -750,7 +751,7 @@ class Case:
             [],
         )
         take, rest = ("take", taken), ("take", MAX_BATCHES * 4)
-        look = [("len",), ("ids",), ("replay",)]
+        look = [("len",), ("ids",), ("replay",), ("spec",)]
         scripts: dict[str, list[list[tuple[Any, ...]]]] = {
             "run": [[*look, rest]],
             "resume": [[take, ("save", "a")], [("set", "a"), *look, rest]],
@@ -934,6 +935,8 @@ class Case:
         if kind == "ids" and isinstance(model, RandomAccess):
             batches = {number: model.batch(number, steps) for number in {0, 1, step, step + 1}}
             event.ids = {number: batch and batch.ids for number, batch in batches.items()}
+        if kind == "spec" and isinstance(model, RandomAccess) and self.config["fault"] in ("none", "transient"):
+            event.following = model.batch(step, steps)
         may_replay = self.config["source"] != "host_batches" and self.config["fault"] in ("none", "transient", "bad")
         if kind == "replay" and may_replay:
             event.replayed = [

@@ -200,6 +200,13 @@ class _Player:
                 found = None
             assert found == wanted, f"{where}: record_ids({step}) = {found}, not {wanted}"
 
+    def _spec(self, event: Event, where: str) -> None:
+        if event.following is not None:
+            batch = event.following.arrays("mask" if self.case.config["mask"] else None)
+            wanted = {name: (leaf.shape, narrowed(leaf).dtype) for name, leaf in flat(batch).items()}
+            found = {name: (leaf.shape, leaf.dtype) for name, leaf in flat(self.feed.element_spec).items()}
+            assert found == wanted, f"{where}: element_spec {found}, not {wanted}"
+
     def _replay(self, event: Event, where: str) -> None:
         mask_key = "mask" if self.case.config["mask"] else None
         for batch in event.replayed:
