@@ -115,3 +115,9 @@ def test_an_unknown_kind_is_named() -> None:
     error = Failure("Oddity", "what is this").exception()
     assert type(error) is meshfeed.MeshfeedError
     assert str(error) == "Oddity: what is this"
+
+
+def test_a_tuple_stays_one() -> None:
+    error = meshfeed.StalledError("late", hosts=(1, 2), waited_seconds=3.0)
+    rebuilt: Any = sent(Failure.exact(error)).exception()
+    assert (type(rebuilt), rebuilt.hosts, rebuilt.waited_seconds) == (meshfeed.StalledError, (1, 2), 3.0)

@@ -38,6 +38,11 @@ class MemoryStore:
             self._values[key] = str(number)
             return number
 
+    def keys(self) -> list[str]:
+        """All keys."""
+        with self._changed:
+            return sorted(self._values)
+
     def delete(self, key: str) -> None:
         with self._changed:
             for name in [n for n in self._values if n == key or n.startswith(key + "/")]:

@@ -280,7 +280,8 @@ class World:
         self.has_changed = True
         binary = self.case["gzip"] or self.case["format"] in ("parquet", "tfrecord", "webdataset")
         if change == "truncated" and binary:
-            os.truncate(self.paths[number], os.path.getsize(self.paths[number]) // 2)
+            content = pathlib.Path(self.paths[number]).read_bytes()
+            os.truncate(self.paths[number], len(content.rstrip(b"\0")) // 2)  # a tar ends with zeros that nothing needs
             self.is_damaged = True
             return
         if change in ("edited", "replaced"):

@@ -28,10 +28,13 @@ def draw(options: dict[str, list[Any]], seed: int, count: int) -> list[Config]:
     return found + [pairwise.any_configuration(options, rng, valid) for _ in range(count - len(found))]
 
 
-def failure(config: Config, folder: str) -> str | None:
-    """What is wrong with a configuration on simulated hosts; None if nothing is."""
+def failure(config: Config, folder: str, *, here: bool = False) -> str | None:
+    """What is wrong with a configuration on simulated hosts, or on one host, which is here; None if nothing is."""
     try:
-        simulated_hosts.play(Case(config, folder))
+        if here:
+            real_hosts.play_here(Case(config, folder), folder)
+        else:
+            simulated_hosts.play(Case(config, folder))
     except AssertionError as error:
         return str(error) or "an assertion failed"
     except Exception:

@@ -16,44 +16,53 @@ import random
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
+import lists
+import ml_dtypes
 import numpy as np
 import reference
-from reference import Batch, HostLists, Lanes, Mixed, Plain, RandomAccess, Record, Shards, Steps, shares
+from lists import Node
+from reference import Batch, HostLists, Lanes, RandomAccess, Record, Steps, shares
 
 Config = dict[str, Any]
 
-RANDOM = (
-    *("memory", "records", "records_batch", "map", "map_rng", "padded", "packed", "grain_map", "tokens", "parquet"),
+FILES = ("array_record", "map_array_record", "tokens", "parquet")
+MIXTURES = ("mixture", "mixture_staged", "mixture_nested", "mixture_take", "mixture_stop")
+PACKED = ("packed", "packed_mixture")
+DOCUMENTS = (*PACKED, "mixture_packed", "buckets")
+IN_FILES = (*FILES, *MIXTURES, *DOCUMENTS, "records_batch", "map", "padded")
+RANDOM = (*IN_FILES, "memory", "records", "map_rng", "grain_map")
+TOKENS = ("tokens", *DOCUMENTS)
+STREAMS = (
+    *("stream", "stream_state", "stream_uneven", "stream_map", "stream_decode", "stream_mixture", "shuffle_buffer"),
+    "grain_iter",
+)
+FAULTY = (
+    *("records", "records_batch", "map", "map_rng", "padded", *MIXTURES, *DOCUMENTS),
+    *("stream", "stream_state", "stream_uneven", "stream_map", "stream_decode"),
+)
+ANY_DTYPE = (
     *(
-        "array_record",
-        "map_array_record",
+        "memory",
+        "records",
+        "records_batch",
         "mixture",
         "mixture_staged",
         "mixture_nested",
         "mixture_take",
         "mixture_stop",
     ),
+    *("stream", "stream_state", "stream_uneven", "host_batches"),
 )
-TOKENS = ("tokens", "packed")
-FILES = ("array_record", "map_array_record", "tokens", "parquet")
-MIXTURES = ("mixture", "mixture_staged", "mixture_nested", "mixture_take", "mixture_stop")
-STREAMS = ("stream", "stream_state", "stream_uneven", "stream_map", "stream_mixture", "shuffle_buffer", "grain_iter")
-FAULTY = (
-    "records",
-    "records_batch",
-    "map",
-    "map_rng",
-    *MIXTURES,
-    "stream",
-    "stream_state",
-    "stream_uneven",
-    "stream_map",
-)
+"""Sources whose leaf ``x`` may be of any dtype."""
+WINDOWS: dict[Any, lists.Windows] = {"shards": (2, False), "shards 3": (3, False), "affinity": (1, True)}
+"""Values of ``shuffle`` for orders by shards: ``window_shards`` and ``affinity``."""
 
 OPTIONS: dict[str, list[Any]] = {
     "source": [*RANDOM, *STREAMS, "host_batches"],
+    "view": ["none", "subset", "reversed", "ids", "sample", "concat", "split", "zip"],
     "records": [0, 1, 5, 13, 40],
-    "shuffle": [False, True, 4, "shards"],
+    "dtype": ["float32", "int64", "bool", "bfloat16", "complex128", "int4", "float64"],
+    "shuffle": [False, True, 4, *WINDOWS],
     "num_lanes": [None, 1, 2, 4],
     "batch": ["unit", "double", "schedule"],
     "num_epochs": [1, 2, None],
@@ -64,11 +73,11 @@ OPTIONS: dict[str, list[Any]] = {
     "num_threads": [None, 3],
     "num_workers": [0, 2],
     "check_replicas": [False, True],
-    "fault": ["none", "transient", "bad", "fatal"],
+    "fault": ["none", "transient", "bad", "too many bad", "fatal"],
     "hosts": [1, 2, 3, 4, 5, 7],
     "devices": [1, 2],
     "layout": ["rows", "permuted", "data", "minor", "columns", "both", "replicated", "prefix"],
-    "outside": [0, 1],
+    "outside": [0, 1, "late"],  # hosts outside the mesh; the late one waits until the others have taken their batches
     "script": ["run", "resume", "reset", "past", "future", "after end", "resume end", "twice"],
     "taken": [0, 1, 3],
     "resume_hosts": [1, 2, 3, 4],
@@ -87,7 +96,13 @@ DEFAULTS: Config = {
 SIMULATED = {**OPTIONS, "num_workers": [0]}
 REAL_HOSTS = 4
 REAL = {**OPTIONS, "hosts": [1, 2, 3, 4], "devices": [2], "outside": [0]}  # hosts beyond `hosts` are outside
+ONE_HOST = {**SIMULATED, "hosts": [1], "devices": [4, 8], "outside": [0], "resume_hosts": [1]}  # on real devices
 RESUMING = ("resume", "future", "resume end", "twice")
+
+
+SEED = 11
+BAD = {"bad": 1.0, "too many bad": 0.1}
+"""Faults by which every fifth record is bad, and the fraction of bad records that is allowed."""
 
 
 class Fatal(RuntimeError):
@@ -98,42 +113,63 @@ def is_random(source: str) -> bool:
     return source in RANDOM
 
 
-def valid(config: Config) -> bool:  # noqa: C901  a table of rules
+def valid(config: Config) -> bool:
     """Whether the settings go together, as far as they are given. What is forbidden here raises, which other tests show."""
-    get = config.get
-    if get("mask") and get("end") == "drop":
+    if config.get("mask") and config.get("end") == "drop":
         return False
     if "source" not in config:  # nearly every rule is about the source, so what no source allows is noticed early
         return any(valid({**config, "source": source}) for source in OPTIONS["source"])
-    source = get("source")
-    if source is not None:
-        if source in STREAMS and get("shuffle", False) is not False:
-            return False
-        in_lanes = get("shuffle", "shards") == "shards" and source in FILES
-        if is_random(source) and get("num_lanes") is not None and not in_lanes:
-            return False
-        if get("shuffle") == "shards" and source not in FILES:
-            return False
-        if get("fault", "none") != "none" and source not in FAULTY:
-            return False
-        if get("fault") == "bad" and not is_random(source):
-            return False
-        if source in TOKENS and "prefix" in (get("layout"), get("resume_layout")):
-            return False
-        if source == "mixture_stop" and get("num_epochs", 1) is None:
-            return False
-        if source == "host_batches" and not _valid_host_batches(config):
-            return False
-        if source == "packed" and get("shuffle", False) is not False:
-            return False
-        if source in MIXTURES and get("records") == 0:
-            return False
-    return True
+    if config["source"] == "host_batches":
+        return _valid_host_batches(config)
+    return not any(_forbidden(config["source"], config))
+
+
+def _forbidden(source: str, config: Config) -> Iterator[bool]:
+    """Each rule, about settings that are given."""
+
+    def has(name: str, *values: Any) -> bool:
+        return any(config.get(name, has) is value for value in values)
+
+    def differs(name: str, value: Any) -> bool:
+        return name in config and config[name] is not value
+
+    viewed, by_shards = differs("view", "none"), has("shuffle", *WINDOWS)
+    if not is_random(source):
+        yield viewed or differs("shuffle", False) or (has("fault", *BAD) and source != "stream_decode")
+        yield source == "stream_decode" and has("fault", "transient", "fatal")
+    else:
+        yield differs("num_lanes", None) and ("shuffle" in config and not by_shards)
+        laned = by_shards or differs("num_lanes", None)
+        yield laned and (source not in IN_FILES or has("view", "reversed"))
+    yield differs("fault", "none") and source not in FAULTY
+    yield differs("dtype", "float32") and source not in ANY_DTYPE
+    yield has("fault", *BAD) and source in DOCUMENTS  # a sequence may have no other that is readable
+    prefix = has("layout", "prefix") or has("resume_layout", "prefix")
+    yield prefix and (source in TOKENS or has("view", "zip"))
+    if source in PACKED:
+        yield has("view", "none") and has("shuffle", 4)
+    if source == "mixture_stop":
+        yield has("view", "none") and has("num_epochs", None)
+    if source == "mixture_staged":
+        yield viewed
+    if source == "buckets":
+        yield has("view", "zip") or has("batch", "schedule") or differs("resume_batch", "same")
+    yield has("records", 0) and (source in (*MIXTURES, *DOCUMENTS) or viewed)
+    yield has("records", 1) and has("view", "split")
 
 
 def _valid_host_batches(config: Config) -> bool:
     get = config.get
-    plain = {"shuffle": False, "num_lanes": None, "load": "sharded", "num_workers": 0, "outside": 0, "num_epochs": 1}
+    plain = {
+        "view": "none",
+        "fault": "none",
+        "shuffle": False,
+        "num_lanes": None,
+        "load": "sharded",
+        "num_workers": 0,
+        "outside": 0,
+        "num_epochs": 1,
+    }
     if any(type(get(name, value)) is not type(value) or get(name, value) != value for name, value in plain.items()):
         return False
     return get("batch", "unit") != "schedule" and get("layout", "rows") in ("rows", "permuted")
@@ -228,10 +264,34 @@ class Topology:
 # ---------------------------------------------------------------------- values
 
 
-def plain_record(number: int, component: int = 0) -> Record:
+def plain_record(number: int, component: int = 0, dtype: str = "float32") -> Record:
     """Record ``number``; no row of it is zero, so padding is not mistaken for it."""
     first = component * 1000 + number + 1
-    return {"id": np.int32(first), "x": np.float32(first) / 4 + np.arange(4, dtype=np.float32)}
+    return {"id": np.int32(first), "x": leaf_x(first, dtype)}
+
+
+def leaf_x(first: int, dtype: str) -> np.ndarray:
+    """Four values of a dtype, of which no bit may be lost: with a NaN that says more, and a negative zero."""
+    plain = np.float32(first) / 4 + np.arange(4, dtype=np.float32)
+    if dtype == "float32":
+        return plain
+    if dtype == "bool":
+        return np.array([first & 1, first & 2, first & 4, 1]) != 0
+    if dtype == "bfloat16":
+        bits = plain.astype(ml_dtypes.bfloat16).view(np.uint16)
+        bits[1:3] = 0x7F81 + first % 64, 0x8000
+        return bits.view(ml_dtypes.bfloat16)
+    if dtype == "complex128":
+        return plain - 2j * plain
+    if dtype == "int4":
+        return ((first + np.arange(4)) % 16 - 8).astype(ml_dtypes.int4)
+    return (plain * -4).astype(dtype)
+
+
+def narrowed(array: np.ndarray) -> np.ndarray:
+    """What JAX makes of an array without 64-bit types."""
+    dtypes = {"int64": np.int32, "uint64": np.uint32, "float64": np.float32, "complex128": np.complex64}
+    return array.astype(dtypes[array.dtype.name]) if array.dtype.name in dtypes else array
 
 
 def mapped(record: Record) -> Record:
@@ -249,28 +309,15 @@ def with_noise(records: list[Record], rng: list[np.random.Generator]) -> dict[st
     }
 
 
-def padded_record(number: int) -> Record:
-    length = number % 5
-    x = np.zeros(6, np.float32)
-    x[:length] = number + 1
-    return {"id": np.int32(number + 1), "x": x, "mask_of": np.arange(6) < length}
+def with_noise_of(record: Record, draw: lists.Draw) -> Record:
+    """What ``with_noise`` makes of a record of a feed.
 
-
-@functools.cache
-def packed(count: int) -> list[Record]:
-    """Documents end to end, cut every 4 tokens: tokens, numbers of the pieces in a sequence, and places in the pieces."""
-    line = [(number, token) for number in range(count) for token in Documents(count)[number]["tokens"]]
-    sequences = []
-    for start in range(0, len(line), 4):
-        piece, place, before = 0, 0, None
-        record = {name: np.zeros(4, np.int32) for name in ("tokens", "segment_ids", "positions")}
-        for column, (document, token) in enumerate(line[start : start + 4]):
-            piece, place = (piece, place + 1) if document == before else (piece + 1, 0)
-            before = document
-            for name, value in (("tokens", token), ("segment_ids", piece), ("positions", place)):
-                record[name][column] = value
-        sequences.append(record)
-    return sequences
+    Philox with the key (seed, epoch) and the record id in the highest word of the counter; the function of a Map draws
+    from the generator that is one jump ahead of the decoder's.
+    """
+    seed, epoch, record_id = draw
+    philox = np.random.Philox(key=np.array([seed, epoch], np.uint64), counter=[0, 0, 0, record_id])
+    return {"id": record["id"], "x": record["x"] + np.random.Generator(philox.jumped()).random(4, np.float32)}
 
 
 def in_windows(records: list[Record], size: int, key: tuple[int, ...]) -> list[Record]:
@@ -303,7 +350,7 @@ class Faults:
         if self.kind == "transient" and number % 3 == 1 and token not in self._seen:
             self._seen.add(token)
             raise OSError("a passing fault")
-        if self.kind == "bad" and is_bad(number):
+        if self.kind in BAD and is_bad(number):
             raise ValueError("a bad record")
 
 
@@ -314,39 +361,177 @@ def is_bad(record_id: int) -> bool:
 class Records:
     """Random access, one record at a time."""
 
-    def __init__(self, count: int, component: int = 0, faults: Faults | None = None) -> None:
-        self._count, self._component, self._faults = count, component, faults or Faults()
+    def __init__(self, count: int, component: int = 0, faults: Faults | None = None, dtype: str = "float32") -> None:
+        self._count, self._component, self._faults, self._dtype = count, component, faults or Faults(), dtype
 
     def __len__(self) -> int:
         return self._count
 
     def __getitem__(self, record_id: int) -> Record:
         self._faults.strike(self._component << 48 | int(record_id))
-        return plain_record(int(record_id), self._component)
+        return self.record(int(record_id))
+
+    def record(self, record_id: int) -> Record:
+        """A record, without faults."""
+        return plain_record(record_id, self._component, self._dtype)
 
     def fingerprint(self) -> Any:
         return {"records": self._count, "component": self._component}
 
 
 class RecordsInBatches(Records):
-    """Random access, several records at a time."""
+    """Random access, several records at a time, in files."""
 
     def __getitems__(self, record_ids: Sequence[int]) -> list[Record]:
         return [self[record_id] for record_id in record_ids]
 
+    def shard_lengths(self) -> np.ndarray:
+        return np.array(lengths_of_files(self._count), np.int64)
 
-class RaggedRecords(Records):
+
+class RaggedRecords(RecordsInBatches):
     """Records of several lengths, for Padded."""
 
-    def __getitem__(self, record_id: int) -> Record:
-        return {"id": np.int32(record_id + 1), "x": np.full(int(record_id) % 5, record_id + 1, np.float32)}
+    def record(self, record_id: int) -> Record:
+        return {"id": np.int32(record_id + 1), "x": np.full(record_id % 5, record_id + 1, np.float32)}
 
 
-class Documents(Records):
-    """Documents of several lengths, for Packed."""
+class Documents(RecordsInBatches):
+    """Documents of several lengths, some of them empty, for Packed and Buckets."""
 
-    def __getitem__(self, record_id: int) -> Record:
-        return {"tokens": np.arange(1 + int(record_id) % 5, dtype=np.int32) + 10 * int(record_id) + 1}
+    def record(self, record_id: int) -> Record:
+        first = 1000 * self._component + 10 * record_id + 1
+        return {"tokens": np.arange(first, first + (3 * record_id + 2) % 7, dtype=np.int32)}
+
+    def lengths(self) -> np.ndarray:
+        return np.array([len(self.record(number)["tokens"]) for number in range(self._count)])
+
+
+def lengths_of_files(count: int) -> list[int]:
+    """Records of each file."""
+    lengths: list[int] = []
+    for size in itertools.cycle((3, 1, 0, 4, 2)):
+        if not count:
+            return lengths or [0]
+        lengths.append(min(size, count))
+        count -= lengths[-1]
+    raise AssertionError
+
+
+def leaf(
+    make: Callable[[Faults], Any],
+    count: int,
+    record: Callable[[int], Record],
+    component: int = 0,
+    in_files: bool = True,
+) -> Node:
+    """A source at the bottom."""
+    return Node(
+        make,
+        count,
+        lambda i, draw: record(i),
+        lambda i: frozenset({component << 48 | i}),
+        lengths_of_files(count) if in_files else None,
+        "",
+    )
+
+
+def leaf_of(kind: type[Records], count: int, component: int = 0, dtype: str = "float32") -> Node:
+    record = kind(count, component, dtype=dtype).record
+    return leaf(lambda faults: kind(count, component, faults, dtype), count, record, component, kind is not Records)
+
+
+def mixture_of(source: str, count: int, dtype: str = "float32") -> Node:
+    """A mixture of records or documents."""
+    kind = Documents if source in ("packed_mixture", "mixture_packed") else RecordsInBatches
+    counts = (count, 5, 3)
+    a, b, c = (leaf_of(kind, number, component, dtype) for component, number in enumerate(counts))
+    if source == "mixture_nested":
+        inner = lists.mixture({"a": a, "b": b}, {"a": 1, "b": 1}, 8)
+        return lists.mixture({"m": inner, "c": c}, {"m": 2, "c": 1}, 8)
+    if source == "mixture_packed":
+        a, b = lists.packed(a, 4, block=5), lists.packed(b, 4, "fit")
+    weights: Any = {"a": 3, "b": 1}
+    if source == "mixture_staged":
+        weights = [(0, weights), (2, {"a": 1, "b": 1})]
+    takes = source == "mixture_take"
+    return lists.mixture(
+        {"a": a, "b": b},
+        weights,
+        8,
+        "stop" if source == "mixture_stop" else "repeat",
+        {"a": max(1, count // 2)} if takes else None,
+        {"b": 2} if takes else None,
+    )
+
+
+def node_of(source: str, count: int, folder: str, dtype: str = "float32") -> Node:
+    """A random-access source, without a view."""
+    if source in FILES:
+        record = tokens_record if source == "tokens" else plain_record
+        files = leaf(lambda faults: _file_source(source, count, folder), count, record)
+        return lists.mapped(files, mapped) if source == "map_array_record" else files
+    if source == "map":
+        return lists.mapped(leaf_of(RecordsInBatches, count), mapped)
+    if source == "map_rng":
+        below = leaf_of(Records, count)
+        return dataclasses.replace(
+            below,
+            make=lambda faults: _sources().Map(below.make(faults), with_noise, batched=True),
+            read=lambda i, draw: with_noise_of(below.read(i, draw), draw),
+        )
+    if source == "padded":
+        return lists.mapped(
+            leaf_of(RaggedRecords, count),
+            padded,
+            lambda source: _sources().Padded(source, 6, key="x", mask_key="mask_of"),
+        )
+    if source == "packed":
+        return lists.packed(leaf_of(Documents, count), 4, block=7)
+    if source == "packed_mixture":
+        return lists.packed(mixture_of(source, count), 4, "fit", block=7)
+    if source == "buckets":
+        return lists.buckets(leaf_of(Documents, count), (2, 4, 6))
+    if source == "memory":
+        records = [plain_record(number, 0, dtype) for number in range(count)]
+        return leaf(lambda faults: _sources().Memory(_columns(records)), count, records.__getitem__, in_files=False)
+    if source == "grain_map":
+        made = leaf(lambda faults: _grain(count).map(mapped), count, plain_record, in_files=False)
+        return dataclasses.replace(made, read=lambda i, draw: mapped(plain_record(i)))
+    if source in ("records", "records_batch"):
+        return leaf_of(Records if source == "records" else RecordsInBatches, count, dtype=dtype)
+    return mixture_of(source, count, dtype)
+
+
+def padded(record: Record) -> Record:
+    count = len(record["x"])
+    return {**record, "x": np.append(record["x"], np.zeros(6 - count, np.float32)), "mask_of": np.arange(6) < count}
+
+
+def tokens_record(number: int) -> Record:
+    return {"tokens": np.arange(3 * number, 3 * number + 4, dtype=np.int32) + 1}
+
+
+def view_of(node: Node, view: str) -> Node:
+    """A view of a source."""
+    if view == "none":
+        return node
+    if view == "subset":
+        return lists.subset(node, slice(node.count // 5, None, 2))
+    if view == "reversed":
+        return lists.subset(node, slice(None, None, -1))
+    if view == "ids":
+        return lists.subset(node, sorted(i * 2 // 3 for i in range(node.count)))
+    if view == "sample":
+        return lists.sample(node, node.count + node.count // 2, seed=3)
+    if view == "concat":
+        return lists.concat([node, lists.subset(node, slice(0, 3))])
+    if view == "zip":
+        return lists.zipped(node)
+    try:
+        return lists.split_by_shards(node, 0.6, seed=3) if node.shards else lists.split(node, 0.6, seed=3)
+    except ValueError:  # a part without files
+        return lists.split(node, 0.6, seed=3)
 
 
 class LaneOfRecords:
@@ -382,25 +567,55 @@ class LaneWithState(LaneOfRecords):
 
 
 def lane_records(
-    config_source: str, count: int, lane: int, num_lanes: int, epoch: int, component: int = 0
+    config_source: str,
+    count: int,
+    lane: int,
+    num_lanes: int,
+    epoch: int,
+    dtype: str = "float32",
 ) -> list[Record]:
     """The records of a lane in an epoch, before any function."""
     ids = list(range(lane, count, num_lanes))
     if config_source == "stream_uneven" and lane % 3 == 1:
         ids = ids[: len(ids) // 2]
-    return [plain_record(number + 200 * epoch, component) for number in ids]
+    return [plain_record(number + 200 * epoch, 0, dtype) for number in ids]
 
 
 class OpenLane:
     """``open`` of a Stream."""
 
-    def __init__(self, source: str, count: int, faults: Faults, component: int = 0) -> None:
-        self._source, self._count, self._faults, self._component = source, count, faults, component
+    def __init__(self, source: str, count: int, faults: Faults, dtype: str) -> None:
+        self._source, self._count, self._faults, self._dtype = source, count, faults, dtype
 
     def __call__(self, lane_index: int, num_lanes: int, epoch: int = 0) -> Iterator[Record]:
-        records = lane_records(self._source, self._count, lane_index, num_lanes, epoch, self._component)
+        records = lane_records(self._source, self._count, lane_index, num_lanes, epoch, self._dtype)
         kind = LaneWithState if self._source in ("stream_state", "stream_uneven") else LaneOfRecords
         return kind(records, lane_index, self._faults)
+
+
+def bad_places(records: Sequence[Record]) -> list[int]:
+    """Bad records of a lane; never all of them."""
+    return [place for place, record in enumerate(records) if place and is_bad(int(record["id"]) - 1)]
+
+
+class DecodedLanes:
+    """Lanes of numbers, which are decoded to records."""
+
+    def __init__(self, count: int, bad: bool) -> None:
+        self._count, self._bad = count, bad
+
+    def open(self, lane_index: int, num_lanes: int, epoch: int = 0) -> Iterator[int]:
+        records = lane_records("stream_decode", self._count, lane_index, num_lanes, epoch)
+        bad = bad_places(records) if self._bad else []
+        return iter([-1 if place in bad else int(record["id"]) - 1 for place, record in enumerate(records)])
+
+    def decode(self, number: int) -> Record:
+        if number < 0:
+            raise ValueError("a bad record")
+        return plain_record(number)
+
+    def fingerprint(self) -> int:
+        return self._count
 
 
 class Batches:
@@ -437,9 +652,13 @@ class Event:
     end: bool = False
     failing: tuple[int, ...] | None = None  # hosts that raise their own error; others of the mesh a PeerError
     kind: str = ""
+    bad: set[tuple[int, int, int]] = dataclasses.field(default_factory=set)  # record id, epoch, step: after the action
     step: int = 0  # after the action
     position: int = 0
-    steps: Steps | None = None
+    length: int | None = None  # of the feed, where known
+    ids: dict[int, list[int] | None] | None = None  # of the records of some steps, where they have ids
+    following: Batch | None = None  # the next batch, by whose shapes the feed describes itself
+    replayed: list[Batch] = dataclasses.field(default_factory=list)  # some of the delivered batches
 
 
 MAX_BATCHES = 6  # of an endless stream, in one action
@@ -456,9 +675,12 @@ class Case:
 
     def __init__(self, config: Config, folder: str, processes: int | None = None) -> None:
         self.config, self._folder = config, folder
+        self._node: Node | None = None
+        if is_random(config["source"]) and config["records"]:
+            self._node = view_of(node_of(config["source"], config["records"], folder, config["dtype"]), config["view"])
         resuming = config["script"] in RESUMING
         most = max(config["hosts"], config["resume_hosts"] if resuming and config["source"] != "host_batches" else 0)
-        self.processes = processes or most + config["outside"]
+        self.processes = processes or most + bool(config["outside"])
         first = Topology(self.processes, config["hosts"], config["devices"], config["layout"])
         second = Topology(self.processes, config["resume_hosts"], config["devices"], config["resume_layout"])
         if config["source"] == "host_batches":  # which cannot change their topology
@@ -468,7 +690,6 @@ class Case:
         shards = math.lcm(*(topology.row_shards for topology in self.topologies))
         self.unit = math.lcm(shards, config["num_lanes"] or 1)
         self.unit *= 2 if self.unit == 1 else 1
-        self.seed = 11
         self._open_states: dict[str, tuple[int, tuple[int, ...]]] = {}
         self.num_lanes = self._num_lanes()
         while self.unit % self.num_lanes:  # the default of a schedule must divide the sizes of another one
@@ -493,7 +714,7 @@ class Case:
         settings: dict[str, Any] = {
             "global_batch_size": phase.schedule,
             "shuffle": config["shuffle"],
-            "seed": self.seed,
+            "seed": SEED,
             "num_epochs": config["num_epochs"],
             "end": config["end"],
             "mask_key": "mask" if config["mask"] else None,
@@ -503,18 +724,17 @@ class Case:
             "num_threads": config["num_threads"],
             "num_workers": config["num_workers"],
             "check_replicas": config["check_replicas"],
-            "bad_records": 1.0 if config["fault"] == "bad" else None,
+            "bad_records": BAD.get(config["fault"]),
         }
         return settings
 
     def _num_lanes(self) -> int:
         """``num_lanes``, or its default: the largest common divisor of the sizes up to 64 (an eighth of the shards)."""
         sizes = [size for _, size in self._schedule(self.config["batch"])]
-        limit = 64
-        if self.config["shuffle"] == "shards":
-            limit = max(1, sum(length > 0 for length in self.shard_lengths) // 8)
-        common = math.gcd(*sizes)
-        return self.config["num_lanes"] or max(d for d in range(1, limit + 1) if common % d == 0)
+        shards = [1] * 8 * 64
+        if self.config["shuffle"] in WINDOWS and self._node is not None:
+            shards = self._node.shards_for(WINDOWS[self.config["shuffle"]])
+        return self.config["num_lanes"] or lists.default_num_lanes(sizes, shards)
 
     def _phases(self, first: Topology, second: Topology) -> list[Phase]:
         config, taken = self.config, self.config["taken"]
@@ -531,7 +751,7 @@ class Case:
             [],
         )
         take, rest = ("take", taken), ("take", MAX_BATCHES * 4)
-        look = [("len",), ("ids",)]
+        look = [("len",), ("ids",), ("replay",), ("spec",)]
         scripts: dict[str, list[list[tuple[Any, ...]]]] = {
             "run": [[*look, rest]],
             "resume": [[take, ("save", "a")], [("set", "a"), *look, rest]],
@@ -549,97 +769,26 @@ class Case:
 
     # -- the model
 
-    @property
-    def shard_lengths(self) -> list[int]:
-        """Records of each file."""
-        count, lengths = self.config["records"], list[int]()
-        for size in itertools.cycle((3, 1, 0, 4, 2)):
-            if not count:
-                return lengths or [0]
-            lengths.append(min(size, count))
-            count -= lengths[-1]
-        raise AssertionError
-
-    @property
-    def zero(self) -> Record:
-        """A record of the right shapes and dtypes."""
-        source = self.config["source"]
-        if source == "tokens":
-            return {"tokens": np.zeros(4, np.int32)}
-        if source == "packed":
-            return dict.fromkeys(("tokens", "segment_ids", "positions"), np.zeros(4, np.int32))
-        if source == "padded":
-            return padded_record(0)
-        return plain_record(0)
-
+    @functools.cached_property
     def model(self) -> Any:
         """The stream of this configuration, by the reference."""
         config, source = self.config, self.config["source"]
-        count, pad = config["records"], config["end"] == "pad"
+        pad = config["end"] == "pad"
         if source == "host_batches":
             topology = self.topologies[0]
             rows = functools.partial(topology.rows_of, size=self._schedule(config["batch"])[0][1], load="sharded")
-            lists = [self._host_lists(host) for host in range(topology.hosts)]
-            return HostLists(lists, rows, pad)
+            return HostLists([self._host_lists(host) for host in range(topology.hosts)], rows, pad)
         if source in STREAMS:
             return Lanes(self.num_lanes, self._lane, pad)
-        order: Any
-        if source in MIXTURES:
-            order = self._mixed()
-        elif source == "packed":
-            order = Plain(len(packed(count)), False, self.seed, config["num_epochs"])
-        elif config["shuffle"] == "shards":
-            order = Shards(count, False, self.seed, config["num_epochs"], self.shard_lengths, self.num_lanes)
-        else:
-            order = Plain(count, config["shuffle"], self.seed, config["num_epochs"])
-        bad = is_bad if config["fault"] == "bad" else lambda record_id: False
-        return RandomAccess(order, self._value, pad, bad)
+        assert self._node is not None
+        shuffle, size = config["shuffle"], self._schedule(config["batch"])[0][1]
+        settings = lists.Settings(WINDOWS.get(shuffle, shuffle), SEED, config["num_epochs"], size, self.num_lanes)
+        found = self._node.ordered(settings)
 
-    def _value(self, record_id: int, epoch: int) -> Record:
-        source = self.config["source"]
-        if source == "tokens":
-            return {"tokens": np.arange(3 * record_id, 3 * record_id + 4, dtype=np.int32) + 1}
-        if source == "padded":
-            return padded_record(record_id)
-        if source == "packed":
-            return packed(self.config["records"])[record_id]
-        record = plain_record(record_id & (2**48 - 1), record_id >> 48)
-        if source in ("map", "map_array_record", "grain_map"):
-            return mapped(record)
-        if source == "map_rng":
-            # Philox with the key (seed, epoch) and the record id in the highest word of the counter; the function of a
-            # Map draws from the generator that is one jump ahead of the decoder's.
-            philox = np.random.Philox(key=[self.seed, epoch], counter=[0, 0, 0, record_id])
-            return {"id": record["id"], "x": record["x"] + np.random.Generator(philox.jumped()).random(4, np.float32)}
-        return record
+        def bad(record_id: int) -> bool:
+            return config["fault"] in BAD and any(map(is_bad, found.origin(record_id)))
 
-    @property
-    def components(self) -> tuple[list[str], list[int], int]:
-        """Names and lengths of a mixture's components, and its block."""
-        count = self.config["records"]
-        if self.config["source"] == "mixture_nested":
-            return ["m/a", "m/b", "c"], [count, 5, 3], 8
-        return ["a", "b"], [count, 5], 8
-
-    @property
-    def stages(self) -> list[tuple[int, dict[str, float]]]:
-        return {
-            "mixture_staged": [(0, {"a": 3, "b": 1}), (2, {"a": 1, "b": 1})],
-            "mixture_nested": [(0, {"m/a": 1, "m/b": 1, "c": 1})],
-        }.get(self.config["source"], [(0, {"a": 3, "b": 1})])
-
-    @property
-    def take(self) -> dict[str, int]:
-        return {"a": max(1, self.config["records"] // 2)} if self.config["source"] == "mixture_take" else {}
-
-    def _mixed(self) -> Mixed:
-        config = self.config
-        names, counts, block = self.components
-        counts = [self.take.get(name, count) for name, count in zip(names, counts, strict=True)]
-        stages = [(step, shares(weights, names, block)) for step, weights in self.stages]
-        repeat = [2 if config["source"] == "mixture_take" and name == "b" else 1 for name in names]
-        on_end = "stop" if config["source"] == "mixture_stop" else "repeat"
-        return Mixed(counts, stages, config["shuffle"], self.seed, config["num_epochs"], on_end, repeat)
+        return RandomAccess(found.order, found.value, pad, bad, found.origin, found.first)
 
     def _lane(self, lane: int) -> Iterator[list[Record]]:
         """The records of a lane, a list per epoch."""
@@ -650,11 +799,16 @@ class Case:
         epochs = itertools.count() if config["num_epochs"] is None else range(config["num_epochs"])
         for epoch in epochs:
             shown = 0 if config["source"] == "grain_iter" else epoch  # which does not know the epoch
-            records = lane_records(config["source"], config["records"], lane, self.num_lanes, shown)
+            records: list[Any] = lane_records(
+                config["source"], config["records"], lane, self.num_lanes, shown, config["dtype"]
+            )
+            if config["source"] == "stream_decode" and config["fault"] in BAD:
+                for place in bad_places(records):
+                    records[place] = reference.Bad(lane << 48 | place, epoch)
             if config["source"] == "stream_map":
                 records = [new for record in records if (new := kept(record)) is not None]
             if config["source"] == "shuffle_buffer":
-                records = in_windows(records, max(2, 8 // self.num_lanes), (self.seed, epoch, lane))
+                records = in_windows(records, max(2, 8 // self.num_lanes), (SEED, epoch, lane))
             if not records and config["num_epochs"] != 1:
                 raise reference.Refused("SourceError", "an epoch without records")
             yield records
@@ -663,7 +817,7 @@ class Case:
         """A lane of a mixture of the stream a and the records b, which is mixed from that lane of each."""
         epochs = self.config["num_epochs"]
         blocks = reference.Blocks(
-            [shares({"a": 3, "b": 1}, ["a", "b"], 8)], [0], reference.key_of(self.seed, reference.LANE_LAYOUT, lane)
+            [shares({"a": 3, "b": 1}, ["a", "b"], 8)], [0], reference.key_of(SEED, reference.LANE_LAYOUT, lane)
         )
         of_a = functools.partial(lane_records, "stream", self.config["records"], lane, self.num_lanes)
         of_b = [plain_record(number, 1) for number in range(lane, 40, self.num_lanes)]
@@ -688,7 +842,7 @@ class Case:
         count = max(0, self.config["records"] // self.topologies[0].hosts + (host % 2) * 2)
         if self.config["records"] == 0:
             count = 0
-        records = [plain_record(number, host) for number in range(count)]
+        records = [plain_record(number, host, self.config["dtype"]) for number in range(count)]
         return [records[i : i + rows] for i in range(0, count, rows)]
 
     def _choose_fatal(self) -> tuple[int | None, Any]:
@@ -697,7 +851,7 @@ class Case:
             return None, None
         phase = self.phases[0]
         host = phase.topology.hosts - 1
-        model = self.model()
+        model = self.model
         steps = Steps((), phase.schedule)
         for step in (1, 2, 0):
             try:
@@ -708,7 +862,11 @@ class Case:
                 continue
             for row in self.phases[0].topology.rows_of(host, steps.size(step), phase.load):
                 token = batch.tokens[row] if row < len(batch.tokens) else None
-                if token:
+                if isinstance(token, frozenset):
+                    token = max(
+                        token - model.origin(model.first), default=None
+                    )  # not of the one that shows the structure
+                if token is not None:
                     phase.fatal_host = host
                     return host, token
         return None, None
@@ -730,36 +888,60 @@ class Case:
         if self.config["source"] in STREAMS:
             each, lanes = size // self.num_lanes, self.lanes_of(phase, host)
             mine = [row for row in range(size) if row // each in lanes]
-        return (host,) if any(row < len(batch.tokens) and batch.tokens[row] == self.fatal for row in mine) else ()
+        tokens = [batch.tokens[row] for row in mine if row < len(batch.tokens)]
+        hit = any(self.fatal in token if isinstance(token, frozenset) else token == self.fatal for token in tokens)
+        return (host,) if hit else ()
 
+    @functools.cached_property
     def events(self) -> list[list[Event]]:
         """What every host must see, phase by phase."""
-        model, saved = self.model(), dict[str, tuple[int, int, tuple[int, ...]]]()
+        if self.refused is not None:
+            return [[] for _ in self.phases]
+        model, saved = self.model, dict[str, tuple[int, int, tuple[int, ...], set[tuple[int, int, int]]]]()
         result: list[list[Event]] = []
         for phase in self.phases:
             step = position = 0
             sizes: tuple[int, ...] = ()
+            bad: set[tuple[int, int, int]] = set()
             events: list[Event] = []
             for action in phase.actions:
                 event = Event(action)
                 if action[0] == "set":
                     if action[1] not in saved:
                         break  # the phase before it failed
-                    step, position, sizes = saved[action[1]]
+                    step, position, sizes, bad = saved[action[1]]
                 elif action[0] == "reset":
-                    step, position, sizes = 0, 0, ()
+                    step, position, sizes, bad = 0, 0, (), set()
+                event.bad = bad
                 if action[0] == "take":
                     self._take(event, model, phase, step, position, sizes)
-                    step, position = event.step, event.position
+                    step, position, bad = event.step, event.position, event.bad
                     sizes = tuple(Steps(sizes, phase.schedule).size(number) for number in range(step))
-                event.step, event.position, event.steps = step, position, Steps(sizes, phase.schedule)
+                event.step, event.position, steps = step, position, Steps(sizes, phase.schedule)
+                self._look(event, steps)
                 events.append(event)
                 if event.failing is not None:
                     break
                 if action[0] == "save":
-                    saved[action[1]] = (step, position, sizes)
+                    saved[action[1]] = (step, position, sizes, bad)
             result.append(events)
         return result
+
+    def _look(self, event: Event, steps: Steps) -> None:
+        """What is asked about a feed that stands still."""
+        model, step, kind = self.model, event.step, event.action[0]
+        if kind == "len" and isinstance(model, RandomAccess):
+            event.length = model.length(steps)
+        if kind == "ids" and isinstance(model, RandomAccess):
+            batches = {number: model.batch(number, steps) for number in {0, 1, step, step + 1}}
+            event.ids = {number: batch and batch.ids for number, batch in batches.items()}
+        if kind == "spec" and isinstance(model, RandomAccess) and self.config["fault"] in ("none", "transient"):
+            event.following = model.batch(step, steps)
+        may_replay = self.config["source"] != "host_batches" and self.config["fault"] in ("none", "transient", "bad")
+        if kind == "replay" and may_replay:
+            event.replayed = [
+                model.batch(number, steps) for number in sorted({0, step // 2, step - 1} & {*range(step)})
+            ]
 
     def _take(self, event: Event, model: Any, phase: Phase, step: int, position: int, sizes: tuple[int, ...]) -> None:
         """What comes of taking batches from ``step`` on."""
@@ -777,6 +959,12 @@ class Case:
             if failing := self.failing(phase, batch):
                 event.failing, event.kind = failing, "Fatal"
                 return
+            found = event.bad | set(batch.bad)
+            limit = BAD.get(self.config["fault"], 1.0)
+            if batch.position >= 1 / limit and len(found) > limit * batch.position:
+                event.failing, event.kind = tuple(range(phase.topology.hosts)), "SourceError"
+                return
+            event.bad = found
             event.batches.append(batch)
             event.step, event.position = event.step + 1, batch.position
 
@@ -826,6 +1014,9 @@ class Case:
         config = self.config
         if is_random(config["source"]) and config["records"] == 0:
             return "SourceError"
+        fewest = self._node.fewest if self._node is not None else None
+        if fewest is not None and config["shuffle"] in WINDOWS and fewest * config["num_epochs"] < self.num_lanes:
+            return "SettingsError"
         return None
 
     # -- the real thing
@@ -835,40 +1026,25 @@ class Case:
         from meshfeed import sources
 
         source = self.config["source"]
-        if source in FILES:
-            return self._file_source()
-        if source in MIXTURES:
-            return self._mixture(faults)
+        if self._node is not None:
+            return self._node.make(faults)
         if source == "host_batches":
-            lists = self._host_lists(host) if host < self.topologies[0].hosts else []
-            return sources.HostBatches(Batches([_columns(records) for records in lists]))
-        return _SOURCES[source](self.config["records"], faults)
+            batches = self._host_lists(host) if host < self.topologies[0].hosts else []
+            return sources.HostBatches(Batches([_columns(records) for records in batches]))
+        if is_random(source):
+            return Records(0)
+        return _SOURCES[source](self.config["records"], faults, self.config["dtype"])
 
-    def _mixture(self, faults: Faults) -> Any:
-        from meshfeed import sources
 
-        names, counts, block = self.components
-        parts = [RecordsInBatches(count, number, faults) for number, count in enumerate(counts)]
-        if self.config["source"] == "mixture_nested":
-            inner = sources.Mixture({"a": parts[0], "b": parts[1]}, {"a": 1, "b": 1}, 8)
-            return sources.Mixture({"m": inner, "c": parts[2]}, {"m": 2, "c": 1}, block)
-        stages = self.stages if len(self.stages) > 1 else self.stages[0][1]
-        repeat = {"b": 2} if self.config["source"] == "mixture_take" else None
-        on_end = "stop" if self.config["source"] == "mixture_stop" else "repeat"
-        components = dict(zip(names, parts, strict=True))
-        return sources.Mixture(components, stages, block, on_end=on_end, take=self.take or None, repeat=repeat)
+def _file_source(source: str, count: int, folder: str) -> Any:
+    from meshfeed import sources
 
-    def _file_source(self) -> Any:
-        from meshfeed import sources
-
-        source = self.config["source"]
-        paths = write_files("array_record" if "array" in source else source, self._folder, self.shard_lengths)
-        if source == "tokens":
-            return sources.Tokens(paths, 3)
-        if source == "parquet":
-            return sources.Parquet(paths)
-        files = sources.ArrayRecord(paths, decode=decoded)
-        return sources.Map(files, mapped) if source == "map_array_record" else files
+    paths = write_files("array_record" if "array" in source else source, folder, lengths_of_files(count))
+    if source == "tokens":
+        return sources.Tokens(paths, 3)
+    if source == "parquet":
+        return sources.Parquet(paths)
+    return sources.ArrayRecord(paths, decode=decoded)
 
 
 def _grain(count: int) -> Any:
@@ -877,34 +1053,27 @@ def _grain(count: int) -> Any:
     return grain.MapDataset.source([plain_record(number) for number in range(count)])
 
 
-def _stream(source: str, count: int, faults: Faults) -> Any:
+def _stream(source: str, count: int, faults: Faults, dtype: str = "float32") -> Any:
     from meshfeed import sources
 
-    return sources.Stream(OpenLane(source, count, faults), fingerprint=count)
+    return sources.Stream(OpenLane(source, count, faults, dtype), fingerprint=count)
 
 
-def _stream_mixture(count: int, faults: Faults) -> Any:
+def _stream_mixture(count: int, faults: Faults, dtype: str) -> Any:
     from meshfeed import sources
 
     parts = {"a": _stream("stream", count, faults), "b": Records(40, 1)}
     return sources.Mixture(parts, {"a": 3, "b": 1}, 8)
 
 
-_SOURCES: dict[str, Callable[[int, Faults], Any]] = {
-    "memory": lambda n, faults: _sources().Memory(_columns([plain_record(number) for number in range(n)])),
-    "records": lambda n, faults: Records(n, faults=faults),
-    "records_batch": lambda n, faults: RecordsInBatches(n, faults=faults),
-    "map": lambda n, faults: _sources().Map(RecordsInBatches(n, faults=faults), mapped),
-    "map_rng": lambda n, faults: _sources().Map(Records(n, faults=faults), with_noise, batched=True),
-    "padded": lambda n, faults: _sources().Padded(RaggedRecords(n), 6, key="x", mask_key="mask_of"),
-    "packed": lambda n, faults: _sources().Packed(Documents(n), 4),
-    "grain_map": lambda n, faults: _grain(n).map(mapped),
-    "grain_iter": lambda n, faults: _grain(n).to_iter_dataset(),
+_SOURCES: dict[str, Callable[[int, Faults, str], Any]] = {
+    "grain_iter": lambda n, faults, dtype: _grain(n).to_iter_dataset(),
     "stream": functools.partial(_stream, "stream"),
     "stream_state": functools.partial(_stream, "stream_state"),
     "stream_uneven": functools.partial(_stream, "stream_uneven"),
-    "stream_map": lambda n, faults: _sources().Map(_stream("stream_map", n, faults), kept),
-    "shuffle_buffer": lambda n, faults: _sources().ShuffleBuffer(_stream("shuffle_buffer", n, faults), 8),
+    "stream_map": lambda n, faults, dtype: _sources().Map(_stream("stream_map", n, faults), kept),
+    "stream_decode": lambda n, faults, dtype: DecodedLanes(n, faults.kind in BAD),
+    "shuffle_buffer": lambda n, faults, dtype: _sources().ShuffleBuffer(_stream("shuffle_buffer", n, faults), 8),
     "stream_mixture": _stream_mixture,
 }
 

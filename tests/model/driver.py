@@ -8,7 +8,7 @@ import threading
 from typing import Any, Protocol
 
 import numpy as np
-from configurations import Case, Event, Phase, is_random
+from configurations import WINDOWS, Case, Event, Phase, is_random, narrowed
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 import meshfeed
@@ -58,8 +58,7 @@ def play_host(case: Case, host: int, world: World, name: str) -> None:
     Raises:
       AssertionError: something is not as the model says.
     """
-    events = case.events() if case.refused is None else [[] for _ in case.phases]
-    for number, (phase, wanted) in enumerate(zip(case.phases, events, strict=True)):
+    for number, (phase, wanted) in enumerate(zip(case.phases, case.events, strict=True)):
         _play_phase(case, phase, wanted, host, world, f"{name}-{number}")
 
 
@@ -67,6 +66,8 @@ def _play_phase(case: Case, phase: Phase, wanted: list[Event], host: int, world:
     settings = case.settings(phase)
     if settings["bad_records"] is not None:
         settings["bad_records"] = meshfeed.SkipBad(max_fraction=settings["bad_records"])
+    if settings["shuffle"] in ("shards 3", "affinity"):
+        settings["shuffle"] = meshfeed.ShardShuffle(*WINDOWS[settings["shuffle"]])
     settings["global_batch_size"] = (
         phase.schedule[0][1] if len(phase.schedule) == 1 else meshfeed.BatchSchedule(phase.schedule)
     )
@@ -94,7 +95,7 @@ def _play_phase(case: Case, phase: Phase, wanted: list[Event], host: int, world:
     with feed:
         for number, event in enumerate(wanted):
             player = _Player(case, phase, host, world, feed, name.rpartition("-")[0])
-            player.play(event, f"action {number} {event.action}")
+            player.play(event, f"action {name.rpartition('-')[2]}.{number} {event.action}")
 
 
 class _Player:
@@ -109,6 +110,14 @@ class _Player:
             assert at == (event.step, event.position), f"{where}: at {at}, not {(event.step, event.position)}"
 
     def _take(self, event: Event, where: str, count: int) -> None:
+        late = self.case.config["outside"] == "late" and self.host >= self.phase.topology.hosts
+        if late and not is_random(self.case.config["source"]):  # which would not follow
+            self.world.gather(f"{self.name}/{where}", self.phase.topology.hosts)
+        self._take_now(event, where, count)
+        if self.case.config["outside"] == "late" and self.host < self.phase.topology.hosts:
+            self.world.put(f"{self.name}/{where}", self.host, None)
+
+    def _take_now(self, event: Event, where: str, count: int) -> None:
         mask_key = "mask" if self.case.config["mask"] else None
         for batch in event.batches:
             here = f"{where}, step {batch.step}"
@@ -116,7 +125,8 @@ class _Player:
                 arrays = next(self.feed)
             except Exception as error:
                 raise AssertionError(f"{here}: raised {error!r}") from error
-            wanted = batch.arrays(self.case.zero, mask_key)
+            wanted = {name: narrowed(leaf) for name, leaf in flat(batch.arrays(mask_key)).items()}
+            arrays = flat(arrays)
             assert sorted(arrays) == sorted(wanted), f"{here}: leaves {sorted(arrays)}"
             for name, array in arrays.items():
                 try:
@@ -164,6 +174,9 @@ class _Player:
         assert again["position"] == merged["position"], where
 
     def _check_merged(self, state: Any, event: Event, where: str) -> None:
+        ledgers = (state.get("skipped") or {}).values()
+        bad = {(entry[0], entry[1], entry[3]) for ledger in ledgers for entry in ledger}
+        assert bad == event.bad, f"{where}: the state lists the bad records {bad}, not {event.bad}"
         if "lanes" in state and state["lanes"] is not None:
             assert len(state["lanes"]) == self.case.num_lanes, f"{where}: lanes {sorted(state['lanes'])}"
             records = sum(lane["records"] for lane in state["lanes"].values())
@@ -173,26 +186,42 @@ class _Player:
         self.feed.reset()
 
     def _len(self, event: Event, where: str) -> None:
-        model = self.case.model()
-        length = model.length(event.steps) if hasattr(model, "length") else None
         try:
             found = len(self.feed)
         except TypeError:
             found = None
-        assert found == length, f"{where}: length {found}, not {length}"
+        assert found == event.length, f"{where}: length {found}, not {event.length}"
 
     def _ids(self, event: Event, where: str) -> None:
-        model = self.case.model()
-        if not hasattr(model, "length"):
-            return
-        for step in {0, 1, event.step, event.step + 1}:
-            batch = model.batch(step, event.steps)
+        for step, wanted in (event.ids or {}).items():
             try:
                 found = self.feed.record_ids(step).tolist()
             except IndexError:
                 found = None
-            wanted = None if batch is None else batch.ids
             assert found == wanted, f"{where}: record_ids({step}) = {found}, not {wanted}"
+
+    def _spec(self, event: Event, where: str) -> None:
+        if event.following is not None:
+            batch = event.following.arrays("mask" if self.case.config["mask"] else None)
+            wanted = {name: (leaf.shape, narrowed(leaf).dtype) for name, leaf in flat(batch).items()}
+            found = {name: (leaf.shape, leaf.dtype) for name, leaf in flat(self.feed.element_spec).items()}
+            assert found == wanted, f"{where}: element_spec {found}, not {wanted}"
+
+    def _replay(self, event: Event, where: str) -> None:
+        mask_key = "mask" if self.case.config["mask"] else None
+        for batch in event.replayed:
+            found, wanted = flat(self.feed.replay(batch.step)), flat(batch.arrays(mask_key))
+            assert sorted(found) == sorted(wanted), f"{where}: replay({batch.step}) has the leaves {sorted(found)}"
+            for name, leaf in wanted.items():
+                same = found[name].dtype == leaf.dtype and found[name].tobytes() == leaf.tobytes()
+                assert same, f"{where}: replay({batch.step}), leaf {name}: {found[name]}, not {leaf}"
+
+
+def flat(tree: Any, path: str = "") -> dict[str, Any]:
+    """Leaves by path."""
+    if not isinstance(tree, dict):
+        return {path: tree}
+    return {name: leaf for key in tree for name, leaf in flat(tree[key], f"{path}/{key}" if path else key).items()}
 
 
 class Exchange:

@@ -6,6 +6,7 @@ import json
 import logging
 import math
 import pathlib
+import tempfile
 import time
 import traceback
 from collections.abc import Callable, Sequence
@@ -29,8 +30,8 @@ class _World:
         import jax
 
         found = sorted(jax.devices(), key=lambda device: (device.process_index, device.id))
-        assert len(found) == processes * per_host
-        return found
+        assert len(found) == processes * per_host or processes == 1
+        return found[: processes * per_host]
 
     def check(self, name: str, array: Any, wanted: np.ndarray, phase: Any, host: int) -> None:
         from driver import blocks_of, check_block
@@ -56,6 +57,18 @@ class _World:
             assert time.monotonic() < end, f"not saved: {missing}"
             time.sleep(0.002)
         return [json.loads(path.read_text()) for path in paths]
+
+
+def play_here(case: Any, folder: str) -> None:
+    """Plays a case of one host in this process, on its devices.
+
+    Raises:
+      AssertionError: something is not as the model says.
+    """
+    from driver import play_host
+
+    assert case.processes == 1
+    play_host(case, 0, _World(pathlib.Path(tempfile.mkdtemp(dir=folder))), "case")
 
 
 def play(numbered: Sequence[tuple[int, dict[str, Any]]], folder: str) -> list[tuple[int, str]]:

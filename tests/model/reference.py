@@ -31,6 +31,7 @@ there on any topology, with any batch size that the mesh and the lanes divide. `
 from __future__ import annotations
 
 import dataclasses
+import functools
 import itertools
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -39,16 +40,20 @@ from typing import Any
 
 import numpy as np
 
-Record = dict[str, np.ndarray]
+Record = dict[str, Any]
+"""Leaf → its value, or the record of a part of a Zip."""
 Value = Callable[[int, int], Record]
 """(record id, epoch) → the record."""
 
 # ---------------------------------------------------------------------- keyed permutations, one number at a time
 
 _MASK = 2**64 - 1
-_EPOCH, _BLOCKS, _WITHIN, _SHORT_BLOCK, _REPLACEMENT, _SHARDS, _WINDOW = 1, 2, 3, 4, 5, 6, 7
-_LAYOUT, _COMPONENT_SEED = 101, 102
-LANE_LAYOUT = 103
+_EPOCH, _BLOCKS, _WITHIN, _SHORT_BLOCK, _REPLACEMENT, _SHARDS, _WINDOW, _PIECES = 1, 2, 3, 4, 5, 6, 7, 8
+_LAYOUT, _COMPONENT_SEED, LANE_LAYOUT, _LANES = 101, 102, 103, 105
+PACKED_BLOCKS, DOCUMENTS, SEQUENCES = 111, 112, 113
+RECORDS, _BATCHES, LINE = 121, 122, 123
+SPLIT, SPLIT_SHARDS, SAMPLE = 131, 132, 133
+OWN_NUMBERS = 134
 
 
 def mix(value: int) -> int:
@@ -67,10 +72,11 @@ def key_of(seed: int, *parts: int) -> int:
 
 def permuted(number: int, count: int, key: int) -> int:
     """Where a keyed permutation of [0, count) sends a number."""
-    return _table(count, key)[number] if count <= 4096 else _feistel(number, count, key)
+    return table(count, key)[number] if count <= 4096 else _feistel(number, count, key)
 
 
-def _table(count: int, key: int) -> list[int]:
+@functools.lru_cache(4096)
+def table(count: int, key: int) -> list[int]:
     return sorted(range(count), key=lambda i: mix(mix(i) ^ key))
 
 
@@ -139,8 +145,7 @@ class Plain:
     seed: int
     num_epochs: int | None
 
-    @property
-    def total(self) -> int | None:
+    def total_of(self, steps: Steps) -> int | None:
         return None if self.num_epochs is None else self.count * self.num_epochs
 
     def at(self, position: int, steps: Steps) -> tuple[int, int]:
@@ -151,54 +156,206 @@ class Plain:
         return replacement(self.seed, epoch, record_id, attempt, self.count)
 
 
-@dataclasses.dataclass
-class Shards(Plain):
-    """``shuffle="shards"``: each lane reads its part of the epoch's shards in windows of two."""
+# ---------------------------------------------------------------------- orders by shards
 
-    lengths: Sequence[int] = ()
-    num_lanes: int = 1
 
-    def at(self, position: int, steps: Steps) -> tuple[int, int]:
-        start, size = steps.batch_of(position)
-        lane, number = divmod(position - start, size // self.num_lanes)
-        cell = start + number * self.num_lanes + lane
-        if self.total is not None and start + size > self.total:
-            cell = position  # the last, partial batch takes the remaining cells in order
+def cell_of(position: int, steps: Steps, total: int | None, num_lanes: int) -> int:
+    """The cell at a position: record number t of a lane is in the cell ``t * num_lanes + lane``."""
+    start, size = steps.batch_of(position)
+    if total is not None and start + size > total:
+        return position  # the last, partial batch takes the remaining cells in order
+    lane, number = divmod(position - start, size // num_lanes)
+    return start + number * num_lanes + lane
+
+
+class ShardLanes:
+    """Lanes that each read their part of the epoch's shards in windows of a few.
+
+    Args:
+      lengths: records of each shard.
+      window: shards, or pieces of them, in a window.
+      affinity: whether the parts are the same in every epoch, and their pieces are permuted instead.
+      mixes: whether the records of a window are permuted.
+      line: parts of the key of the permutation of shards.
+    """
+
+    def __init__(
+        self,
+        lengths: Sequence[int],
+        num_lanes: int,
+        seed: int,
+        window: int = 2,
+        affinity: bool = False,
+        mixes: bool = True,
+        line: tuple[int, ...] = (),
+    ) -> None:
+        self.lengths, self.count, self.num_lanes, self._seed = lengths, sum(lengths), num_lanes, seed
+        self._window, self._affinity, self._mixes = window, affinity, mixes
+        self._line_key = line or (seed, _SHARDS, self.count)
+        self._lines: dict[int, list[int]] = {}
+
+    def records_of(self, lane: int, epochs: int) -> int:
+        """How many records a lane has in the first epochs: lane l holds the cells l, l + L, ..."""
+        return -((lane - epochs * self.count) // self.num_lanes)
+
+    def at(self, cell: int) -> tuple[int, int]:
+        """The record of a cell, and its epoch."""
         epoch = cell // self.count
         number, lane = divmod(cell, self.num_lanes)
-        # Lane l holds the cells l, l + L, ...; its part of the epoch's line is as long as its cells in the epoch.
-        parts = [self._first(other, epoch + 1) - self._first(other, epoch) for other in range(self.num_lanes)]
-        return self._line(epoch, parts)[sum(parts[:lane]) + number - self._first(lane, epoch)], epoch
-
-    def _first(self, lane: int, epoch: int) -> int:
-        return -((lane - epoch * self.count) // self.num_lanes)
+        # A lane's part of the epoch's line is as long as its cells in the epoch.
+        parts = [self.records_of(n, epoch + 1) - self.records_of(n, epoch) for n in range(self.num_lanes)]
+        if epoch not in self._lines:
+            self._lines[epoch] = self._line(epoch, parts)
+        return self._lines[epoch][sum(parts[:lane]) + number - self.records_of(lane, epoch)], epoch
 
     def _line(self, epoch: int, parts: Sequence[int]) -> list[int]:
-        order = _table(len(self.lengths), key_of(self.seed, _SHARDS, self.count, epoch))
+        order = table(len(self.lengths), key_of(*self._line_key, 0 if self._affinity else epoch))
         starts = list(itertools.accumulate(self.lengths, initial=0))
         # The line, in pieces: a new one at each shard and each lane.
         cuts = set(itertools.accumulate(parts, initial=0))
-        pieces: list[tuple[bool, list[int]]] = []
+        lanes: list[list[list[int]]] = []
         place = 0
         for shard in order:
             for number in range(self.lengths[shard]):
+                if place in cuts:
+                    lanes.append([])
                 if not number or place in cuts:
-                    pieces.append((place in cuts, []))
-                pieces[-1][1].append(starts[shard] + number)
+                    lanes[-1].append([])
+                lanes[-1][-1].append(starts[shard] + number)
                 place += 1
+        if self._affinity:
+            mixed = table(sum(map(len, lanes)), key_of(self._seed, _PIECES, epoch))
+            rank = iter(sorted(range(len(mixed)), key=mixed.__getitem__))
+            lanes = [[piece for _, piece in sorted((next(rank), piece) for piece in lane)] for lane in lanes]
         line: list[int] = []
-        windows: list[list[int]] = []
-        in_window = 0
-        for begins_lane, piece in pieces:
-            if begins_lane or in_window == 2:
-                windows.append([])
-                in_window = 0
-            windows[-1].extend(piece)
-            in_window += 1
-        for window, ids in enumerate(windows):
-            key = key_of(self.seed, _WINDOW, self.count, epoch, window)
-            line += [ids[permuted(i, len(ids), key)] for i in range(len(ids))]
+        windows = [lane[i : i + self._window] for lane in lanes for i in range(0, len(lane), self._window)]
+        for number, pieces in enumerate(windows):
+            ids = [record_id for piece in pieces for record_id in piece]
+            key = key_of(self._seed, _WINDOW, self.count, epoch, number)
+            line += [ids[permuted(i, len(ids), key)] for i in range(len(ids))] if self._mixes else ids
         return line
+
+
+class Shards(Plain):
+    """``shuffle="shards"`` of one source."""
+
+    def __init__(self, lanes: ShardLanes, seed: int, num_epochs: int | None) -> None:
+        super().__init__(lanes.count, False, seed, num_epochs)
+        self.lanes = lanes
+
+    def at(self, position: int, steps: Steps) -> tuple[int, int]:
+        return self.lanes.at(cell_of(position, steps, self.total_of(steps), self.lanes.num_lanes))
+
+
+class Sequences:
+    """Packed sequences that are packed anew in each epoch: their ids count on from epoch to epoch."""
+
+    def __init__(self, places: Plain) -> None:
+        self._places = places
+
+    def total_of(self, steps: Steps) -> int | None:
+        return self._places.total_of(steps)
+
+    def at(self, position: int, steps: Steps) -> tuple[int, int]:
+        place, epoch = self._places.at(position, steps)
+        return epoch * self._places.count + place, epoch
+
+    def replacement(self, record_id: int, epoch: int, attempt: int) -> int:
+        times, place = divmod(record_id, self._places.count)
+        return times * self._places.count + self._places.replacement(place, epoch, attempt)
+
+
+class Grouped:
+    """Records in buckets: all rows of a batch are of one bucket, until too few are left.
+
+    Args:
+      buckets: the records of each bucket.
+      order_of: bucket → the order of its records, as places among them.
+      by_shards: whether the batches of an epoch come as the buckets' lanes advance.
+    """
+
+    def __init__(
+        self,
+        buckets: Sequence[Sequence[int]],
+        size: int,
+        shuffle: bool | int,
+        seed: int,
+        num_epochs: int | None,
+        order_of: Callable[[int], Plain],
+        by_shards: bool,
+    ) -> None:
+        self._buckets, self._size, self._shuffle, self._seed = buckets, size, shuffle, seed
+        self._count, self._num_epochs, self._by_shards = sum(map(len, buckets)), num_epochs, by_shards
+        self._orders = [order_of(number) if ids else None for number, ids in enumerate(buckets)]
+        self._steps = Steps((), ((0, size),))
+        self._batches: list[tuple[int, int]] = []  # of whole epochs: bucket, number of the batch in it
+        self._epochs = 0
+
+    def total_of(self, steps: Steps) -> int | None:
+        return None if self._num_epochs is None else self._count * self._num_epochs
+
+    def _full(self, bucket: int, epochs: int) -> int:
+        """Full batches of a bucket in so many epochs."""
+        return epochs * len(self._buckets[bucket]) // self._size
+
+    def _epoch(self, epoch: int) -> list[tuple[int, int]]:
+        """The batches whose last record is in an epoch, in the order in which they come."""
+        found = [
+            (bucket, number)
+            for bucket in range(len(self._buckets))
+            for number in range(self._full(bucket, epoch), self._full(bucket, epoch + 1))
+        ]
+        key = key_of(self._seed, _BATCHES, self._count, epoch)
+        if self._by_shards:  # at a random place within the share of the bucket's records that the batch takes
+            at = [
+                (number + (mix(mix(i) ^ key) >> 11) / 2**53) / len(self._buckets[bucket])
+                for i, (bucket, number) in enumerate(found)
+            ]
+            return [found[i] for i in sorted(range(len(found)), key=at.__getitem__)]
+        if self._shuffle:
+            return [found[permuted(i, len(found), key)] for i in range(len(found))]
+        return sorted(found, key=lambda batch: self._last(*batch, epoch))
+
+    def _last(self, bucket: int, number: int, epoch: int) -> int:
+        ids = self._buckets[bucket]
+        return ids[(number + 1) * self._size - 1 - epoch * len(ids)]
+
+    def at(self, position: int, steps: Steps) -> tuple[int, int]:
+        step, row = divmod(position, self._size)
+        while step >= len(self._batches) and self._epochs != self._num_epochs:
+            self._batches += self._epoch(self._epochs)
+            self._epochs += 1
+        if step < len(self._batches):
+            bucket, number = self._batches[step]
+            return self._record(bucket, number * self._size + row)
+        # The rest, from the longest bucket to the shortest. A batch has the shape of its first row.
+        assert self._num_epochs is not None
+        rest = [
+            (bucket, place)
+            for bucket in reversed(range(len(self._buckets)))
+            for place in range(
+                self._full(bucket, self._num_epochs) * self._size, self._num_epochs * len(self._buckets[bucket])
+            )
+        ]
+        first = position - row - len(self._batches) * self._size
+        (shape, _), (bucket, place) = rest[first], rest[first + row]
+        record_id, epoch = self._record(bucket, place)
+        return record_id + (self._count * (1 + shape) if bucket != shape else 0), epoch
+
+    def _record(self, bucket: int, place: int) -> tuple[int, int]:
+        order = self._orders[bucket]
+        assert order is not None
+        within, epoch = order.at(place, self._steps)
+        return self._buckets[bucket][within], epoch
+
+    def replacement(self, record_id: int, epoch: int, attempt: int) -> int:
+        times, own = divmod(record_id, self._count)
+        ids = next(ids for ids in self._buckets if own in ids)
+        other = ids[replacement(self._seed, epoch, ids.index(own), attempt, len(ids))]
+        return times * self._count + other
+
+
+# ---------------------------------------------------------------------- mixtures
 
 
 def shares(weights: Mapping[str, float], names: Sequence[str], block: int) -> list[int]:
@@ -227,10 +384,27 @@ class Blocks:
             counts = self._counts[stage]
             block, slot = divmod(at - self._starts[stage], sum(counts))
             labels = [number for number, count in enumerate(counts) for _ in range(count)]
-            component = labels[_table(len(labels), key_of(self._key, _LAYOUT, stage, block))[slot]]
+            component = labels[table(len(labels), key_of(self._key, _LAYOUT, stage, block))[slot]]
             self._drawn.append((component, self._so_far[component]))
             self._so_far[component] += 1
         return self._drawn[position]
+
+
+def end_of(blocks: Blocks, times: Sequence[int], drawn: Sequence[int], on_end: str) -> int:
+    """How many records a mixture has, of which each component is read so many times.
+
+    ``drawn`` are the components of the last stage: the others may never be read in full.
+    """
+    # "repeat" ends with the last of the places at which a component is read in full; "stop" before one is read again.
+    wanted = {(component, times[component] - 1) for component in drawn if times[component]}
+    for position in range(100_000):
+        component, number = blocks[position]
+        if on_end == "stop" and number == times[component]:
+            return position
+        wanted.discard((component, number))
+        if on_end == "repeat" and not wanted:
+            return position + 1
+    raise AssertionError("a mixture without an end")
 
 
 @dataclasses.dataclass
@@ -245,54 +419,80 @@ class Mixed:
     on_end: str = "repeat"
     repeat: Sequence[int] = ()
 
-    def blocks(self, steps: Steps) -> Blocks:
-        starts = [steps.position_of(step) for step, _ in self.stages]
-        return Blocks([counts for _, counts in self.stages], starts, key_of(self.seed, _LAYOUT))
+    def __post_init__(self) -> None:
+        self._last: tuple[Any, Any] = (None, None)
+
+    def _kept(self, steps: Steps) -> Any:
+        """What follows from where the steps begin."""
+        starts = tuple(steps.position_of(step) for step, _ in self.stages)
+        if self._last[0] != starts:
+            self._last = starts, self._laid_out(starts)
+        return self._last[1]
+
+    @property
+    def _drawn(self) -> list[int]:
+        return [component for component, count in enumerate(self.stages[-1][1]) if count]
+
+    def _laid_out(self, starts: tuple[int, ...]) -> Any:
+        blocks = Blocks([counts for _, counts in self.stages], starts, key_of(self.seed, _LAYOUT))
+        if self.num_epochs is None:
+            return blocks, None
+        again = self.repeat or [1] * len(self.counts)
+        times = [count * self.num_epochs * more for count, more in zip(self.counts, again, strict=True)]
+        return blocks, end_of(blocks, times, self._drawn, self.on_end)
 
     def total_of(self, steps: Steps) -> int | None:
-        if self.num_epochs is None:
-            return None
-        blocks, last = self.blocks(steps), self.stages[-1][1]
-        times = [count * self.num_epochs * again for count, again in zip(self.counts, self.repeat, strict=True)]
-        done: set[int] = set()
-        for position in itertools.count():
-            component, number = blocks[position]
-            if self.on_end == "stop" and number == times[component]:
-                return position
-            if number + 1 >= times[component] and last[component]:
-                done.add(component)
-            in_last = position >= steps.position_of(self.stages[-1][0])
-            drawn = [c for c, count in enumerate(last) if count]
-            if self.on_end == "repeat" and done >= set(drawn):
-                # The end is the last of the places at which a component of the last stage is read in full.
-                return self._full(blocks, times, drawn)
-            assert position < 100_000 or not in_last
-        raise AssertionError
-
-    def _full(self, blocks: Blocks, times: Sequence[int], drawn: Sequence[int]) -> int:
-        wanted = {(component, times[component] - 1) for component in drawn}
-        position = 0
-        while wanted:
-            wanted.discard(blocks[position])
-            position += 1
-        return position
+        return self._kept(steps)[1]
 
     def at(self, position: int, steps: Steps) -> tuple[int, int]:
-        component, number = self.blocks_cached(steps)[position]
+        component, number = self._kept(steps)[0][position]
         count = self.counts[component]
         epoch, offset = divmod(number, count)
         seed = key_of(self.seed, _COMPONENT_SEED, component)
         return component << 48 | epoch_id(offset, count, self.shuffle, seed, epoch), epoch
 
-    def blocks_cached(self, steps: Steps) -> Blocks:
-        last = getattr(self, "_last", None)
-        if last is None or last[0] != steps:
-            last = self._last = (steps, self.blocks(steps))
-        return last[1]
-
     def replacement(self, record_id: int, epoch: int, attempt: int) -> int:
         component, own = record_id >> 48, record_id & (2**48 - 1)
         return component << 48 | replacement(self.seed, epoch, own, attempt, self.counts[component])
+
+
+class MixedLanes(Mixed):
+    """A mixture by shards: each lane mixes its parts of all components, in blocks of its own.
+
+    Args:
+      lengths: records of each shard of each component.
+      lanes_of: component, its seed → the lanes of that component.
+    """
+
+    def __init__(self, lanes_of: Callable[[int, int], ShardLanes], num_lanes: int, **settings: Any) -> None:
+        super().__init__(shuffle=False, **settings)
+        self._num_lanes = num_lanes
+        self._lanes = [lanes_of(c, key_of(self.seed, _COMPONENT_SEED, c)) for c in range(len(self.counts))]
+
+    def _laid_out(self, starts: tuple[int, ...]) -> Any:
+        counts, first = [counts for _, counts in self.stages], [start // self._num_lanes for start in starts]
+        of_lane = [Blocks(counts, first, key_of(self.seed, _LANES, lane)) for lane in range(self._num_lanes)]
+        if self.num_epochs is None:
+            return of_lane, None
+        again = self.repeat or [1] * len(self.counts)
+        ends = [
+            end_of(
+                blocks,
+                [part.records_of(lane, self.num_epochs * more) for part, more in zip(self._lanes, again, strict=True)],
+                self._drawn,
+                self.on_end,
+            )
+            for lane, blocks in enumerate(of_lane)
+        ]
+        # All lanes end together.
+        return of_lane, self._num_lanes * (min(ends) if self.on_end == "stop" else max(ends))
+
+    def at(self, position: int, steps: Steps) -> tuple[int, int]:
+        of_lane, total = self._kept(steps)
+        number, lane = divmod(cell_of(position, steps, total, self._num_lanes), self._num_lanes)
+        component, rank = of_lane[lane][number]
+        record_id, epoch = self._lanes[component].at(rank * self._num_lanes + lane)
+        return component << 48 | record_id, epoch
 
 
 # ---------------------------------------------------------------------- steps
@@ -334,15 +534,22 @@ class Batch:
         default_factory=list
     )  # what each row was read as, to find where a fault falls
 
-    def arrays(self, zero: Record, mask_key: str | None) -> dict[str, np.ndarray]:
-        """The global arrays."""
-        out = {
-            name: np.stack([np.zeros_like(leaf) if row is None else row[name] for row in self.rows])
-            for name, leaf in zero.items()
-        }
+    def arrays(self, mask_key: str | None) -> Record:
+        """The global arrays; rows without a record are zeros like the others."""
+        first = next(row for row in self.rows if row is not None)
+        out = _stacked([row if row is not None else _stacked([first], np.zeros_like) for row in self.rows])
         if mask_key is not None:
             out[mask_key] = np.array([row is not None for row in self.rows])
         return out
+
+
+def _stacked(records: Sequence[Record], stack: Callable[..., Any] = lambda *leaves: np.stack(leaves)) -> Record:
+    return {
+        name: _stacked([record[name] for record in records], stack)  # type: ignore[arg-type]
+        if isinstance(leaf, dict)
+        else stack(*(record[name] for record in records))
+        for name, leaf in records[0].items()
+    }
 
 
 class Refused(Exception):
@@ -364,12 +571,13 @@ class RandomAccess:
     value: Value
     pad: bool
     is_bad: Callable[[int], bool] = lambda record_id: False
-
-    def total(self, steps: Steps) -> int | None:
-        return self.order.total_of(steps) if isinstance(self.order, Mixed) else self.order.total
+    origin: Callable[[int], Any] = lambda record_id: record_id
+    """Record id → what is read for it, to find where a fault falls."""
+    first: int = 0
+    """The record that shows the structure."""
 
     def batch(self, step: int, steps: Steps) -> Batch | None:
-        start, size, total = steps.position_of(step), steps.size(step), self.total(steps)
+        start, size, total = steps.position_of(step), steps.size(step), self.order.total_of(steps)
         stop = start + size if total is None else min(start + size, total)
         if stop <= start or (stop < start + size and not self.pad):
             return None
@@ -387,21 +595,34 @@ class RandomAccess:
                 if attempt == 1:
                     bad.append((record_id, epoch, step))
             rows.append(self.value(read, epoch))
-        tokens = list(planned)
+        tokens = [self.origin(record_id) for record_id in planned]
         rows += [None] * (start + size - stop)
         return Batch(step, rows, stop, planned, bad, tokens)
 
     def length(self, steps: Steps) -> int | None:
-        if self.total(steps) is None:
+        if self.order.total_of(steps) is None:
             return None
         return next(step for step in itertools.count() if self.batch(step, steps) is None)
 
 
-class LaneRecords:
-    """The records of one lane over all its epochs, made as they are asked for."""
+@dataclasses.dataclass(frozen=True)
+class Bad:
+    """A record of a lane that cannot be decoded: the next one takes its row."""
 
-    def __init__(self, epochs: Iterator[Sequence[Record]]) -> None:
+    record_id: int
+    epoch: int
+
+
+class LaneRecords:
+    """The records of one lane over all its epochs, made as they are asked for.
+
+    Attributes:
+      bad: bad records, with the number of good ones before each.
+    """
+
+    def __init__(self, epochs: Iterator[Sequence[Record | Bad]]) -> None:
         self._epochs, self._records, self.ended = epochs, list[Record](), False
+        self.bad: list[tuple[int, Bad]] = []
         self._refused: Refused | None = None
 
     def upto(self, count: int) -> list[Record]:
@@ -416,7 +637,11 @@ class LaneRecords:
             if records is None:
                 self.ended = True
             else:
-                self._records += records
+                for record in records:
+                    if isinstance(record, Bad):
+                        self.bad.append((len(self._records), record))
+                    else:
+                        self._records.append(record)
         return self._records[:count]
 
 
@@ -425,7 +650,7 @@ class Lanes:
     """A stream that is read as lanes."""
 
     num_lanes: int
-    open: Callable[[int], Iterator[Sequence[Record]]]
+    open: Callable[[int], Iterator[Sequence[Record | Bad]]]
     """Lane → its records, one list per epoch."""
     pad: bool
 
@@ -438,8 +663,10 @@ class Lanes:
         tokens: list[Any] = []
         short = False
         position = 0
+        bad: list[tuple[int, int, int]] = []
         for number, lane in enumerate(self._lanes):
             records = lane.upto(start + size)
+            bad += [(one.record_id, one.epoch, step) for place, one in lane.bad if start <= place < start + size]
             here = records[start:]
             short |= len(here) < size
             rows += [*here, *[None] * (size - len(here))]
@@ -449,7 +676,7 @@ class Lanes:
             raise Refused("SourceError", "the first step of a stream without records")
         if (short and not self.pad) or all(row is None for row in rows):
             return None
-        return Batch(step, rows, position, tokens=tokens)
+        return Batch(step, rows, position, bad=bad, tokens=tokens)
 
 
 @dataclasses.dataclass

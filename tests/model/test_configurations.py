@@ -7,20 +7,27 @@ import pairwise
 import pytest
 import real_hosts
 import simulated_hosts
-from configurations import DEFAULTS, REAL, SIMULATED, Case, valid
+from configurations import DEFAULTS, ONE_HOST, REAL, SIMULATED, Records, valid
 
-REAL_CONFIGURATIONS = 40
+ONE_HOST_CONFIGURATIONS, REAL_CONFIGURATIONS = 80, 40
 
 
 @pytest.mark.slow
 def test_simulated_hosts_give_what_the_model_says(tmp_path):
     configs = pairwise.covering(SIMULATED, 1, valid)  # `scripts/chaos --configurations N` draws random ones too
     covered, possible = pairwise.coverage(SIMULATED, configs, valid)
-    assert covered == possible > 4000
+    assert covered == possible > 5000
     with simulated_hosts.simulation():
         for config in configs:
             text = campaign.failure(config, str(tmp_path))
             assert text is None, f"{text}\n{campaign.script(config, real=False)}"
+
+
+@pytest.mark.slow
+def test_one_host_with_real_devices_gives_what_the_model_says(tmp_path):
+    for config in campaign.draw(ONE_HOST, 3, ONE_HOST_CONFIGURATIONS):
+        text = campaign.failure(config, str(tmp_path), here=True)
+        assert text is None, f"{text}\n{config}"
 
 
 @pytest.mark.slow
@@ -37,8 +44,8 @@ def test_a_feed_at_odds_with_the_model_is_noticed(tmp_path, monkeypatch):
     config = {**DEFAULTS, "records": 13, "hosts": 2, "script": "resume", "taken": 1}
     with simulated_hosts.simulation():
         assert campaign.failure(config, str(tmp_path)) is None
-        value = Case._value
-        monkeypatch.setattr(Case, "_value", lambda case, number, epoch: value(case, number + (number == 7), epoch))
+        read = Records.__getitem__
+        monkeypatch.setattr(Records, "__getitem__", lambda records, i: read(records, i + (i == 7)))
         assert "leaf id" in campaign.failure(config, str(tmp_path))
 
 

@@ -16,7 +16,7 @@ def test_permutations_of_many_records(count):
     assert key == permutation.derive_key(7, 1, count)
     offsets = np.unique(np.linspace(0, count - 1, 50).astype(np.int64))
     if count <= 4096:
-        table = reference._table(count, key)
+        table = reference.table(count, key)
         assert permutation.permute(offsets, count, key).tolist() == [table[offset] for offset in offsets]
     else:
         wanted = [reference.permuted(offset, count, key) for offset in offsets.tolist()]

@@ -1,8 +1,9 @@
 """What a host without a device in the sharding learns of a stream: how far the participants have come, and where they stop.
 
 Such a host reads nothing and no participant waits for it, so it takes no part in the agreement; it follows. The reducer
-writes a summary of all its announcements to one key per generation of the feed, and the followers poll it. The keys of a
-generation outlive it, because a follower may be late: the reducer deletes them two generations later.
+writes a summary of all its announcements to one key per generation of the feed, and the followers poll it. If the
+participants cannot begin a generation, its key holds the error that they raise. The keys of a generation outlive it,
+because a follower may be late: they are deleted two generations later.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from collections.abc import Sequence
 
 from meshfeed._src.agreement.messages import AnnouncedContents, Announcement, Stop, WindowReport
 from meshfeed._src.base.coordination import KeyValueStore
-from meshfeed._src.base.errors import StalledError
+from meshfeed._src.base.errors import Failure, StalledError
 
 _STEPS = 8  # batches without rows that a follower makes ahead
 _KEPT_BAD_STEPS = 256  # steps with bad records whose counts a late follower still sees
@@ -25,6 +26,13 @@ _PAUSE_SECONDS_PER_HOST = 2.5e-4  # thousands of followers must not flood the co
 def follow_key(scope: str, generation: int) -> str:
     """Returns the key of a generation of a feed; ``scope`` is the feed's, which all hosts of the job compute alike."""
     return f"meshfeed/follow/{scope}/{generation}"
+
+
+def announce_failure(store: KeyValueStore, scope: str, generation: int, error: BaseException) -> None:
+    """Tells followers that the participants cannot begin a generation, because of ``error``."""
+    failed = Announcement(0, 0, Stop(0, (Failure.exact(error),)))
+    store.set(follow_key(scope, generation), json.dumps(failed.to_json()), overwrite=True)
+    store.delete(follow_key(scope, generation - 2))
 
 
 class Summary:

@@ -3,17 +3,19 @@
 Each generation takes one round, a reduction (:mod:`meshfeed._src.base.reduction`) of all hosts' settings to their
 differences. A host that cannot take part (making the feed, opening the data or restoring a state failed, or it has
 closed the feed) publishes that failure instead, and the others raise an error naming it after a grace period of a few
-seconds. The grace period, and the tracking of refused states, are for hosts that recover: if every host refuses the same
-state and starts from the beginning, none has failed.
+seconds. Hosts that only follow learn of a failed round too. The grace period, and the tracking of refused states, are for
+hosts that recover: if every host refuses the same state and starts from the beginning, none has failed.
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
 
+from meshfeed._src.agreement.followers import announce_failure
 from meshfeed._src.base import coordination
 from meshfeed._src.base.coordination import KeyValueStore, call_briefly, format_differences
 from meshfeed._src.base.errors import LEFT, AgreementError, Failure, PeerError
@@ -51,18 +53,17 @@ class Handshake:
         is one of them.
 
     Attributes:
-      round: number of the next round; failed rounds count.
+      round: number of the next round; failed rounds count, and those of hosts that only follow.
       in_force: whether the last round succeeded and its generation of the feed has not ended.
-      agreed: number of generations that have begun, counted alike on hosts that only follow.
     """
 
     def __init__(self, scope: str, participants: Sequence[int]) -> None:
-        self._feed = f"meshfeed/{scope}"
+        self._scope, self._feed = scope, f"meshfeed/{scope}"
         # Includes the feed's name because hosts that create different feeds, or in a different order, wait on
         # different keys.
         self._doing = f"agreeing on the settings of {scope.removeprefix('feed/')}"
         self.participants = tuple(sorted(participants))
-        self.round = self.agreed = 0
+        self.round = 0
         self.in_force = False
         self._refused = False
         self._left = False
@@ -85,7 +86,10 @@ class Handshake:
         if store is not None:
             try:
                 failure = Failure.of(error, coordination.process_index())
-                self._reduction(store).publish({"failure": failure.to_json()})
+                reduction = self._reduction(store)
+                reduction.publish({"failure": failure.to_json()})
+                if reduction.is_reducer and not refused:  # nobody may be left to find this out and say so
+                    self._tell_followers(_peer_error(failure))
             except Exception as unpublished:  # must not mask ``error``, which the caller raises
                 _log.warning("cannot report this host's failure to the other hosts: %s", unpublished)
         self._refused = refused
@@ -110,13 +114,24 @@ class Handshake:
             return
         if notice is not None and not self.in_force and not self._refused:  # which says more
             reduction = self._reduction(store)
-            value = {"failure": Failure.left(notice, coordination.process_index()).to_json()}
-            call_briefly(lambda: reduction.publish(value), name="meshfeed-leave-notice", at_exit=True)
+            failure = Failure.left(notice, coordination.process_index())
+
+            def publish() -> None:
+                reduction.publish({"failure": failure.to_json()})
+                if reduction.is_reducer:
+                    self._tell_followers(_peer_error(failure))
+
+            call_briefly(publish, name="meshfeed-leave-notice", at_exit=True)
         leave(store, self._feed, len(self.participants))
 
     def _store(self) -> KeyValueStore | None:
         """Returns the store for optional messages, or None if no other host would read them."""
         return coordination.key_value_store() if self.needed and not self._left else None
+
+    def _tell_followers(self, error: BaseException) -> None:
+        """Tells hosts that only follow that this round failed."""
+        if coordination.process_count() > len(self.participants):
+            announce_failure(coordination.require_store(), self._scope, self.round + 1, error)
 
     def _reduction(self, store: KeyValueStore) -> Reduction:
         prefix = f"{self._feed}/settings/{self.round}"
@@ -141,21 +156,22 @@ class Handshake:
             if self.needed:
                 while not self._succeeds(settings, timeout_seconds):
                     self.round += 1
-        except Exception:
+        except Exception as error:
+            if self.needed and coordination.process_index() == self._spokesman(error):
+                with contextlib.suppress(Exception):  # must not mask ``error``
+                    self._tell_followers(error)
             self.round += 1
             raise
         store = self._store()
         if store is not None and self._generation is not None and self._reduction(store).is_reducer:
             store.delete(f"{self._feed}/{self._generation}")  # all hosts have left it, so its windows are unused
-        following, agreed = self.round + 1, self.agreed + 1
+        following = self.round + 1
         # One statement without calls: signals arrive only at calls, so an interrupt cannot split the update.
-        self.round, self.agreed, self._generation, self._refused, self.in_force = (
-            following,
-            agreed,
-            following,
-            False,
-            True,
-        )
+        self.round, self._generation, self._refused, self.in_force = following, following, False, True
+
+    def _spokesman(self, error: Exception) -> int:
+        """The host that tells followers of an error: the lowest that did not cause it."""
+        return min(host for host in self.participants if not isinstance(error, PeerError) or host != error.host)
 
     # ------------------------------------------------------------------ one round
 
@@ -167,13 +183,7 @@ class Handshake:
         if failure is not None:
             if failure.host == coordination.process_index():
                 return False
-            text = str(failure).removesuffix(".")
-            what = text if failure.kind == LEFT else f"failed before its first batch: {text}"
-            raise PeerError(
-                f"host {failure.host} {what}. See the log of host {failure.host}.",
-                host=failure.host,
-                peer_message=str(failure),
-            )
+            raise _peer_error(failure)
         differences = outcome["differences"]
         if differences:
             raise AgreementError(
@@ -241,6 +251,14 @@ class Handshake:
                 raise _GivenUp({"failure": value["failure"], "differences": []})
 
         return tick
+
+
+def _peer_error(failure: Failure) -> PeerError:
+    text = str(failure).removesuffix(".")
+    what = text if failure.kind == LEFT else f"failed before its first batch: {text}"
+    return PeerError(
+        f"host {failure.host} {what}. See the log of host {failure.host}.", host=failure.host, peer_message=str(failure)
+    )
 
 
 class _GivenUp(Exception):

@@ -224,6 +224,9 @@ class Failure:
             "types": [[kind.__module__, kind.__qualname__] for kind in type(error).__mro__[:-1]],
             "args": [arg for arg in error.args if _is_json(arg)],
             "attributes": {key: value for key, value in vars(error).items() if _is_json(value)},
+            "tuples": [
+                key for key, value in vars(error).items() if isinstance(value, tuple)
+            ],  # which JSON does not have
             "notes": list(getattr(error, "__notes__", ())),
         }
         return cls(type(error).__qualname__, str(error) or repr(error), details=details)
@@ -267,6 +270,7 @@ class Failure:
         if kind is None:
             return None
         attributes = {key: value for key, value in self.details.get("attributes", {}).items() if key != "__notes__"}
+        attributes |= {key: tuple(attributes[key]) for key in self.details.get("tuples", ()) if key in attributes}
         for args in (self.details.get("args", ()), (self.message,)):
             try:
                 error = kind.__new__(kind, *args)

@@ -10,6 +10,7 @@ import re
 import secrets
 from collections.abc import Iterator, Mapping
 
+import orbax.checkpoint as ocp
 from etils import epath
 
 from meshfeed._src.base.errors import CheckpointError, MeshfeedError, SettingsError
@@ -79,6 +80,18 @@ def check_no_step(directory: epath.Path) -> None:
         )
 
 
+def _damaged_metadata(directory: epath.Path) -> epath.Path | None:
+    """The first step's file that Orbax cannot parse when it opens the folder, though no restore needs it."""
+    names = ocp.path.step.standard_name_format()
+    with contextlib.suppress(Exception):  # the store itself may be out of reach
+        for step in find_steps(directory):
+            try:
+                _ = names.find_step(directory, step).commit_timestamp
+            except ValueError:
+                return directory / str(step) / "_CHECKPOINT_METADATA"
+    return None
+
+
 @contextlib.contextmanager
 def opening(directory: epath.Path) -> Iterator[None]:
     """Turns errors of Orbax and of the store's library into a CheckpointError that names the folder."""
@@ -87,6 +100,11 @@ def opening(directory: epath.Path) -> Iterator[None]:
     except MeshfeedError:
         raise
     except Exception as error:
+        if (damaged := _damaged_metadata(directory)) is not None:
+            raise CheckpointError(
+                f"{directory}: cannot be opened, because {damaged} is damaged ({type(error).__name__}: {error}). Delete that "
+                "file: steps are restored without it."
+            ) from error
         raise CheckpointError(
             f"{directory}: cannot be opened: {type(error).__name__}: {error}. Check that this host may create and write "
             "the folder; for an object store, also check the bucket's name and the credentials."

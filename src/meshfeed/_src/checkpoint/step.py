@@ -85,8 +85,9 @@ def read_step(directory: epath.PathLike, step: int) -> StepParts:
         manifest = read_manifest(arrays) if arrays.exists() else None
         if manifest is None or manifest.identity is None:
             raise CheckpointError(
-                f"step {step} in {directory}: it has no complete part {ARRAYS!r} written by a Checkpointer. Read plain "
-                "Orbax checkpoints with meshfeed.checkpoint.restore_once.",
+                f"step {step} in {directory}: it has no complete part {ARRAYS!r} written by a Checkpointer: "
+                f"{ARRAYS}/meshfeed/manifest.json is missing or incomplete. Read plain Orbax checkpoints with "
+                "meshfeed.checkpoint.restore_once.",
                 step=step,
             )
         for path, problem in file_problems(arrays, manifest, content=False):

@@ -390,8 +390,8 @@ class Feed(Inspection, Checkpointable):
             stats=self._stats,
             name=self.name,
             scope=self._scope,
-            round=self._handshake.round if self._hosts_agree else None,
-            generation=self._handshake.agreed,
+            round=self._handshake.round,
+            hosts_agree=self._hosts_agree,
             follows=self._follows,
         )
 

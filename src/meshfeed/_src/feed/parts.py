@@ -90,8 +90,8 @@ def make_pipeline(
     stats: StatsRecorder,
     name: str,
     scope: str,
-    round: int | None,
-    generation: int,
+    round: int,
+    hosts_agree: bool,
     follows: bool,
 ) -> Pipeline:
     """Builds the pipeline that reads from ``cursor``. No thread starts before its first ``peek``.
@@ -110,8 +110,8 @@ def make_pipeline(
       stats: records read times and retries.
       name: name of the feed.
       scope: key prefix, unique to the feed.
-      round: number of the handshake that began this generation; None if there are no other hosts to agree with.
-      generation: number of this generation, also counted by hosts that only follow.
+      round: number of this generation, counted alike by hosts that only follow.
+      hosts_agree: whether there are other hosts to agree with.
       follows: whether this host follows the hosts that read.
     """
     window_reports = WindowReports(
@@ -132,13 +132,13 @@ def make_pipeline(
         agreement = Follower(
             coordination.require_store(),
             scope=scope,
-            generation=generation,
+            generation=round,
             participants=placer.participants,
             num_followers=num_followers,
             first_step=cursor.step,
             timeout_seconds=settings.timeout_seconds,
         )
-    elif round is not None:
+    elif hosts_agree:
         store = coordination.require_store()
         can_follow = num_followers > 0 and not stream.length_is_known and not stream.hosts_make_batches
         agreement = WindowAgreement(
@@ -152,7 +152,7 @@ def make_pipeline(
             timeout_seconds=settings.timeout_seconds,
             describe=reader.describe,
             reduce=window_reports.reduce,
-            summary=Summary(store, scope, generation) if can_follow else None,
+            summary=Summary(store, scope, round) if can_follow else None,
         )
     return Pipeline(
         reader,

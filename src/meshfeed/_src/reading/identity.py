@@ -41,7 +41,12 @@ def digest_tree(tree: PyTree) -> str:
     return hasher.hexdigest()
 
 
-def probe_digest(num_records: int, digest: Callable[[np.ndarray], str], retry: Retry = Retry()) -> str:
+def probe_digest(
+    num_records: int,
+    digest: Callable[[np.ndarray], str],
+    retry: Retry = Retry(),
+    numbers: hooks.NumbersRecords | None = None,
+) -> str:
     """Returns a digest of up to four records spread over a source.
 
     A single unreadable record does not raise: it is marked in the digest, because a feed over it must still have a state.
@@ -50,6 +55,7 @@ def probe_digest(num_records: int, digest: Callable[[np.ndarray], str], retry: R
       num_records: number of records of the source.
       digest: maps ids, int64 ``[n]``, to the digest of these records.
       retry: retry settings for failed reads.
+      numbers: the source, if it numbers its records itself: an id that it does not have is marked as well, silently.
 
     Raises:
       Exception: that of the first record, if none can be read. A digest of errors alone would be the same for any source that
@@ -59,24 +65,31 @@ def probe_digest(num_records: int, digest: Callable[[np.ndarray], str], retry: R
     try:
         return call_with_retry(lambda: digest(ids), retry, doing="reading four records to identify the source")
     except Exception:  # one unreadable record must not hide changes in the others
-        return _digest_one_by_one(ids, digest)
+        return _digest_one_by_one(ids, digest, numbers)
 
 
-def _digest_one_by_one(ids: np.ndarray, digest: Callable[[np.ndarray], str]) -> str:
+def _digest_one_by_one(
+    ids: np.ndarray, digest: Callable[[np.ndarray], str], numbers: hooks.NumbersRecords | None
+) -> str:
     digests: list[str] = []
     unreadable: list[tuple[int, Exception]] = []
+    missing = 0
     for i in range(len(ids)):
         try:
             digests.append(digest(ids[i : i + 1]))
         except Exception as error:
             digests.append("bad")
-            unreadable.append((int(ids[i]), error))
+            if _exists(ids[i : i + 1], numbers):
+                unreadable.append((int(ids[i]), error))
+            else:
+                missing += 1
     if unreadable:
         first = unreadable[0][1]
         names = ", ".join(str(record_id) for record_id, _ in unreadable)
-        if len(unreadable) == len(ids):
+        if len(unreadable) == len(ids) - missing:
+            count = len(unreadable)
             first.add_note(
-                f"in identifying the source by {'one record' if len(ids) == 1 else f'{len(ids)} records'} ({names}), none of "
+                f"in identifying the source by {'one record' if count == 1 else f'{count} records'} ({names}), none of "
                 "which can be read on this host"
             )
             note_thread(first)
@@ -92,6 +105,15 @@ def _digest_one_by_one(ids: np.ndarray, digest: Callable[[np.ndarray], str]) -> 
     return digest_tree([np.frombuffer(text.encode(), np.uint8) for text in digests])
 
 
+def _exists(record_ids: np.ndarray, numbers: hooks.NumbersRecords | None) -> bool:
+    try:
+        if numbers is not None:
+            numbers.check_record_ids(record_ids)
+    except SourceError:
+        return False
+    return True
+
+
 def content_digest(source: RandomAccessSource, retry: Retry) -> str | None:
     """Returns the digest of the probed records, from raw bytes if available; None if decoding needs random numbers."""
     raw_reader = find(source, hooks.RawReader)
@@ -99,7 +121,8 @@ def content_digest(source: RandomAccessSource, retry: Retry) -> str | None:
         return probe_digest(len(source), lambda ids: digest_raw(raw_reader.read_raw(ids)), retry)
     if wants_rng(source):
         return None
-    return probe_digest(len(source), lambda ids: digest_tree(SourceReader(source).read(ids)), retry)
+    numbers = find(source, hooks.NumbersRecords)
+    return probe_digest(len(source), lambda ids: digest_tree(SourceReader(source).read(ids)), retry, numbers)
 
 
 def digest_raw(records: Iterable[bytes]) -> str:
