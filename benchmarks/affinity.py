@@ -198,7 +198,7 @@ def train(url: str, folder: str, max_bytes: int, components: int, step_seconds: 
     stalled: list[float] = []
     with meshfeed.Feed(mixture(url, components, cache), mesh, num_epochs=2, end="drop", **settings) as feed:
         before = None
-        for epoch in range(2):
+        for _ in range(2):
             for _ in range(len(feed) // 2):
                 next(feed)
                 time.sleep(step_seconds)

@@ -138,7 +138,7 @@ def measure(options: argparse.Namespace) -> list[Table]:
         Table(
             "Loss on held-out records of sorted text",
             rows,
-            f"{options.records:,} records of {LENGTH} bytes in shards of {options.shard_records}, batches of {options.batch}; "
+            f"{options.records:,} records of {LENGTH} bytes in shards of {options.shard_records}, {options.batch} per batch; "
             f"the same {options.seeds} initial weights for each order.",
         )
     ]

@@ -42,8 +42,7 @@ def play_checkpoint(seed: int) -> str:
             raise
 
 
-def main() -> int:
-    """Plays scenarios until their number or the time is used up; 1 if any failed."""
+def options_of(arguments: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--seed", type=int, default=0, help="of the first scenario; the others follow")
     parser.add_argument("--real", type=int, default=40, help="scenarios on real processes")
@@ -56,7 +55,12 @@ def main() -> int:
     parser.add_argument("--configurations", type=int, default=0, help="against the reference model, on simulated hosts")
     parser.add_argument("--real-configurations", type=int, default=0, help="the same on real processes")
     parser.add_argument("--seconds", type=float, default=1e9, help="begin no further scenario after this time")
-    options = parser.parse_args()
+    return parser.parse_args(arguments)
+
+
+def main() -> int:
+    """Plays scenarios until their number or the time is used up; 1 if any failed."""
+    options = options_of()
     logging.disable(logging.WARNING)
     begun = time.monotonic()
     failed: list[str] = []

@@ -227,7 +227,7 @@ def test_what_is_no_image(data: Any, message: str) -> None:
 
 
 def test_random_without_numbers() -> None:
-    with pytest.raises(ValueError, match="draws random numbers here and got none. Pass it as decode= of a source"):
+    with pytest.raises(ValueError, match=r"draws random numbers here and got none\. Pass it as decode= of a source"):
         DecodeImage(16, flip=True)(saved(picture(20, 20)))
 
 

@@ -413,6 +413,8 @@ def test_lists_that_are_no_arrays(function: Any, batched: bool) -> None:
         meshfeed.SourceError, match=r"returned a list that is no array: \[.*Pad the list and return numpy"
     ):
         source.read_batch([0, 1])
+
+
 def test_ids_that_a_mixture_does_not_have_are_not_reported_as_unreadable(caplog: pytest.LogCaptureFixture) -> None:
     few, many = Memory({"x": np.arange(2)}), Memory({"x": np.arange(9)})
     fingerprint = Map(Mixture({"a": few, "b": many}, {"a": 1, "b": 1}, 8), lambda r: {"x": r["x"] + 1}).fingerprint()

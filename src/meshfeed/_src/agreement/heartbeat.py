@@ -76,7 +76,8 @@ class Pulse:
         elapsed = min(elapsed, 2 * self._interval)
         self._count += 1
         self._store.set(f"{_ALIVE}/{self._host}", str(self._count), overwrite=True)
-        watcher = min((host for host in participants if host not in self._passed), default=self._host)
+        gone = self._passed | self.silent.keys()  # a host that was killed before its turn will never watch
+        watcher = min((host for host in participants if host not in gone), default=self._host)
         if watcher == self._host:
             self._watch(elapsed)
         else:
@@ -104,11 +105,11 @@ class Pulse:
             self._published, self._quiet = published, 0.0
             self.silent = dict(json.loads(published)[1])
             return
-        if self._published is None:  # it has not begun
+        if self._published is None and not self._passed:  # no host has begun
             return
         self._quiet += elapsed
-        if published is None or self._quiet >= self._limit:
-            if published is not None:
+        if (published is None and self._published is not None) or self._quiet >= self._limit:
+            if published is not None:  # one that has not begun may be alive and follow another: its counter shows that
                 self.silent[watcher] = self._quiet
             self._passed.add(watcher)
             self._published, self._quiet = None, 0.0

@@ -414,9 +414,9 @@ class FeedSettings:
         hosts="agree",
     )
     """orders the rows of each global batch so that the shards of the batch cost about the same. The cost of a row is
-    ``"attention"``, the sum of the squares of its segment lengths, or with ``Packed(sequence_order=("zigzag", n))`` the work of
-    each of its n shards; ``"tokens"``, the sum of the lengths; or a function of its segment lengths, int64[segments]. The set
-    of rows of a step and the state stay the same. Requires ``Packed`` or a source with ``lengths()``."""
+    ``"attention"``, the sum of the squares of its segment lengths, or with ``Packed(sequence_order=("zigzag", n))`` the work
+    of each of its n shards; ``"tokens"``, the sum of the lengths; or a function of its segment lengths, int64[segments]. The
+    set of rows of a step and the state stay the same. Requires ``Packed`` or a source with ``lengths()``."""
 
     num_lanes: int | None = setting(None, optional(integer(1)), "an int of at least 1, or None", hosts="stream")
     """for streams and ``shuffle="shards"``: number of sequential parts that the rows are divided into. Default: the largest

@@ -14,7 +14,7 @@ import numpy as np
 from meshfeed._src.agreement.windows import full_window
 from meshfeed._src.base import hooks
 from meshfeed._src.base.errors import SettingsError, hides_own_frames
-from meshfeed._src.base.settings import Retry, ShardShuffle, check_settings, shard_shuffle
+from meshfeed._src.base.settings import FeedSettings, ShardShuffle, shard_shuffle
 from meshfeed._src.base.types import JsonValue, RecordIds, RecordOrder, public
 from meshfeed._src.reading.fetch_policy import default_ahead_bytes
 from meshfeed._src.simulation.dataset import Rows, SimulatedData, read_manifests, uses_of_batches
@@ -517,23 +517,13 @@ def _together(batches: Sequence[RecordIds], sizes: RecordIds) -> list[list[int]]
 
 
 def _stream(dataset: SimulatedData, shuffle: Shuffle, setup: Setup) -> RandomAccessStream:
-    settings = check_settings(
+    settings = FeedSettings(
         global_batch_size=setup.batch_size,
         shuffle=shuffle,
         seed=setup.seed,
         num_epochs=setup.num_epochs,
-        end="drop",
-        mask_key=None,
         num_lanes=setup.num_lanes if shard_shuffle(shuffle) is not None else None,
-        load="sharded",
         prefetch=setup.prefetch,
-        num_workers=0,
-        num_threads=None,
-        retry=Retry(),
-        bad_records=None,
-        check_replicas=False,
-        timeout_seconds=300.0,
-        name=None,
     )
     return RandomAccessStream(dataset.source, settings)
 

@@ -1,7 +1,7 @@
 """Decoder of compressed images, with crops, flips and colors at random.
 
-libjpeg-turbo (by simplejpeg) decodes JPEG, OpenCV everything else; both release the GIL. JPEG is decoded at 1/2, 1/4 or 1/8 of
-its size if the crop is still at least as large as the result: the decoder skips most of the work for the pixels left out.
+libjpeg-turbo (by simplejpeg) decodes JPEG, OpenCV everything else; both release the GIL. JPEG is decoded at 1/2, 1/4 or 1/8
+of its size if the crop is still at least as large as the result: the decoder skips most of the work for the pixels left out.
 """
 
 from __future__ import annotations
@@ -91,7 +91,8 @@ class DecodeImage:
         """Decodes one record, or a list of n records into arrays ``[n, ...]``.
 
         Args:
-          record: bytes or a uint8 array ``[num_bytes]``; with ``key``, also a dict that holds them; or a list of such records.
+          record: bytes or a uint8 array ``[num_bytes]``; with ``key``, also a dict that holds them; or a list of
+            such records.
           rng: a generator, or n of them for a list; required if the decoder is random.
 
         Returns:
@@ -102,8 +103,8 @@ class DecodeImage:
         """
         if self._random and rng is None:
             raise ValueError(
-                "DecodeImage draws random numbers here and got none. Pass it as decode= of a source or as the function of Map, "
-                "to which the feed passes a generator for each record; in DecodeExample, name the feature as bytes and put a "
+                "DecodeImage draws random numbers here and got none. Pass it as decode= of a source or as the function of "
+                "Map, to which the feed passes a generator for each record; in DecodeExample, name the feature as bytes and put a "
                 "Map with DecodeImage(…, key=…) around the source."
             )
         if not isinstance(record, list | tuple):
@@ -124,8 +125,8 @@ class DecodeImage:
             return record
         if self.key is None or self.key not in record:
             raise ValueError(
-                f"DecodeImage got a record with the leaves {sorted(map(str, record))} and key={self.key!r}. Name the leaf that "
-                "holds the image: DecodeImage(…, key=…)."
+                f"DecodeImage got a record with the leaves {sorted(map(str, record))} and key={self.key!r}. Name the leaf "
+                "that holds the image: DecodeImage(…, key=…)."
             )
         return record[self.key]
 
@@ -244,7 +245,7 @@ def _center_box(height: int, width: int, aspect: float) -> tuple[int, int, int, 
 def _random_box(height: int, width: int, aspect: float, rng: np.random.Generator) -> tuple[int, int, int, int]:
     """A box of a random area and aspect ratio at a random place; the middle one if ten of them are too large."""
     shares = rng.uniform(*_AREA, _ATTEMPTS)
-    aspects = aspect * np.exp(rng.uniform(*map(math.log, _ASPECT), _ATTEMPTS))
+    aspects = aspect * np.exp(rng.uniform(math.log(_ASPECT[0]), math.log(_ASPECT[1]), _ATTEMPTS))
     places = rng.random((_ATTEMPTS, 2))
     for share, ratio, (down, right) in zip(shares.tolist(), aspects.tolist(), places.tolist(), strict=True):
         rows, columns = (round(math.sqrt(share * height * width * by)) for by in (1 / ratio, ratio))
@@ -253,9 +254,7 @@ def _random_box(height: int, width: int, aspect: float, rng: np.random.Generator
     return _center_box(height, width, aspect)
 
 
-def _reduced(
-    box: tuple[int, int, int, int], by: int, height: int, width: int
-) -> tuple[int, int, int, int]:
+def _reduced(box: tuple[int, int, int, int], by: int, height: int, width: int) -> tuple[int, int, int, int]:
     """The nearest box of an image that was decoded at a fraction of its size, now ``[height, width]``."""
     top, left, rows, columns = (round(part / by) for part in box)
     rows, columns = min(max(rows, 1), height), min(max(columns, 1), width)
