@@ -13,6 +13,7 @@ import sys
 import tempfile
 import time
 import traceback
+from typing import Any
 
 # The store of the cache's tests, the cases of checkpoints and conversions, and the draw of a configuration.
 sys.path += [str(pathlib.Path(__file__).parents[1] / name) for name in ("sources", "checkpoint", "convert", "model")]
@@ -58,6 +59,29 @@ def options_of(arguments: list[str] | None = None) -> argparse.Namespace:
     return parser.parse_args(arguments)
 
 
+def play(kind: str, seed: int, scenario: Any, totals: collections.Counter[str]) -> None:
+    """Plays a scenario and counts what happened in it."""
+    if kind == "conversions":
+        with tempfile.TemporaryDirectory() as folder:
+            totals.update(convert_cases.play(scenario, pathlib.Path(folder)))
+    elif kind == "compositions":
+        node, settings = compositions.play(seed, (1, 2, 4))
+        by_shards = not isinstance(settings["shuffle"], int)
+        totals.update({f"with {node.levels + 1} levels": 1, "by shards": int(by_shards)})
+    elif kind == "simulated":
+        totals.update(simulated.play(scenario))
+    elif kind == "checkpoints":
+        totals[play_checkpoint(seed)] += 1
+    elif kind == "caches":
+        trial = shared_cache.play(seed)
+        totals.update(kills=1, kills_in_mid_download=trial.in_mid_download, shards_fetched=trial.fetched)
+        totals["most_seconds_to_end"] = max(totals["most_seconds_to_end"], math.ceil(trial.seconds))
+    else:
+        outcome = real.play(scenario)
+        totals.update(outcome.figures)
+        totals.update(kills=outcome.kills, restarts=outcome.restarts)
+
+
 def main() -> int:
     """Plays scenarios until their number or the time is used up; 1 if any failed."""
     options = options_of()
@@ -76,25 +100,7 @@ def main() -> int:
                 break
             scenario = convert_cases.draw(seed) if kind == "conversions" else draw(seed)
             try:
-                if kind == "conversions":
-                    with tempfile.TemporaryDirectory() as folder:
-                        totals.update(convert_cases.play(scenario, pathlib.Path(folder)))
-                elif kind == "compositions":
-                    node, settings = compositions.play(seed, (1, 2, 4))
-                    by_shards = not isinstance(settings["shuffle"], int)
-                    totals.update({f"with {node.levels + 1} levels": 1, "by shards": int(by_shards)})
-                elif kind == "simulated":
-                    totals.update(simulated.play(scenario))
-                elif kind == "checkpoints":
-                    totals[play_checkpoint(seed)] += 1
-                elif kind == "caches":
-                    trial = shared_cache.play(seed)
-                    totals.update(kills=1, kills_in_mid_download=trial.in_mid_download, shards_fetched=trial.fetched)
-                    totals["most_seconds_to_end"] = max(totals["most_seconds_to_end"], math.ceil(trial.seconds))
-                else:
-                    outcome = real.play(scenario)
-                    totals.update(outcome.figures)
-                    totals.update(kills=outcome.kills, restarts=outcome.restarts)
+                play(kind, seed, scenario, totals)
                 totals["scenarios"] += 1
             except Exception:
                 failed.append(f"{kind} {seed}")

@@ -104,8 +104,8 @@ class DecodeImage:
         if self._random and rng is None:
             raise ValueError(
                 "DecodeImage draws random numbers here and got none. Pass it as decode= of a source or as the function of "
-                "Map, to which the feed passes a generator for each record; in DecodeExample, name the feature as bytes and put a "
-                "Map with DecodeImage(…, key=…) around the source."
+                "Map, to which the feed passes a generator for each record; in DecodeExample, name the feature as bytes "
+                "and put a Map with DecodeImage(…, key=…) around the source."
             )
         if not isinstance(record, list | tuple):
             image = memory.empty((self.height, self.width, 3), np.uint8)
