@@ -98,7 +98,7 @@ class Hosts:
             rows = rows_of_host(list(range(number)), host)
             self._readers.append(self._stream.open_reader(cursor, rows, hosts_agree=True))
             self._start, self.num_steps = start, self._stream.num_steps(start)
-            plan = files_of_steps(self._stream.source, cursor, self.num_steps, rows, None)
+            plan: Any = files_of_steps(self._stream.source, cursor, self.num_steps, rows, None)
             missing = {file for files in plan for file in files if not cache.is_cached(file.url)}
             self.least_bytes += sum(file.num_bytes for file in missing)
 
@@ -198,7 +198,7 @@ def train(url: str, folder: str, max_bytes: int, components: int, step_seconds: 
     stalled: list[float] = []
     with meshfeed.Feed(mixture(url, components, cache), mesh, num_epochs=2, end="drop", **settings) as feed:
         before = None
-        for epoch in range(2):
+        for _ in range(2):
             for _ in range(len(feed) // 2):
                 next(feed)
                 time.sleep(step_seconds)

@@ -29,7 +29,7 @@ from meshfeed._src.base.identities import as_saved
 from meshfeed._src.base.settings import ShardShuffle
 from meshfeed._src.base.types import MAX_POSITION, JsonValue, RecordIds
 from meshfeed._src.order.caching import cached
-from meshfeed._src.order.epochs import EpochOrder, checked_positions
+from meshfeed._src.order.epochs import EpochOrder
 from meshfeed._src.order.permutation import derive_key, sorted_permutation
 from meshfeed._src.order.shards import LaneCells, ShardOrder, num_in_lane, shards_config
 
