@@ -8,6 +8,7 @@ divided by the number of hosts. Shards have from a half to one and a half of ``-
 from __future__ import annotations
 
 import argparse
+import gc
 import json
 import os
 import tempfile
@@ -171,6 +172,8 @@ def changes(url: str, total: int, options: argparse.Namespace) -> Table:
             hosts.read(steps)
             state = hosts.state_at(steps)
             hosts.close()
+            del hosts  # the caches of processes that have ended say no longer what they need
+            gc.collect()
             fewer = Hosts(url, total, [folders[host] for host in kept], options, settings, state)
             sent(url)
             fewer.read(fewer.num_steps - steps)

@@ -138,8 +138,8 @@ def measure(options: argparse.Namespace) -> list[Table]:
         Table(
             "Loss on held-out records of sorted text",
             rows,
-            f"{options.records:,} records of {LENGTH} bytes in shards of {options.shard_records}, batches of {options.batch}, "
-            f"{options.seeds} seeds, whose initial weights are the same for each order.",
+            f"{options.records:,} records of {LENGTH} bytes in shards of {options.shard_records}, batches of "
+            f"{options.batch}, {options.seeds} seeds, whose initial weights are the same for each order.",
         )
     ]
 
