@@ -8,7 +8,6 @@ divided by the number of hosts. Shards have from a half to one and a half of ``-
 from __future__ import annotations
 
 import argparse
-import gc
 import json
 import os
 import tempfile
@@ -121,6 +120,8 @@ class Hosts:
         for cache in self._caches:  # fetches under way continue to completion
             while any(cache.directory.glob("*.part")):
                 time.sleep(0.01)
+            for plan in cache.directory.glob("*.plan"):  # as that of a process that has ended, which this one has not
+                plan.unlink()
 
 
 def shuffles() -> dict[str, Any]:
@@ -172,8 +173,6 @@ def changes(url: str, total: int, options: argparse.Namespace) -> Table:
             hosts.read(steps)
             state = hosts.state_at(steps)
             hosts.close()
-            del hosts  # the caches of processes that have ended say no longer what they need
-            gc.collect()
             fewer = Hosts(url, total, [folders[host] for host in kept], options, settings, state)
             sent(url)
             fewer.read(fewer.num_steps - steps)
