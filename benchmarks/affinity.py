@@ -98,7 +98,7 @@ class Hosts:
             rows = rows_of_host(list(range(number)), host)
             self._readers.append(self._stream.open_reader(cursor, rows, hosts_agree=True))
             self._start, self.num_steps = start, self._stream.num_steps(start)
-            plan = files_of_steps(self._stream.source, cursor, self.num_steps, rows, None)
+            plan: Any = files_of_steps(self._stream.source, cursor, self.num_steps, rows, None)
             missing = {file for files in plan for file in files if not cache.is_cached(file.url)}
             self.least_bytes += sum(file.num_bytes for file in missing)
 
@@ -120,6 +120,8 @@ class Hosts:
         for cache in self._caches:  # fetches under way continue to completion
             while any(cache.directory.glob("*.part")):
                 time.sleep(0.01)
+            for plan in cache.directory.glob("*.plan"):  # as that of a process that has ended, which this one has not
+                plan.unlink()
 
 
 def shuffles() -> dict[str, Any]:

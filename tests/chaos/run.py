@@ -91,8 +91,7 @@ def main() -> int:
     if options.configurations or options.real_configurations:
         wrong = campaign.run(options.configurations, options.real_configurations, options.seed, options.seconds)
         failed += ["configurations"] * wrong
-    if options.real_compositions:
-        failed += ["real compositions"] * real_compositions.run(options.real_compositions, options.seed)
+    failed += ["real compositions"] * real_compositions.run(options.real_compositions, options.seed)
     for kind in ("compositions", "simulated", "real", "caches", "checkpoints", "conversions"):
         totals: collections.Counter[str] = collections.Counter()
         for seed in range(options.seed, options.seed + vars(options)[kind]):
