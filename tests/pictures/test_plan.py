@@ -153,7 +153,11 @@ def test_the_command_writes_all_three_kinds(tmp_path: pathlib.Path) -> None:
     line = "plan --hosts 4 --devices-per-host 2 --mesh data=4,model=2 --spec data --global-batch-size 16"
     pictures = [part for kind in ("svg", "html", "png") for part in (f"--{kind}", str(tmp_path / f"mesh.{kind}"))]
     result = CliRunner().invoke(main.main, [*line.split(), *pictures])
-    assert (result.exit_code, result.output) == (0, "")
+    assert result.exit_code == 0
+    assert [line for line in result.output.splitlines() if line.startswith("wrote ")] == [
+        f"wrote {tmp_path / f'mesh.{kind}'}" for kind in ("svg", "html", "png")
+    ]
+    assert "4 of 4 hosts read, 4 rows each." in result.output
     assert (tmp_path / "mesh.svg").read_text() == small().to_svg()
     page = _Page()
     page.feed((tmp_path / "mesh.html").read_text())

@@ -399,6 +399,8 @@ def _trim(error: BaseException) -> None:
 
 def _is_own(frame: FrameType) -> bool:
     file = frame.f_code.co_filename
+    if file == "<string>":  # a method that dataclasses generated, in the namespace of the class's module
+        return str(frame.f_globals.get("__name__", "")).startswith("meshfeed._src.")
     return file.startswith(_ROOT) and not file.startswith(_EXAMPLES)
 
 
