@@ -819,6 +819,9 @@ def test_asking_again_after_the_end_or_a_failure_takes_no_memory(kind: str, pref
         def __getitem__(self, record_id: int) -> Any:
             raise RuntimeError("the disk is on fire")
 
+        def fingerprint(self) -> str:
+            return "broken"
+
     def lane(lane_index: int, num_lanes: int) -> Any:
         raise RuntimeError("the disk is on fire")
         yield

@@ -204,11 +204,15 @@ def play(number: int, hosts: Sequence[int] = (1,)) -> tuple[Node, dict[str, Any]
     return node, settings
 
 
+def keywords_of(settings: dict[str, Any]) -> dict[str, Any]:
+    """The settings as keywords of a feed."""
+    shuffle = settings["shuffle"]
+    return {**settings, "shuffle": meshfeed.ShardShuffle(*shuffle) if isinstance(shuffle, tuple) else shuffle}
+
+
 def _read(node: Node, settings: dict[str, Any], hosts: int, step: int = 0) -> list[list[tuple[bool, Any]]]:
     """The rows of every batch from a step on: whether each is real, and its record."""
-    shuffle = settings["shuffle"]
-    if isinstance(shuffle, tuple):
-        settings = {**settings, "shuffle": meshfeed.ShardShuffle(*shuffle)}
+    settings = keywords_of(settings)
     streams = [RandomAccessStream(node.make(None), settings_of(**settings)) for _ in range(hosts)]
     readers = []
     for host, stream in enumerate(streams):

@@ -48,9 +48,9 @@ def compare(node: Any, settings: dict[str, Any], whole: list[Any], devices: Sequ
     from jax.sharding import AxisType
 
     mesh = jax.make_mesh((len(devices),), ("data",), axis_types=(AxisType.Auto,), devices=devices)
-    state = None
+    state, keywords = None, compositions.keywords_of(settings)
     for first, stop in ((0, step), (step, len(whole))):
-        with meshfeed.Feed(node.make(), mesh, prefetch=0, timeout_seconds=60, **settings) as feed:
+        with meshfeed.Feed(node.make(None), mesh, prefetch=0, timeout_seconds=60, **keywords) as feed:
             if state is not None:
                 feed.set_state(state)
             for number in range(first, stop):
