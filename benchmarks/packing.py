@@ -12,7 +12,7 @@ import os
 import resource
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
@@ -92,15 +92,20 @@ def grains(documents: Documents, options: argparse.Namespace, name: str, **setti
     for _, batch in zip(range(20), open_stream(), strict=False):
         segments = batch["tokens_segment_ids"]
         real, total = real + int((segments > 0).sum()), total + segments.size
+    return endless(open_stream, options.batch), {"padding": 1 - real / total}
+
+
+def endless(open_stream: Callable[[], Iterator[Any]], batch: int) -> Way:
+    """Takes the batches of a stream, which is opened again at its end."""
     stream = [open_stream()]
 
     def run() -> int:
         if next(stream[0], None) is None:
             stream[0] = open_stream()
             next(stream[0])
-        return options.batch
+        return batch
 
-    return Way(run), {"padding": 1 - real / total}
+    return Way(run)
 
 
 def resume(options: argparse.Namespace) -> Table:

@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 
 from benchmarks._measure import Table, Way, main, take_turns
-from benchmarks.packing import Documents
+from benchmarks.packing import Documents, endless
 
 BINS = 64
 
@@ -81,15 +81,7 @@ def grains(documents: Documents, options: argparse.Namespace, name: str, slots: 
         segments = batch["tokens_segment_ids"]
         real, total, most = real + int((segments > 0).sum()), total + segments.size, max(most, int(segments.max()))
     assert most <= slots
-    stream = [open_stream()]
-
-    def run() -> int:
-        if next(stream[0], None) is None:
-            stream[0] = open_stream()
-            next(stream[0])
-        return options.batch
-
-    return Way(run), 1 - real / total
+    return endless(open_stream, options.batch), 1 - real / total
 
 
 def within_limits(options: argparse.Namespace) -> Table:

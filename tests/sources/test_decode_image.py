@@ -9,6 +9,7 @@ from typing import Any
 
 import jax
 import numpy as np
+import pyarrow
 import pytest
 from array_record_files import write
 from hypothesis import given
@@ -17,6 +18,7 @@ from jax.sharding import AxisType
 from PIL import Image
 
 import meshfeed
+from meshfeed._src.convert.example import encode_examples
 from meshfeed._src.sources.decode_image import _center_box, _random_box, _reduced
 from meshfeed.sources import ArrayRecord, DecodeExample, DecodeImage, Map, Memory
 
@@ -172,22 +174,9 @@ def test_map_keeps_the_other_leaves(tmp_path: pathlib.Path) -> None:
 
 
 def test_in_an_example() -> None:
-    encoded = memoryview(saved(picture(20, 20), "PNG"))
-    feature = bytes([0x0A]) + varint(len(encoded)) + encoded
-    value = bytes([0x0A]) + varint(len(feature)) + feature
-    entry = bytes([0x0A, 1]) + b"x" + bytes([0x12]) + varint(len(value)) + value
-    features = bytes([0x0A]) + varint(len(entry)) + entry
-    record = bytes([0x0A]) + varint(len(features)) + features
+    (record,) = encode_examples([("x", pyarrow.array([saved(picture(20, 20), "PNG")]))], 1, 0)
     found = DecodeExample({"x": DecodeImage(20)})(record)
     assert difference(found["x"], picture(20, 20)) == 0
-
-
-def varint(value: int) -> bytes:
-    out = bytearray()
-    while value > 127:
-        out.append(value & 127 | 128)
-        value >>= 7
-    return bytes([*out, value])
 
 
 def test_it_can_be_pickled_and_takes_arrays_of_bytes() -> None:
