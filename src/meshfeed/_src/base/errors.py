@@ -284,7 +284,7 @@ class Failure:
 
 
 @contextlib.contextmanager
-def never_the_end(what: str, where: str = "", **location: int) -> Generator[None]:
+def refuse_stop_iteration(what: str, where: str = "", **location: int) -> Generator[None]:
     """Turns a StopIteration of the user's code into a SourceError where it would pass for the end of the data.
 
     Args:

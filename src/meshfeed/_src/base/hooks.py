@@ -45,7 +45,7 @@ class Fingerprinted(Protocol):
         """
 
 
-class Kinded(Protocol):
+class HasKind(Protocol):
     """Names its kind in the fingerprint; the default is the name of its class."""
 
     kind: str
@@ -314,7 +314,7 @@ class SlicesReader(Protocol):
         """Returns the concatenated parts, arrays ``[sum of lengths, ...]``; the arguments are int64 ``[n]``."""
 
 
-class OrdersWithin(Protocol):
+class OrdersParts(Protocol):
     """Shuffles the parts of its records too, as packed sequences shuffle their documents."""
 
     def with_order(self, *, shuffle: bool | int | str | ShardShuffle, seed: int) -> RandomAccessSource:

@@ -1,4 +1,4 @@
-"""Protocols and type aliases shared by all rooms, and the public module names of private definitions.
+"""Protocols and type aliases shared by all packages, and the public module names of private definitions.
 
 The protocols are not base classes: any object with the methods of a source is a source. ``hooks.py`` lists the optional
 methods.

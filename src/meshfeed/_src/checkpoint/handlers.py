@@ -338,7 +338,7 @@ class FeedIterator(Resumable, Iterator[PyTree], Protocol):
     """A feed that delivers batches."""
 
 
-class GrainIteratorFace:
+class GrainIteratorAdapter:
     """The interface that Orbax's peer-to-peer manager and Grain's own handlers expect: a state as bytes."""
 
     def __init__(self, feed: FeedIterator) -> None:
@@ -360,7 +360,7 @@ class GrainIteratorFace:
 
 
 @public("meshfeed.checkpoint")
-def as_grain_iterator(feed: FeedIterator) -> GrainIteratorFace:
+def as_grain_iterator(feed: FeedIterator) -> GrainIteratorAdapter:
     """Wraps ``feed`` as an iterator with Grain's interface, including its state.
 
     ::
@@ -374,4 +374,4 @@ def as_grain_iterator(feed: FeedIterator) -> GrainIteratorFace:
     Args:
       feed: a :class:`meshfeed.Feed`, or any iterator with ``get_state`` and ``set_state`` whose state is JSON.
     """
-    return GrainIteratorFace(feed)
+    return GrainIteratorAdapter(feed)

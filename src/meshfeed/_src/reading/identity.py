@@ -13,7 +13,7 @@ import xxhash
 
 from meshfeed._src.base import hooks
 from meshfeed._src.base.coordination import process_index
-from meshfeed._src.base.errors import MeshfeedError, SourceError, StalledError, never_the_end
+from meshfeed._src.base.errors import MeshfeedError, SourceError, StalledError, refuse_stop_iteration
 from meshfeed._src.base.hooks import find
 from meshfeed._src.base.retry import call_with_retry
 from meshfeed._src.base.settings import Retry
@@ -145,7 +145,7 @@ def source_identity(source: RandomAccessSource | StreamSource, retry: Retry = Re
     if isinstance(source, Sized):
         identity["records"] = len(source)
     if own is not None:
-        with never_the_end(f"fingerprint() of a {kind_of(source)}"):
+        with refuse_stop_iteration(f"fingerprint() of a {kind_of(source)}"):
             try:
                 value = call_with_retry(own.fingerprint, retry, doing="taking the fingerprint of the source")
             except MeshfeedError:
@@ -189,8 +189,8 @@ def _as_json(value: JsonValue, kind: JsonValue) -> JsonValue:
 
 def kind_of(source: object) -> str:
     """Returns the kind of a source: its ``kind``, or the name of its class."""
-    kinded = find(source, hooks.Kinded)
-    return type(source).__name__ if kinded is None or not kinded.kind else kinded.kind
+    named = find(source, hooks.HasKind)
+    return type(source).__name__ if named is None or not named.kind else named.kind
 
 
 def identify_within(

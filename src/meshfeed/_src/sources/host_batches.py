@@ -13,7 +13,13 @@ from typing import Any
 import jax
 
 from meshfeed._src.base import trees
-from meshfeed._src.base.errors import SourceError, StalledError, StateMismatchError, hides_own_frames, never_the_end
+from meshfeed._src.base.errors import (
+    SourceError,
+    StalledError,
+    StateMismatchError,
+    hides_own_frames,
+    refuse_stop_iteration,
+)
 from meshfeed._src.base.hooks import Resumable, find
 from meshfeed._src.base.ownership import own
 from meshfeed._src.base.progress import Dropping
@@ -234,7 +240,7 @@ class HostBatchIterator:
             raise StopIteration
         if self._failure is not None:
             called = f"in __iter__ or set_state, called to retry after {self._failure!r}"
-            with never_the_end("the iterable of host batches", called):
+            with refuse_stop_iteration("the iterable of host batches", called):
                 self._recover(self._failure)
         try:
             batch = next(self._iterator)

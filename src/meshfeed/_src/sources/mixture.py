@@ -19,7 +19,13 @@ import jax
 import numpy as np
 
 from meshfeed._src.base import hooks
-from meshfeed._src.base.errors import SettingsError, SourceError, StateMismatchError, hides_own_frames, never_the_end
+from meshfeed._src.base.errors import (
+    SettingsError,
+    SourceError,
+    StateMismatchError,
+    hides_own_frames,
+    refuse_stop_iteration,
+)
 from meshfeed._src.base.identities import ALL_RECORDS, without_all_records
 from meshfeed._src.base.ownership import own_batch
 from meshfeed._src.base.progress import Dropping
@@ -849,7 +855,7 @@ class ComponentLane:
         """Closes the open iterator."""
         iterator, self._iterator = self._iterator, None
         lane = self._lane_index
-        with never_the_end(f"component {self.name!r}", f"in close, in lane {lane}", lane_index=lane):
+        with refuse_stop_iteration(f"component {self.name!r}", f"in close, in lane {lane}", lane_index=lane):
             hooks.close(iterator)
 
     def _error(self, what: str) -> SourceError:

@@ -13,7 +13,7 @@ import jax
 import numpy as np
 
 from meshfeed._src.base import hooks
-from meshfeed._src.base.errors import SourceError, StateMismatchError, never_the_end
+from meshfeed._src.base.errors import SourceError, StateMismatchError, refuse_stop_iteration
 from meshfeed._src.base.hooks import find
 from meshfeed._src.base.ownership import own_batch
 from meshfeed._src.base.types import JsonValue, PyTree, Record
@@ -129,7 +129,7 @@ class WindowShuffle:
             self._read_window()
 
     def _lane_state(self) -> JsonValue:
-        with never_the_end(f"get_state of a {type(self._lane).__name__}, which is shuffled,"):
+        with refuse_stop_iteration(f"get_state of a {type(self._lane).__name__}, which is shuffled,"):
             return self._lane.get_state() if self._stateful else None
 
     def _read_records(self) -> tuple[Any, int]:

@@ -14,7 +14,13 @@ import jax
 import numpy as np
 
 from meshfeed._src.base import coordination, hooks
-from meshfeed._src.base.errors import SettingsError, SourceError, StalledError, StateMismatchError, never_the_end
+from meshfeed._src.base.errors import (
+    SettingsError,
+    SourceError,
+    StalledError,
+    StateMismatchError,
+    refuse_stop_iteration,
+)
 from meshfeed._src.base.retry import call_with_retry
 from meshfeed._src.base.settings import BatchSchedule, FeedSettings
 from meshfeed._src.base.threads import SingleCall
@@ -61,7 +67,7 @@ def rows_of(batch: PyTree) -> int:
 
 def _outside_of_next() -> contextlib.AbstractContextManager[None]:
     """For calls of the user's code outside of ``__next__``."""
-    return never_the_end(
+    return refuse_stop_iteration(
         "the iterable of host batches", "outside of __next__, in __iter__, get_state, set_state or close"
     )
 

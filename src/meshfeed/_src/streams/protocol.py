@@ -2,7 +2,7 @@
 
 A stream opens a host reader at a cursor; the reader returns host batches and moves the cursor past each of them. The state
 of a feed is the state of its cursor. Everything that the feed needs from a stream is declared here; no code above this
-room distinguishes kinds of stream.
+package distinguishes kinds of stream.
 """
 
 from __future__ import annotations

@@ -61,7 +61,7 @@ class RandomAccessStream:
         checks = find(source, hooks.ChecksRecords)
         if checks is not None:
             checks.check_records()
-        within = find(source, hooks.OrdersWithin)
+        within = find(source, hooks.OrdersParts)
         if within is not None:
             source = within.with_order(shuffle=settings.shuffle, seed=settings.seed)
         self.source = source

@@ -1,4 +1,4 @@
-"""Who may import whom: the rooms of docs/architecture.md. Read from the source; nothing is run."""
+"""Who may import whom: the packages of docs/architecture.md. Read from the source; nothing is run."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ import pytest
 
 SRC = pathlib.Path(__file__).resolve().parent.parent / "src" / "meshfeed"
 
-# Room → rooms that it imports. A room that is not listed, an import that is not listed, and an entry that no import
-# needs any more are errors. "public" is what users import, above the rooms.
+# Package → packages that it imports. A package that is not listed, an import that is not listed, and an entry that no import
+# needs any more are errors. "public" is what users import, above the packages.
 MAY_IMPORT = {
     "base": "",
     "order": "base",
@@ -37,8 +37,8 @@ MAY_IMPORT = {
     "cli": "base checkpoint convert demo feed monitoring order pictures public reading simulation sources state",
     "public": "base checkpoint feed maxtext monitoring pictures plan remote simulation sources state testing",
 }
-# From the ground up. A room imports only from rooms before it; streams and sources do not know each other.
-FLOORS = (
+# From the bottom up. A package imports only from those of layers before its own; streams and sources do not know each other.
+LAYERS = (
     "base",
     "order plan state",
     "reading pictures",
@@ -107,21 +107,21 @@ def imports_of(tree: ast.AST) -> Iterator[tuple[str, str | None, bool]]:
     yield from walk(tree, False)
 
 
-def test_rooms_import_what_they_may_and_no_entry_is_stale() -> None:
+def test_layers_import_what_they_may_and_no_entry_is_stale() -> None:
     found: dict[str, set[str]] = collections.defaultdict(set)
     for module, tree in TREES.items():
         if module != "meshfeed._src":
             found[room_of(module)] |= {room_of(other) for other, _, _ in imports_of(tree)} - {room_of(module)}
-    assert {room: " ".join(sorted(others)) for room, others in sorted(found.items())} == dict(
+    assert {package: " ".join(sorted(others)) for package, others in sorted(found.items())} == dict(
         sorted(MAY_IMPORT.items())
     )
 
 
 def test_imports_go_down() -> None:
-    floor = {room: number for number, rooms in enumerate(FLOORS) for room in rooms.split()}
-    assert set(floor) == set(MAY_IMPORT)
+    layer = {package: number for number, packages in enumerate(LAYERS) for package in packages.split()}
+    assert set(layer) == set(MAY_IMPORT)
     wrong = [
-        (room, other) for room, others in MAY_IMPORT.items() for other in others.split() if floor[other] >= floor[room]
+        (package, other) for package, others in MAY_IMPORT.items() for other in others.split() if layer[other] >= layer[package]
     ]
     assert not wrong
 
@@ -195,20 +195,20 @@ def test_each_room_says_what_lives_there(folder: pathlib.Path) -> None:
     tree = ast.parse(path.read_text())
     text = ast.get_docstring(tree) or ""
     assert len(text) > 20
-    assert len(tree.body) == 1, "a room's __init__ says what lives there, and nothing runs"
+    assert len(tree.body) == 1, "an __init__ says what its package contains, and runs nothing"
     for name in [word.strip("`.,;") for word in text.split() if word.strip("`.,;").endswith((".py", ".c"))]:
         assert (folder / name).exists(), f"{path} names {name}"
 
 
-def test_rooms_list_what_they_may_import() -> None:
+def test_layers_list_what_they_may_import() -> None:
     listed = {}
-    for room in MAY_IMPORT.keys() - {"public"}:
-        text = ast.get_docstring(ast.parse((SRC / "_src" / room / "__init__.py").read_text())) or ""
+    for package in MAY_IMPORT.keys() - {"public"}:
+        text = ast.get_docstring(ast.parse((SRC / "_src" / package / "__init__.py").read_text())) or ""
         found = re.search(r"May import: ([\w, ()]+)", text.replace("\n", " "))
         if found:
-            listed[room] = " ".join(sorted(re.sub(r" \(.*?\)", "", found[1]).split(", ")))
+            listed[package] = " ".join(sorted(re.sub(r" \(.*?\)", "", found[1]).split(", ")))
     assert len(listed) >= 10
-    assert listed == {room: MAY_IMPORT[room] for room in listed}
+    assert listed == {package: MAY_IMPORT[package] for package in listed}
 
 
 def test_only_one_module_asks_jax_about_processes() -> None:
@@ -241,4 +241,4 @@ def test_the_architecture_page_names_files_that_exist() -> None:
     roots = (SRC / "_src", SRC, SRC.parent.parent)
     assert len(named) > 30
     assert [name for name in sorted(named) if not any((root / name).exists() for root in roots)] == []
-    assert [room for room in MAY_IMPORT if room != "public" and not re.search(rf"\b{room}\b", page)] == []
+    assert [package for package in MAY_IMPORT if package != "public" and not re.search(rf"\b{package}\b", page)] == []
