@@ -121,7 +121,10 @@ def test_imports_go_down() -> None:
     layer = {package: number for number, packages in enumerate(LAYERS) for package in packages.split()}
     assert set(layer) == set(MAY_IMPORT)
     wrong = [
-        (package, other) for package, others in MAY_IMPORT.items() for other in others.split() if layer[other] >= layer[package]
+        (package, other)
+        for package, others in MAY_IMPORT.items()
+        for other in others.split()
+        if layer[other] >= layer[package]
     ]
     assert not wrong
 
