@@ -11,9 +11,12 @@ from meshfeed._src.reading.ahead import FetchAhead
 
 def test_close_while_a_fetch_starts_is_no_failure(caplog: pytest.LogCaptureFixture) -> None:
     class File:
-        num_bytes, ahead_bytes, plan_bytes = 1, 10, 10
+        cache, num_bytes, ahead_bytes, plan_bytes = None, 1, 10, 10
 
         def follow(self, next_use: Any) -> None:
+            pass
+
+        def unfollow(self, next_use: Any) -> None:
             pass
 
         def is_here(self) -> bool:

@@ -241,18 +241,23 @@ def test_threads_end_with_the_reader(store: Any, tmp_path: pathlib.Path) -> None
     for _ in range(3):
         next(feed)
     until(running)
+    assert list((tmp_path / "cache").glob("*.plan"))
     feed.close()
     until(lambda: not running())
+    until(lambda: not list((tmp_path / "cache").glob("*.plan")))  # nobody needs the copies any more
 
 
 def test_the_nearest_files_come_first_and_within_the_limit() -> None:
     class File:
-        ahead_bytes, plan_bytes, num_bytes = 25, 100, 10
+        cache, ahead_bytes, plan_bytes, num_bytes = None, 25, 100, 10
 
         def __init__(self, name: int) -> None:
             self.name = name
 
         def follow(self, next_use: Any) -> None:
+            pass
+
+        def unfollow(self, next_use: Any) -> None:
             pass
 
         def is_here(self) -> bool:

@@ -157,6 +157,8 @@ class Sharded(Protocol):
 class CachedFile(Hashable, Protocol):
     """A file that is read through a cache on a local disk. Instances for the same file compare equal."""
 
+    cache: object
+    """What holds the copy; files of one cache are followed and unfollowed together."""
     num_bytes: int
     """Size of the copy in bytes; 0 if not known."""
 
@@ -171,7 +173,10 @@ class CachedFile(Hashable, Protocol):
         ...
 
     def follow(self, next_use: Callable[[CachedFile], float]) -> None:
-        """Registers a function that returns when a file is needed next, until the function's owner is freed."""
+        """Registers a function that returns when a file is needed next, until its owner is freed or calls ``unfollow``."""
+
+    def unfollow(self, next_use: Callable[[CachedFile], float]) -> None:
+        """Ends what :meth:`follow` began, for all files of this file's cache."""
 
     def is_here(self) -> bool:
         """Whether the copy is known to be complete; sends no request."""

@@ -39,6 +39,7 @@ class FetchAhead:
 
     def __init__(self, plan: Iterator[Iterable[CachedFile]]) -> None:
         self._plan = FetchPlan(plan)
+        self._followed: dict[int, CachedFile] = {}  # one file of each cache
         self._closed = False
         self._events = 0
         self._wake = WakeUp()
@@ -60,6 +61,7 @@ class FetchAhead:
         self._closed = True
         self._notify()
         self._threads.shutdown(wait=False, cancel_futures=True)
+        self._unfollow()
 
     def _notify(self) -> None:
         self._events += 1
@@ -82,6 +84,13 @@ class FetchAhead:
     def _scan(self) -> None:
         for file in self._plan.scan(_SCANNED_AT_ONCE):
             file.follow(self.next_use)
+            self._followed[id(file.cache)] = file
+        if self._closed:  # meanwhile
+            self._unfollow()
+
+    def _unfollow(self) -> None:
+        for file in list(self._followed.values()):
+            file.unfollow(self.next_use)
 
     def _submit(self) -> None:
         for file in self._plan.to_fetch(lambda file: file.is_here(), time.monotonic()):

@@ -233,6 +233,11 @@ class _SharedPlans:
             os.write(handle, json.dumps(nearest).encode())
             _unlock_all(last)
 
+    def withdraw(self) -> None:
+        """Removes what was published."""
+        with self._lock:
+            _unlock_all(self._own)
+
     def read(self, paths: Sequence[pathlib.Path]) -> dict[str, float]:
         """Returns the next use of copies in other processes, given their plans. Needs the room lock."""
         own = [path for path, _ in self._own]
@@ -309,6 +314,10 @@ class RemoteFile:
         self.cache._follow(next_use)
         if self.url in self.cache._found:  # or the use of a copy that an earlier process left would be unknown
             self.cache._entry(self.url, self.compression, self.num_bytes)
+
+    def unfollow(self, next_use: Callable[[Any], float]) -> None:
+        """See ``CachedFile``."""
+        self.cache._unfollow(next_use)
 
     def is_here(self) -> bool:
         """See ``CachedFile``. Counts as a use, or other processes may evict the copy."""
@@ -463,6 +472,16 @@ class ShardCache:
         self._plans = [plan for plan in self._plans if plan() is not None]
         if not any(plan() == next_use for plan in self._plans):
             self._plans.append(weakref.WeakMethod(next_use))  # type: ignore[arg-type]
+
+    def _unfollow(self, next_use: Callable[[Any], float]) -> None:
+        """Ends :meth:`_follow`, and withdraws the plan, or other processes would keep copies that nobody needs."""
+        plans = [plan for plan in self._plans if plan() not in (None, next_use)]
+        if len(plans) < len(self._plans):
+            self._plans = plans
+            if plans:
+                self._publish_plan()
+            else:
+                self._shared_plans.withdraw()
 
     def _next_use(self, name: str) -> float:
         """Returns when a copy is needed next, in batches of the feed of this process that needs it first."""
