@@ -378,6 +378,7 @@ class LocalBatchStream:
         self.schedule = settings.schedule
         self._first: tuple[HostBatchPass, PyTree] | None = None  # an open iterator and its first batch
         self._looking: SingleCall[PyTree] | None = None  # reads ``_first``, or peeks at the reader's next batch
+        self._opening = threading.Lock()  # a look at the first batch may run while the feed opens its reader
         self._reading: LocalBatchReader | None = None  # owns the iterator, which must not be opened a second time
         self._spec: RecordSpec | None = None
 
@@ -442,20 +443,24 @@ class LocalBatchStream:
         return batch
 
     def _look(self) -> PyTree:
-        if self._reading is not None:
-            return self._reading.peek()
-        if self._first is None:
-            with _outside_of_next():
-                iterator = self.source.iterator()
-            try:
-                batch = next(iterator)
-            except StopIteration:
-                raise SourceError(
-                    "the iterable of host batches is empty: it gave no batch on this host. A host that only pads learns the "
-                    "structure of the batches from the other hosts, with the first next(feed)."
-                ) from None
-            self._first = (iterator, batch)
-        return self._first[1]
+        with self._opening:
+            reading = self._reading
+            if reading is None and self._first is None:
+                with _outside_of_next():
+                    iterator = self.source.iterator()
+                try:
+                    batch = next(iterator)
+                except StopIteration:
+                    raise SourceError(
+                        "the iterable of host batches is empty: it gave no batch on this host. A host that only pads learns "
+                        "the structure of the batches from the other hosts, with the first next(feed)."
+                    ) from None
+                self._first = (iterator, batch)
+            first = self._first
+        if reading is not None:
+            return reading.peek()
+        assert first is not None
+        return first[1]
 
     def record_spec(self, cursor: Cursor | None = None) -> RecordSpec:
         """Returns the structure of the first batch; reads it if necessary."""
@@ -561,6 +566,10 @@ class LocalBatchStream:
         looking, self._looking = self._looking, None
         if looking is not None:
             looking.wait()
+        with self._opening:
+            return self._open_reader(cursor, host_rows, hosts_agree=hosts_agree)
+
+    def _open_reader(self, cursor: LocalBatchCursor, host_rows: HostRows, *, hosts_agree: bool) -> LocalBatchReader:
         host = str(coordination.process_index())
         entry = cursor.entries.get(host)
         ready: PyTree | None = None
