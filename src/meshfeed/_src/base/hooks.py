@@ -391,6 +391,13 @@ class Resumable(Protocol):
         """Continues after the record or batch at which ``state`` was taken."""
 
 
+class Startable(Resumable, Protocol):
+    """A feed that begins to read ahead before its first batch is requested."""
+
+    def start(self) -> None:
+        """Begins in the background and returns at once."""
+
+
 class PlansFiles(Protocol):
     """Lists the files that it will read through a cache, without reading them."""
 
