@@ -10,7 +10,7 @@ import functools
 import inspect
 import types
 from collections.abc import Callable, Hashable, Iterator, Sequence
-from typing import Any, Protocol, TypedDict, TypeVar, Unpack, cast
+from typing import Any, Protocol, Self, TypedDict, TypeVar, Unpack, cast
 
 import numpy as np
 
@@ -208,6 +208,22 @@ class ChecksSaved(Protocol):
         Raises:
           StateMismatchError: something that determined the delivered records has changed.
         """
+
+
+class TakesWeights(Protocol):
+    """A mixture to which a feed may add stages of weights. Stages are pairs of first step and {name: weight}."""
+
+    def check_weights(self, weights: object) -> dict[str, float]:
+        """Returns the weights of one stage.
+
+        Raises:
+          SettingsError: they are invalid.
+        """
+        ...
+
+    def with_added(self, added: Sequence[tuple[int, dict[str, float]]]) -> Self:
+        """Returns a copy with the added stages in place of earlier ones."""
+        ...
 
 
 class OrderSettings(TypedDict):

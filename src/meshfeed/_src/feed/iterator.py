@@ -484,6 +484,55 @@ class Feed(Inspection, Checkpointable):
                 self._handshake.fail(error, refused=True)
             raise
 
+    @hides_own_frames
+    @in_turn
+    def set_weights(self, weights: Mapping[str, float], *, from_step: int | None = None) -> None:
+        """Changes the weights of a mixture from a step on, as if the mixture had been made with that stage.
+
+        Call it after the same step on every host, with the same arguments; hosts compare them before they read on. The
+        stage is part of the state: a feed made with the original weights continues with it, on any hosts. Stages given to
+        the mixture for later steps stay. What was read ahead is read again, in the background if the feed has been
+        started, so call it every few hundred steps rather than at each; a stream without ``get_state`` is read and
+        dropped from its beginning.
+
+        Args:
+          weights: ``{name: weight}``, with the names given to the mixture; components that it leaves out are not read.
+          from_step: first step with the new weights; None for the next step. Replaces a stage of an earlier call that has
+            not begun.
+
+        Raises:
+          SettingsError: the source is not a mixture, a name is unknown, a weight is invalid, no weight is above 0, or
+            ``from_step`` has been delivered. The feed is unchanged.
+          MeshfeedError: the feed is closed, or ``next``, ``set_state`` or ``reset`` is running.
+          Exception: the error with which the feed has failed.
+
+        Examples:
+          >>> import jax, meshfeed, numpy as np
+          >>> mesh = jax.make_mesh((1,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
+          >>> parts = {"easy": {"x": np.zeros(64)}, "hard": {"x": np.ones(64)}}
+          >>> mixture = meshfeed.sources.Mixture(parts, weights={"easy": 1, "hard": 0})
+          >>> feed = meshfeed.Feed(mixture, mesh, global_batch_size=4, num_epochs=None)
+          >>> next(feed)["x"].tolist()
+          [0.0, 0.0, 0.0, 0.0]
+          >>> feed.set_weights({"hard": 1})
+          >>> next(feed)["x"].tolist()
+          [1.0, 1.0, 1.0, 1.0]
+          >>> feed.close()
+        """
+        if self._closed:
+            self._raise_closed()
+        if self._failed is not None and not isinstance(self._failed, StopIteration):
+            raise self._failed.with_traceback(self._failed_at)
+        try:
+            cursor = self._stream.with_stage(self._cursor, from_step, weights)
+        except Exception as error:
+            self._handshake.fail(error, refused=True)  # other hosts may wait for this one
+            raise
+        started = self._startup is not None
+        self._leave(cursor, None, "set the weights of its feed")
+        if started:
+            self._started()
+
     def _open(self, cursor: Cursor) -> SingleCall[AnyReader]:
         """Opens the data on a separate thread, which no interrupt can stop halfway."""
         stream, host_rows, hosts_agree = self._stream, self._host_rows, self._hosts_agree or self._follows

@@ -83,6 +83,7 @@ class FeedTarget:
             "set_state": lambda text: feed.set_state(json.loads(text)),
             "reset": feed.reset,
             "start": feed.start,
+            "set_weights": lambda weights, from_step: feed.set_weights(weights, from_step=from_step),
             "close": feed.close,
             "len": feed.__len__,
             "element_spec": self._element_spec,
@@ -256,6 +257,14 @@ class RemoteFeed(Checkpointable):
     def reset(self) -> None:
         """Restarts from the first batch."""
         self._client.call("reset")
+        self._ended = False
+
+    @hides_own_frames
+    @in_turn
+    def set_weights(self, weights: Mapping[str, float], *, from_step: int | None = None) -> None:
+        """Changes the weights of a mixture from a step on; see :meth:`meshfeed.Feed.set_weights`."""
+        self._check_open()
+        self._client.call("set_weights", weights, from_step)
         self._ended = False
 
     # ------------------------------------------------------------------ inspection

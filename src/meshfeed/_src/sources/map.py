@@ -244,7 +244,7 @@ class MappedRecords(_Mapped):
 class MappedStream(_Mapped):
     """A :func:`Map` over a stream; made by that function."""
 
-    _same_hooks = ("check_lanes", "file_names", "mixture_config", "check_saved", "cut_version", "lane_lengths")
+    _same_hooks = ("check_lanes", "file_names", "mixture_config", "check_saved", "check_weights", "cut_version", "lane_lengths")
 
     def open(self, lane_index: int, num_lanes: int, epoch: int = 0, seed: int = 0) -> MappedLane | StackedMappedLane:
         """Lane ``lane_index`` of ``num_lanes`` of the source, mapped."""
@@ -257,6 +257,10 @@ class MappedStream(_Mapped):
         """A copy with a feed's settings, over a mixture of streams; other streams lack the rest of ``StagedStream``."""
         source = self._source.bind(seed=seed, num_epochs=num_epochs, position_of_step=position_of_step)
         return MappedStream(source, self._function, self._batched)
+
+    def with_added(self, added: Sequence[tuple[int, dict[str, float]]]) -> MappedStream:
+        """See :class:`meshfeed._src.base.hooks.TakesWeights`; other streams lack the rest of that hook."""
+        return MappedStream(self._source.with_added(added), self._function, self._batched)
 
     def with_cut(self, version: int) -> MappedStream:
         """See :class:`meshfeed._src.base.hooks.CutsLanes`; other streams lack the rest of that hook."""

@@ -13,7 +13,7 @@ import functools
 import math
 import operator
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, SupportsIndex, TypeVar, Unpack, cast
+from typing import Any, Self, SupportsIndex, TypeVar, Unpack, cast
 
 import jax
 import numpy as np
@@ -27,6 +27,7 @@ from meshfeed._src.base.rng import philox
 from meshfeed._src.base.settings import ShardShuffle
 from meshfeed._src.base.types import ColumnSlices, JsonValue, PyTree, Record, RecordIds, Rngs, public
 from meshfeed._src.order import permutation
+from meshfeed._src.order.added_stages import check_stage_weights, merge_stages
 from meshfeed._src.order.epochs import EpochOrder
 from meshfeed._src.order.mixture import (
     MixtureOrder,
@@ -133,7 +134,8 @@ def Mixture(
     if any(hooks.find(source, hooks.GroupsRecords) for source in sources.values()):
         settings: Any = {"block": block, "on_end": on_end, "shuffle": shuffle, "take": take, "repeat": repeat}
         return select_all(sources, "Mixture", lambda records: Mixture(records, weights, **settings).as_list())
-    mixed = Components.of(sources, parse_weights(weights, list(sources)), take, repeat).flattened()
+    given = Components.of(sources, parse_weights(weights, list(sources)), take, repeat)
+    mixed = given.flattened()
     block = checked_count(block, "block")
     for _, stage_weights in mixed.stages:
         block_counts(stage_weights, list(mixed.sources), block)  # raises if a weight is too small for the block
@@ -141,14 +143,14 @@ def Mixture(
     if on_end not in ("repeat", "stop"):
         raise SettingsError(f"on_end={on_end!r}; it takes 'repeat' or 'stop'.", setting="on_end")
     if any(map(hooks.is_stream, mixed.sources.values())):
-        return StreamMixture(mixed, block, on_end, shuffle)
+        return StreamMixture(given, block, on_end, shuffle)
     if shuffle is not False:
         raise SettingsError(
             f"shuffle={shuffle!r} of a Mixture is for mixtures with a stream among them. All components here are "
             "read at random: pass shuffle= to the feed.",
             setting="shuffle",
         )
-    return RandomMixture(mixed, block, on_end)
+    return RandomMixture(given, block, on_end)
 
 
 def _component(name: object, component: object) -> Any:
@@ -278,8 +280,24 @@ class _Mixture:
 
     kind = "mixture"
 
-    def __init__(self, components: Components, block: int, on_end: str) -> None:
-        self.components, self._block, self._on_end = components, block, on_end
+    def __init__(self, given: Components, block: int, on_end: str) -> None:
+        self._given, self._block, self._on_end = given, block, on_end
+        self.components = given.flattened()
+        self._added: StagedWeights = ()
+
+    def check_weights(self, weights: object) -> dict[str, float]:
+        """See :class:`meshfeed._src.base.hooks.TakesWeights`; the names are those that the user gave."""
+        checked = check_stage_weights(weights, list(self._given.sources))
+        for _, flat in dataclasses.replace(self._given, stages=((0, checked),)).flattened().stages:
+            block_counts(flat, list(self.components.sources), self._block)  # raises if too small for the block
+        return checked
+
+    def with_added(self, added: StagedWeights) -> Self:
+        """See :class:`meshfeed._src.base.hooks.TakesWeights`."""
+        clone = copy.copy(self)  # keeps the identities
+        stages = dataclasses.replace(self._given, stages=merge_stages(self._given.stages, added)).flattened().stages
+        clone.components, clone._added = dataclasses.replace(self.components, stages=stages), added
+        return clone
 
     @functools.cached_property
     def _identities(self) -> dict[str, JsonValue]:  # computing them may read records; copies keep them
@@ -292,6 +310,7 @@ class _Mixture:
         stages = self.components.stages
         return MixtureSettings(
             stages=[Stage(first, weights, step) for first, (step, weights) in zip(positions, stages, strict=True)],
+            added=self._added,
             block=self._block,
             on_end=self._on_end,
             repeat=self.components.repeat,
@@ -311,8 +330,9 @@ class RandomMixture(_Mixture):
 
     fresh_arrays = True  # JoinedReader copies memory that a component may reuse
 
-    def __init__(self, components: Components, block: int, on_end: str) -> None:
-        super().__init__(components, block, on_end)
+    def __init__(self, given: Components, block: int, on_end: str) -> None:
+        super().__init__(given, block, on_end)
+        components = self.components
         self._names, self._sources = tuple(components.sources), tuple(components.sources.values())
         self._reader = JoinedReader(components.sources, "component", "mixture")
         self.wants_rng, self.reads_columns = self._reader.wants_rng, self._reader.reads_columns
@@ -505,8 +525,9 @@ class MixedInOrder:
 class StreamMixture(_Mixture):
     """A :func:`meshfeed.sources.Mixture` with at least one stream component; made by that function."""
 
-    def __init__(self, components: Components, block: int, on_end: str, shuffle: bool | int) -> None:
-        super().__init__(components, block, on_end)
+    def __init__(self, given: Components, block: int, on_end: str, shuffle: bool | int) -> None:
+        super().__init__(given, block, on_end)
+        components = self.components
         self.shuffle = shuffle
         for source in components.sources.values():
             if not hooks.is_stream(source):
@@ -734,6 +755,8 @@ class MixtureLane:
         for component in self._components:
             component.set_state(state["components"].get(component.name, [0, 0, None, 0]))
         self._position, self._ended = state["position"], state["ended"]
+        if self._num_epochs is not None and not self._stops and self._all_read():
+            self._ended = True  # since the last stage has changed, and with it which components decide
 
     def close(self) -> None:
         """Closes all components."""

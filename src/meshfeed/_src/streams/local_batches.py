@@ -20,6 +20,7 @@ from meshfeed._src.base.settings import BatchSchedule, FeedSettings
 from meshfeed._src.base.threads import SingleCall
 from meshfeed._src.base.trees import flatten, flatten_with_paths
 from meshfeed._src.base.types import HostBatchPass, HostBatchSource, JsonValue, PyTree, RecordIds
+from meshfeed._src.order.added_stages import not_a_mixture
 from meshfeed._src.order.steps import Segment, StepSchedule, parse_segments, position_at
 from meshfeed._src.plan.plan import HostRows
 from meshfeed._src.reading.host_batch import add_mask, pad_rows, spec_of_batch
@@ -544,6 +545,10 @@ class LocalBatchStream:
                 _RESUMABLE,
             )
         return {host: entry}
+
+    def with_stage(self, cursor: LocalBatchCursor, from_step: object, weights: object) -> LocalBatchCursor:
+        """Always raises: the user's code makes the batches."""
+        raise not_a_mixture(self.kind)
 
     def replay_from(self, current: LocalBatchCursor, step: int, state: FeedState | None) -> LocalBatchCursor:
         """Always raises: host batches cannot be read again."""
