@@ -130,14 +130,16 @@ class Handshake:
             self._reduction(store).retract()
         self._refused = False
 
-    def leave(self, notice: str | None = None) -> None:
+    def leave(self, notice: str | None = None, *, awaited: bool = False) -> None:
         """Marks this host as done with the feed; it no longer reads or writes the feed's keys.
 
         Args:
           notice: why, for hosts that wait for this one in the next round; None to leave silently.
+          awaited: whether another host has left this generation, and may wait in the next round.
         """
         store = self._store()
-        if notice is not None and not self.in_force and not self._refused:  # which says more
+        # A refused state says more.
+        if notice is not None and (awaited or not self.in_force) and not self._refused:
             self._publish_notice(notice)
         self._left = True
         if store is not None:

@@ -389,8 +389,10 @@ class CutsLanes(Protocol):
 class StagedStream(StreamSource, ChecksSaved, Protocol):
     """A stream that may change after the saved position: a mixture with stages. Its lanes cover all epochs."""
 
-    def bind(self, *, seed: int, num_epochs: int | None, position_of_step: Callable[[int], int]) -> StagedStream:
-        """Returns a copy with a feed's settings, whose stages begin at positions."""
+    def bind(
+        self, *, seed: int, num_epochs: int | None, position_of_step: Callable[[int], int], delivered: int = 0
+    ) -> StagedStream:
+        """Returns a copy with a feed's settings, whose stages begin at positions, and which does not end before ``delivered``."""
         ...
 
     def mixture_config(self) -> JsonValue:

@@ -21,6 +21,7 @@ from meshfeed._src.base import coordination
 from meshfeed._src.base.coordination import warn_if_forgotten
 from meshfeed._src.base.errors import (
     MeshfeedError,
+    PeerError,
     StalledError,
     hide_own_frames,
     hides_own_frames,
@@ -599,11 +600,12 @@ class Feed(Inspection, Checkpointable):
         if not self._owner.is_here:  # in a forked child: threads, files and keys belong to the parent
             return
         doing, because = "closed its feed", self._failed or _because
+        awaited = isinstance(self._failed, PeerError)
         self._leave(self._cursor, None, doing, because)
         if self._last_opening is not None and not self._last_opening.join(_CLOSE_SECONDS):
             text = "%s: its source is still being opened %.0f s after close; the thread ends when that returns"
             _log.warning(text, self.name, _CLOSE_SECONDS)
-        self._handshake.leave(leave_notice(doing, self._cursor.step, because))
+        self._handshake.leave(leave_notice(doing, self._cursor.step, because), awaited=awaited)
         if self._heartbeat is not None:
             self._heartbeat.leave()
         self._stream.close()

@@ -253,9 +253,13 @@ class MappedStream(_Mapped):
         key = derive_key(seed, lane_index, _FUNCTION_KEY)
         return (StackedMappedLane if self._batched else MappedLane)(self, lane, decode, (seed, lane_index, epoch), key)
 
-    def bind(self, *, seed: int, num_epochs: int | None, position_of_step: Callable[[int], int]) -> MappedStream:
+    def bind(
+        self, *, seed: int, num_epochs: int | None, position_of_step: Callable[[int], int], delivered: int = 0
+    ) -> MappedStream:
         """A copy with a feed's settings, over a mixture of streams; other streams lack the rest of ``StagedStream``."""
-        source = self._source.bind(seed=seed, num_epochs=num_epochs, position_of_step=position_of_step)
+        source = self._source.bind(
+            seed=seed, num_epochs=num_epochs, position_of_step=position_of_step, delivered=delivered
+        )
         return MappedStream(source, self._function, self._batched)
 
     def with_added(self, added: Sequence[tuple[int, dict[str, float]]]) -> MappedStream:

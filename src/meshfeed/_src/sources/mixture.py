@@ -532,14 +532,16 @@ class StreamMixture(_Mixture):
         for source in components.sources.values():
             if not hooks.is_stream(source):
                 EpochOrder(max(1, len(source)), shuffle=shuffle, seed=0, num_epochs=1)  # validates shuffle
-        self._is_bound = False  # to a feed, which gives its settings
+        self._is_bound, self._delivered = False, 0  # to a feed, which gives its settings
         self._bound = self._settings_at([0] * len(components.stages), {}, 0, 1)
 
     def __repr__(self) -> str:
         return f"Mixture({', '.join(self.components.sources)}, read as lanes)"
 
-    def bind(self, *, seed: int, num_epochs: int | None, position_of_step: Callable[[int], int]) -> StreamMixture:
-        """A copy of this mixture with a feed's settings.
+    def bind(
+        self, *, seed: int, num_epochs: int | None, position_of_step: Callable[[int], int], delivered: int = 0
+    ) -> StreamMixture:
+        """A copy of this mixture with a feed's settings, after ``delivered`` records.
 
         Raises:
           SettingsError: ``on_end="stop"`` without ``num_epochs``.
@@ -547,6 +549,7 @@ class StreamMixture(_Mixture):
         clone = copy.copy(self)  # the user may pass the same mixture to several feeds
         positions = [position_of_step(step) for step, _ in self.components.stages]
         clone._is_bound, clone._bound = True, self._settings_at(positions, {}, seed, num_epochs)
+        clone._delivered = delivered
         return clone
 
     def check_lanes(self, num_lanes: int) -> None:
@@ -622,6 +625,7 @@ class StreamMixture(_Mixture):
             bound.stages[-1].weights,
             bound.num_epochs,
             self._on_end == "stop",
+            self._delivered // num_lanes,
         )
 
     def fingerprint(self) -> JsonValue:
@@ -644,7 +648,8 @@ class MixtureLane:
     ``num_epochs``. With ``"repeat"``, it ends when every component of the last stage has completed ``num_epochs`` and
     the last of them is drawn again.
 
-    ``blocks`` gives the component of each record.
+    ``blocks`` gives the component of each record. Before ``delivered`` records the lane has not ended, even if the components
+    that decide now, since the last stage has changed, were complete there: it then ends after them.
     """
 
     fresh_arrays = True  # components read into their own memory
@@ -656,7 +661,9 @@ class MixtureLane:
         last_stage: Mapping[str, float],
         num_epochs: int | None,
         stops: bool,
+        delivered: int,
     ) -> None:
+        self._delivered = delivered
         self._components, self._blocks, self._num_epochs, self._stops = components, blocks, num_epochs, stops
         # With "repeat", components outside of the last stage do not decide: they are never drawn again.
         self._deciding = [component for component in components if stops or component.name in last_stage]
@@ -677,7 +684,9 @@ class MixtureLane:
           StopIteration: the lane has ended.
           SourceError: a component has no records, or the components' records differ in structure, shape or dtype.
         """
-        if self._ended:
+        delivered_again = self._position < self._delivered  # to resume
+        may_end = self._num_epochs is not None and not delivered_again
+        if self._ended or (may_end and not self._stops and self._all_read()):
             raise StopIteration
         numbers = self._blocks.components_from(self._position, num_records)
         parts: list[Part] = []
@@ -688,7 +697,7 @@ class MixtureLane:
             if end is not None and component in self._deciding:
                 ends.append(end)
         count = len(numbers)
-        if ends and (self._stops or self._all_read()):
+        if ends and not delivered_again and (self._stops or self._all_read()):
             # Records past the row that ends the lane have been read, and are dropped.
             self._ended = True
             count = min(ends) if self._stops else max(ends)
@@ -755,8 +764,6 @@ class MixtureLane:
         for component in self._components:
             component.set_state(state["components"].get(component.name, [0, 0, None, 0]))
         self._position, self._ended = state["position"], state["ended"]
-        if self._num_epochs is not None and not self._stops and self._all_read():
-            self._ended = True  # since the last stage has changed, and with it which components decide
 
     def close(self) -> None:
         """Closes all components."""

@@ -129,7 +129,9 @@ class LaneStream:
             **({} if staged is None else {"mixture": staged.mixture_config()}),
         }
 
-    def _source_under(self, step_schedule: StepSchedule, cut: int, added: StagedWeights = ()) -> StreamSource:
+    def _source_under(
+        self, step_schedule: StepSchedule, cut: int, step: int = 0, added: StagedWeights = ()
+    ) -> StreamSource:
         source = self.source if self._cuts is None else self._cuts.with_cut(cut)
         staged = find(source, hooks.StagedStream)
         if staged is None:
@@ -137,7 +139,10 @@ class LaneStream:
         staged = cast("hooks.StagedStream", cast("hooks.TakesWeights", staged).with_added(added))
         settings = self._settings
         return staged.bind(
-            seed=settings.seed, num_epochs=settings.num_epochs, position_of_step=step_schedule.position_of_step
+            seed=settings.seed,
+            num_epochs=settings.num_epochs,
+            position_of_step=step_schedule.position_of_step,
+            delivered=step_schedule.position_of_step(step),
         )
 
     def start(self, like: LaneCursor | None = None) -> LaneCursor:
@@ -145,7 +150,7 @@ class LaneStream:
         num_lanes, cut = (self.num_lanes, self._cut) if like is None else (like.num_lanes, like.cut)
         entries = {str(lane): LaneEntry() for lane in range(num_lanes)}
         step_schedule = StepSchedule(self.schedule)
-        source = self._source_under(step_schedule, cut, () if like is None else _added_to(like))
+        source = self._source_under(step_schedule, cut, 0, () if like is None else _added_to(like))
         return LaneCursor(step_schedule, 0, 0, source, entries, cut=cut, num_lanes=num_lanes)
 
     def with_stage(self, cursor: LaneCursor, from_step: object, weights: object) -> LaneCursor:
@@ -154,7 +159,7 @@ class LaneStream:
         if mixture is None:
             raise not_a_mixture(kind_of(self.source))
         added = add_stage(_added_to(cursor), cursor.step, from_step, mixture.check_weights(weights))
-        return dataclasses.replace(cursor, source=self._source_under(cursor.step_schedule, cursor.cut, added))
+        return dataclasses.replace(cursor, source=self._source_under(cursor.step_schedule, cursor.cut, cursor.step, added))
 
     def restore(self, state: FeedState) -> LaneCursor:
         """Returns the state's cursor, with the lanes that the state contains."""
@@ -175,7 +180,7 @@ class LaneStream:
         added, mixed = parse_added(mixture), find(self.source, hooks.TakesWeights)
         if mixed is not None:
             check_added(added, mixed.check_weights)
-        source = self._source_under(step_schedule, cut, added)
+        source = self._source_under(step_schedule, cut, state.step, added)
         if self._staged is not None:
             cast("hooks.StagedStream", source).check_saved(mixture, nominal, state.step)
         return LaneCursor(
