@@ -26,9 +26,12 @@ def make_feed(mesh: Mesh) -> meshfeed.Feed:
     parts: dict[str, Any] = {}
     for number, (name, scale) in enumerate(DOMAINS.items()):
         x = scale * draw.standard_normal((4_000, 8), np.float32)
-        parts[name] = {"x": x, "y": x @ draw.standard_normal(8, np.float32) / scale, "domain": np.full(4_000, number, np.int32)}
+        y = x @ draw.standard_normal(8, np.float32) / scale
+        parts[name] = {"x": x, "y": y, "domain": np.full(4_000, number, np.int32)}
     mixture = meshfeed.sources.Mixture(parts, weights=dict.fromkeys(DOMAINS, 1), block=256)
-    return meshfeed.Feed(mixture, NamedSharding(mesh, P("data")), global_batch_size=BATCH, shuffle=True, num_epochs=None)
+    return meshfeed.Feed(
+        mixture, NamedSharding(mesh, P("data")), global_batch_size=BATCH, shuffle=True, num_epochs=None
+    )
 
 
 @jax.jit
@@ -52,8 +55,8 @@ def train(directory: str, num_steps: int) -> list[dict[str, float]]:
     state = jax.device_put(state, NamedSharding(mesh, P()))
     found: list[dict[str, float]] = []
     with make_feed(mesh) as feed, meshfeed.checkpoint.Checkpointer(directory, save_interval_steps=25) as checkpoints:
-        step, state = checkpoints.restore(state, feed)
-        for step in range(step + 1, num_steps + 1):
+        first, state = checkpoints.restore(state, feed)
+        for step in range(first + 1, num_steps + 1):
             state = train_step(state, next(feed))
             if step % EVERY == 0:
                 losses = np.asarray(state["losses"])  # replicated: the same on every host

@@ -1,4 +1,4 @@
-"""Ctrl-C anywhere in ``next``, ``start``, ``reset`` and ``set_state``: no batch is lost, none comes twice, no thread is left."""
+"""Ctrl-C anywhere in ``next``, ``start``, ``reset`` and ``set_state``: no batch lost or repeated, no thread left."""
 
 from __future__ import annotations
 

@@ -156,7 +156,7 @@ class Model:
 
 def some_weights() -> st.SearchStrategy[Weights]:
     weight = st.sampled_from([0, 1, 2, 0.5])
-    return st.fixed_dictionaries({name: weight for name in NAMES}).filter(lambda one: any(one.values()))
+    return st.fixed_dictionaries(dict.fromkeys(NAMES, weight)).filter(lambda one: any(one.values()))
 
 
 ACTIONS = st.lists(

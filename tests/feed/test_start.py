@@ -203,7 +203,9 @@ def test_what_a_feed_shows_is_the_same_while_it_starts(kind: str, prefetch: int,
         gate.opened.set()
         with make_feed(kind, gate, prefetch=prefetch) as feed:
             feed.start()
-            assert jax.tree.map(lambda leaf: leaf.shape, feed.element_spec) == jax.tree.map(lambda leaf: leaf.shape, spec)
+            assert jax.tree.map(lambda leaf: leaf.shape, feed.element_spec) == jax.tree.map(
+                lambda leaf: leaf.shape, spec
+            )
             assert feed.config()["name"] == feed.name
             assert the_rest(feed) == expected()
 

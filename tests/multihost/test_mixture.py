@@ -82,7 +82,11 @@ def test_a_start_loses_nothing_in_any_order_of_calls(pools: Any, kind: str) -> N
 
 @pytest.mark.parametrize(
     ("how", "raised"),
-    [("close", "PeerError: host 1 closed its feed"), ("reset", "PeerError: host 1 reset its feed"), ("differ", "Agree")],
+    [
+        ("close", "PeerError: host 1 closed its feed"),
+        ("reset", "PeerError: host 1 reset its feed"),
+        ("differ", "Agree"),
+    ],
 )
 def test_a_host_that_leaves_a_start_is_named_by_the_next_next(pools: Any, how: str, raised: str) -> None:
     found = [result.value for result in pools[2, 4].run(mixture_jobs.start_unlike, how)]

@@ -1,12 +1,13 @@
 """Compares settings and position between hosts before the first batch of each generation of a feed.
 
-Each generation that is begun takes one round, a reduction (:mod:`meshfeed._src.base.reduction`) of all hosts' settings to their
-differences. A host that cannot take part (making the feed, opening the data or restoring a state failed, or it has
+Each generation that is begun takes one round, a reduction (:mod:`meshfeed._src.base.reduction`) of all hosts' settings to
+their differences. A host that cannot take part (making the feed, opening the data or restoring a state failed, or it has
 closed the feed) publishes that failure instead, and the others raise an error naming it after a grace period of a few
-seconds. Hosts that only follow learn of a failed round too. A
-round belongs to its generation from :meth:`Handshake.begin` on, before any request: hosts that begin and abandon the same
-generations are then in the same round, however far each had come. The grace period, and the tracking of refused states, are for
+seconds. Hosts that only follow learn of a failed round too. The grace period, and the tracking of refused states, are for
 hosts that recover: if every host refuses the same state and starts from the beginning, none has failed.
+
+A round belongs to its generation from :meth:`Handshake.begin` on, before any request. Hosts that begin and abandon the same
+generations are therefore in the same round, however far each had come.
 """
 
 from __future__ import annotations
@@ -267,9 +268,9 @@ class Handshake:
         reduction.discard_values()
         store = self._store()
         # Every host has reached this round, so all have read the results of those before, some of which they abandoned.
-        for number in range(self._kept, self._number) if store is not None else ():
-            store.delete(f"{self._feed}/settings/{number}")
-            self._kept = number + 1
+        while store is not None and self._kept < self._number:
+            store.delete(f"{self._feed}/settings/{self._kept}")
+            self._kept += 1
         return announcement
 
     def _complete(self, check: Check) -> Callable[[Mapping[int, JsonValue]], bool]:

@@ -392,7 +392,7 @@ class StagedStream(StreamSource, ChecksSaved, Protocol):
     def bind(
         self, *, seed: int, num_epochs: int | None, position_of_step: Callable[[int], int], delivered: int = 0
     ) -> StagedStream:
-        """Returns a copy with a feed's settings, whose stages begin at positions, and which does not end before ``delivered``."""
+        """Returns a copy with a feed's settings, whose stages begin at positions; it does not end before ``delivered``."""
         ...
 
     def mixture_config(self) -> JsonValue:

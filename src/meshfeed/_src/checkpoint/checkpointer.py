@@ -529,9 +529,7 @@ def _start(feed: Resumable) -> None:
         startable.start()
 
 
-def _continue(
-    feed: Resumable, state: dict[str, JsonValue], agreement: Agreement, step: int
-) -> Callable[[], None]:
+def _continue(feed: Resumable, state: dict[str, JsonValue], agreement: Agreement, step: int) -> Callable[[], None]:
     """Sets the feed's state on all hosts or on none; returns a function that sets it back."""
     before = feed.get_state()
     try:

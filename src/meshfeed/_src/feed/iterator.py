@@ -1,8 +1,8 @@
 """The feed that users iterate over: it runs the stream of their source, one generation after another.
 
 A generation begins when the feed is created and at each ``reset``, ``set_state`` and ``set_weights``. Its startup opens the
-data, compares settings with the other hosts and starts the pipeline, in the background; ``start`` or the first ``next`` begins
-it. Each later ``next`` only takes a batch from the pipeline.
+data, compares settings with the other hosts and starts the pipeline, in the background; ``start`` or the first ``next``
+begins it. Each later ``next`` only takes a batch from the pipeline.
 """
 
 from __future__ import annotations

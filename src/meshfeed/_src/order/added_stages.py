@@ -16,6 +16,7 @@ from meshfeed._src.base.errors import DAMAGED_STATE, SettingsError, StateMismatc
 from meshfeed._src.base.types import JsonValue
 from meshfeed._src.order.mixture import StagedWeights, parse_weights
 
+
 def merge_stages(given: StagedWeights, added: StagedWeights) -> StagedWeights:
     """Returns the stages of a mixture that was made with the stages ``given``."""
     return tuple(sorted({**dict(given), **dict(added)}.items()))
@@ -61,7 +62,7 @@ def parse_added(mixture: JsonValue) -> StagedWeights:
     Raises:
       StateMismatchError: they are damaged.
     """
-    found = mixture.get("added", []) if isinstance(mixture, Mapping) else []
+    found = cast("Mapping[str, JsonValue]", mixture).get("added", []) if isinstance(mixture, Mapping) else []
     try:
         stages = tuple((step, parse_weights(weights, list(weights))[0][1]) for step, weights in found)
         steps = [step for step, _ in stages]

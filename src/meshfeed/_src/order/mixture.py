@@ -239,7 +239,8 @@ def _parse_mixture(saved: JsonValue) -> tuple[dict[str, tuple[int, JsonValue]], 
 def _check_settings(saved: JsonValue, current: JsonValue) -> None:
     for name in {**current, **saved}:
         value, here = saved.get(name), current.get(name)
-        if name not in ("stages", "components", "added") and (value != here or type(value) is not type(here)):  # True equals 1
+        # Compared elsewhere; of the others, True equals 1.
+        if name not in ("stages", "components", "added") and (value != here or type(value) is not type(here)):
             raise StateMismatchError(
                 f"mixture.{name}", value, here, f"Pass {name}={value!r}, or start a new stream without the state."
             )

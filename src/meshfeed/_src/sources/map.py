@@ -244,7 +244,9 @@ class MappedRecords(_Mapped):
 class MappedStream(_Mapped):
     """A :func:`Map` over a stream; made by that function."""
 
-    _same_hooks = ("check_lanes", "file_names", "mixture_config", "check_saved", "check_weights", "cut_version", "lane_lengths")
+    _same_hooks = (
+        *("check_lanes", "file_names", "mixture_config", "check_saved", "check_weights", "cut_version", "lane_lengths"),
+    )
 
     def open(self, lane_index: int, num_lanes: int, epoch: int = 0, seed: int = 0) -> MappedLane | StackedMappedLane:
         """Lane ``lane_index`` of ``num_lanes`` of the source, mapped."""

@@ -159,7 +159,9 @@ class LaneStream:
         if mixture is None:
             raise not_a_mixture(kind_of(self.source))
         added = add_stage(_added_to(cursor), cursor.step, from_step, mixture.check_weights(weights))
-        return dataclasses.replace(cursor, source=self._source_under(cursor.step_schedule, cursor.cut, cursor.step, added))
+        return dataclasses.replace(
+            cursor, source=self._source_under(cursor.step_schedule, cursor.cut, cursor.step, added)
+        )
 
     def restore(self, state: FeedState) -> LaneCursor:
         """Returns the state's cursor, with the lanes that the state contains."""

@@ -174,9 +174,7 @@ class RandomAccessStream:
         if mixture is None:
             raise not_a_mixture(kind_of(self.source))
         config = cursor.order.config()
-        added = add_stage(
-            parse_added(config.get("mixture")), cursor.step, from_step, mixture.check_weights(weights)
-        )
+        added = add_stage(parse_added(config.get("mixture")), cursor.step, from_step, mixture.check_weights(weights))
         order = self._order_of(cursor.step_schedule, config.get("num_lanes"), added)
         if order.total is not None and order.total < cursor.position:
             raise SettingsError(
