@@ -235,6 +235,38 @@ def test_on_any_number_of_hosts(kind: str, folder: pathlib.Path) -> None:
         assert [values(step) for step in source_jobs.join(found)] == expected[10:], hosts
 
 
+@pytest.mark.parametrize("kind", ["random", "shards", "lanes"])
+def test_a_host_outside_of_the_mesh_follows(kind: str, folder: pathlib.Path) -> None:
+    def on_host(devices: Any) -> tuple[list[dict[int, str]], list[tuple[int, int]]]:
+        here, positions = devices[0].client.process_index(), []
+        steps: list[dict[int, str]] = []
+        with make_feed(kind, WEIGHTS, folder, devices=devices[:4]) as feed:  # of hosts 0 and 1
+            feed.start()
+            for _ in range(8):
+                if feed.step == 3:
+                    feed.set_weights({"code": 1}, from_step=5)
+                batch = next(feed)
+                steps.append({} if here == 2 else source_jobs.rows_of(batch))
+                positions.append((feed.step, feed.position))
+        return steps, positions
+
+    found = play(3, 2, on_host)
+    assert found[2][1] == found[0][1] == [(step, BATCH * step) for step in range(1, 9)]
+    steps = source_jobs.join([steps for steps, _ in found])
+    assert [values(step) for step in steps] == from_start(kind, [(0, WEIGHTS), (5, {"code": 1})], folder, 8)
+
+
+@pytest.mark.slow
+def test_with_workers(folder: pathlib.Path) -> None:
+    for kind in ("shards", "lanes"):
+        with make_feed(kind, WEIGHTS, folder, num_workers=1) as feed:
+            feed.start()
+            found = [rows(next(feed)) for _ in range(3)]
+            feed.set_weights({"code": 1}, from_step=4)
+            found += [rows(next(feed)) for _ in range(5)]
+        assert found == from_start(kind, [(0, WEIGHTS), (4, {"code": 1})], folder, 8)
+
+
 def play(hosts: int, each: int, function: Callable[[Any], Any]) -> list[Any]:
     def on_host(host: int) -> Any:
         return function(fake_devices(hosts, each, this_process=host))

@@ -62,7 +62,9 @@ def parse_added(mixture: JsonValue) -> StagedWeights:
     Raises:
       StateMismatchError: they are damaged.
     """
-    found = cast("Mapping[str, JsonValue]", mixture).get("added", []) if isinstance(mixture, Mapping) else []
+    if not hasattr(mixture, "get"):  # what else is damaged, the mixture reports
+        return ()
+    found = mixture.get("added", [])
     try:
         stages = tuple((step, parse_weights(weights, list(weights))[0][1]) for step, weights in found)
         steps = [step for step, _ in stages]
