@@ -363,8 +363,8 @@ class Feed(Inspection, Checkpointable):
         one after the end of the data or an error. With ``prefetch=0`` and one process nothing is read ahead. Where devices
         compute, as with ``load="once"``, they do so in ``next``.
 
-        With several hosts, ``set_state`` or ``reset`` after ``start`` begins anew, on all of them. So call all three in the
-        same order on every host.
+        With several hosts, ``set_state`` or ``reset`` after ``start`` begins anew, on all of them: call all three in the
+        same order on every host. A host that follows later than ``timeout_seconds`` is late, as in ``next``.
 
         Raises:
           MeshfeedError: the feed is closed, or ``next``, ``set_state`` or ``reset`` is running. Any other error comes from

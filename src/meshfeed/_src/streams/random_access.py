@@ -121,7 +121,7 @@ class RandomAccessStream:
             num_lanes = self._num_lanes(int(np.count_nonzero(self._shard_lengths)), saved_num_lanes)
         shuffle = shards or cast("bool | int", settings.shuffle)
         if self._numbering is not None:
-            mixture = find(self._numbering, hooks.TakesWeights)
+            mixture = find(self._numbering, hooks.TakesWeights) if added else None
             numbering = self._numbering if mixture is None else cast("hooks.NumbersRecords", mixture.with_added(added))
             return numbering.make_order(
                 shuffle=shuffle,
