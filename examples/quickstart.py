@@ -9,6 +9,7 @@ mesh = jax.make_mesh((jax.device_count(),), ("data",), axis_types=(AxisType.Auto
 feed = meshfeed.Feed(
     {"tokens": tokens}, NamedSharding(mesh, PartitionSpec("data")), global_batch_size=64, shuffle=True, seed=0
 )
+feed.start()  # opens the data and reads ahead in the background, while you create the model and compile the step
 for batch in feed:  # {"tokens": jax.Array int32[64, 128]}, over the whole mesh
     loss = batch["tokens"].mean()  # your step
     if feed.step % 20 == 0:

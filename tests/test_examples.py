@@ -120,6 +120,14 @@ def test_streams() -> None:
 
 
 @pytest.mark.slow
+def test_a_mixture_follows_the_losses() -> None:
+    pytest.importorskip("orbax.checkpoint")
+    *weights, last = run("loss_driven_mixture.py", devices=4).splitlines()
+    assert [line[:14] for line in weights] == [f"from step {step:3d}:" for step in range(20, 161, 20)]
+    assert last == "the same weights after a resume"
+
+
+@pytest.mark.slow
 def test_training_is_continued_on_another_mesh(tmp_path: pathlib.Path) -> None:
     pytest.importorskip("optax")
     from meshfeed._src.demo.demo import build_corpus

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import random
+import re
 import sys
 import time
 from pathlib import Path
@@ -72,6 +73,12 @@ def test_long_values_are_cut(length: int) -> None:
     shown = text.removeprefix("a (host 0: ").removesuffix("; host 1: 1)")
     assert len(shown) == min(length + 2, 120)
     assert shown.endswith('"' if length <= 118 else "...")
+
+
+def test_long_values_are_shown_from_where_they_differ() -> None:
+    stages = [[step, 24 * step, {"web": 1, "code": 2}] for step in range(20)]
+    (text,) = compare(settings_of(0, a=[*stages, 1]) | settings_of(1, a=[*stages, 2]))["differences"]
+    assert re.fullmatch(r"a \(host 0: \.\.\..{20,40}, 1\]; host 1: \.\.\..{20,40}, 2\]\)", text)
 
 
 def test_a_failure_goes_before_differences_and_the_first_host_before_others() -> None:
@@ -251,7 +258,7 @@ def test_an_interrupted_agreement_can_be_made_again(here: int, job: Job, monkeyp
     monkeypatch.setattr(job.store, "get" if here else "directory", interrupt)
     with pytest.raises(KeyboardInterrupt):
         job.on(here, one.agree, SEED, 30)
-    assert (one.round, one.in_force) == (0, False)
+    assert (one.round, one.in_force) == (1, False), "the round is this generation's"
     monkeypatch.setattr(job.store, "get" if here else "directory", real)
     other = make(2)[1 - here]
     assert job.run(range(2), lambda host: (one if host == here else other).agree(SEED, 30)) == [None, None]

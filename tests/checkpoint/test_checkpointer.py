@@ -7,6 +7,7 @@ import logging
 import pathlib
 import re
 import shutil
+import threading
 
 import jax
 import jax.numpy as jnp
@@ -19,6 +20,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from meshfeed import Feed
 from meshfeed._src.base.errors import CheckpointError, CorruptDataError, SettingsError, StateMismatchError
+from meshfeed._src.checkpoint.handlers import ArraysHandler
 from meshfeed.checkpoint import Checkpointer
 from meshfeed.sources import HostBatches
 
@@ -420,3 +422,92 @@ def test_readers_leave_unfinished_steps_alone_and_writers_remove_them(tmp_path, 
         ckpt.wait()
         assert not unfinished.exists()
         assert ckpt.steps() == [1, 2]
+
+
+class StartedFeed(CountingFeed):
+    """A feed that can be started; records what is called."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls: list[str] = []
+
+    def set_state(self, state):
+        super().set_state(state)
+        self.calls.append(f"set_state to {self.position}")
+
+    def start(self):
+        self.calls.append("start")
+
+
+@pytest.fixture
+def restored_late(monkeypatch):
+    """Calls that are made before arrays are restored."""
+    found = []
+    restore_with = ArraysHandler.restore_with
+
+    def restore(self, *args, **kwargs):
+        for call in found:
+            call()
+        return restore_with(self, *args, **kwargs)
+
+    monkeypatch.setattr(ArraysHandler, "restore_with", restore)
+    return found
+
+
+def test_the_feed_reads_ahead_while_the_arrays_are_read(tmp_path, mesh, restored_late):
+    import meshfeed
+
+    read = threading.Event()
+
+    class Source(meshfeed.sources.Memory):
+        def read_batch(self, record_ids, columns=None):
+            if feed.step == 3:
+                read.set()
+            return super().read_batch(record_ids, columns=columns)
+
+    with meshfeed.Feed(Source({"x": np.arange(64)}), mesh, global_batch_size=8) as feed:
+        feed.start()
+        for _ in range(3):
+            next(feed)
+        with Checkpointer(tmp_path / "c", save_interval_steps=1) as ckpt:
+            ckpt.save(3, small_state(mesh, 3), feed)
+    with (
+        meshfeed.Feed(Source({"x": np.arange(64)}), mesh, global_batch_size=8) as feed,
+        Checkpointer(tmp_path / "c") as ckpt,
+    ):
+        read.clear()
+        restored_late.append(lambda: read.wait(60) or pytest.fail("the feed waits for the arrays"))
+        assert ckpt.restore(small_state(mesh, 0), feed)[0] == 3
+        feed.reset()  # a caller may still change its mind
+        feed.start()
+        assert np.asarray(next(feed)["x"]).tolist() == list(range(8))
+
+
+def test_a_feed_is_set_and_started_before_the_arrays_and_set_back_if_they_fail(tmp_path, mesh, restored_late):
+    save_steps(tmp_path / "c", mesh, 3)
+    feed = StartedFeed()
+    next(feed)
+    with Checkpointer(tmp_path / "c") as ckpt:
+        ckpt.restore(small_state(mesh, 0), feed)
+        assert feed.calls == ["set_state to 12", "start"]
+        feed = StartedFeed()
+        next(feed)
+        with pytest.raises(CheckpointError, match="'extra'"):
+            ckpt.restore({**small_state(mesh, 0), "extra": small_state(mesh, 0)["w"]}, feed)
+        assert feed.calls == ["set_state to 12", "start", "set_state to 4"]
+        feed = StartedFeed()
+
+        def interrupt():
+            raise KeyboardInterrupt
+
+        restored_late.append(interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            ckpt.restore(small_state(mesh, 0), feed)
+        assert feed.calls[-1] == "set_state to 0"
+
+
+def test_without_a_checkpoint_the_feed_is_started(tmp_path, mesh):
+    feed = StartedFeed()
+    with Checkpointer(tmp_path / "c") as ckpt:
+        assert ckpt.restore(small_state(mesh, 0), feed)[0] == 0
+    assert feed.calls == ["start"]

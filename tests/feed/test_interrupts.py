@@ -1,4 +1,4 @@
-"""Ctrl-C anywhere in ``next``, ``reset`` and ``set_state``: no batch is lost, none comes twice, no thread is left."""
+"""Ctrl-C anywhere in ``next``, ``start``, ``reset`` and ``set_state``: no batch lost or repeated, no thread left."""
 
 from __future__ import annotations
 
@@ -131,6 +131,44 @@ def test_an_interrupt_in_the_first_next_loses_nothing(kind: str) -> None:
         if not again:
             break
     assert swept > 150 // STRIDE
+
+
+@pytest.mark.parametrize("then", ["next", "start", "close"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_an_interrupt_in_start_loses_nothing_and_leaves_no_thread(kind: str, then: str) -> None:
+    point = 0
+    for point in points(f"start {kind} {then}"):
+        with make_feed(kind, num_batches=3) as feed:
+            again = interrupted(feed.start, point)
+            assert feed.step == 0
+            if then == "start":
+                feed.start()
+            for step in range(3 if then != "close" else 0):
+                assert ids(next(feed)) == batch_ids(step), point
+            feed.close()
+            left = [thread.name for thread in threading.enumerate() if feed.name in thread.name and thread.is_alive()]
+            assert not left, point
+        if not again:
+            break
+    assert point > 15
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", KINDS)
+def test_an_interrupt_in_the_first_next_after_start_loses_nothing(kind: str) -> None:
+    point = 0
+    for point in points(f"started {kind}"):
+        with make_feed(kind, num_batches=3) as feed:
+            feed.start()
+            again = interrupted(lambda feed=feed: next(feed), point)
+            assert feed.step == (0 if again else 1), point
+            for step in range(feed.step, 3):
+                assert ids(next(feed)) == batch_ids(step), point
+            with pytest.raises(StopIteration):
+                next(feed)
+        if not again:
+            break
+    assert point > 15
 
 
 @pytest.mark.parametrize("moment", ["reset", "set_state"])

@@ -414,9 +414,11 @@ def test_close_in_another_thread_ends_a_next_that_opens_the_data(prefetch: int) 
     thread = threading.Thread(target=take)
     thread.start()
     source.opening.wait()
-    feed.close()
+    closing = threading.Thread(target=feed.close)  # waits for the source
+    closing.start()
+    thread.join()  # does not
     source.may_open.set()
-    thread.join()
+    closing.join()
     assert got == [f"{feed.name} is closed"]
     assert (feed.step, source.open_now) == (0, 0)
     assert set(threading.enumerate()) <= before  # threads of other tests may end meanwhile

@@ -21,7 +21,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 import meshfeed
 from meshfeed import maxtext
 from meshfeed._src.base.threads import Threads
-from meshfeed._src.feed.iterator import Feed
+from meshfeed._src.feed import iterator
 from meshfeed.maxtext import MultiHostDataLoadIterator, RemoteIterator, RemoteIteratorWrapper
 
 AUTO = (AxisType.Auto, AxisType.Auto)
@@ -537,15 +537,15 @@ def test_an_interrupt_once_set_state_has_opened_the_data_changes_nothing(
     loader = MultiHostDataLoadIterator(source(9), mesh)
     assert numbers([next(loader) for _ in range(at)]) == list(range(at))
     before = loader.local_iterator.get_state()
-    opened = Feed._opened
+    wait_until_open = iterator.wait_until_open
 
-    def interrupted(feed: Feed, opening: Any) -> Any:
-        opened(feed, opening)
+    def interrupted(*args: Any, **kwargs: Any) -> Any:
+        wait_until_open(*args, **kwargs)
         raise KeyboardInterrupt
 
     resumed, saved = (loader, other) if own else (loader.local_iterator, other.local_iterator)
     state = saved.get_state()
-    monkeypatch.setattr(Feed, "_opened", interrupted)
+    monkeypatch.setattr(iterator, "wait_until_open", interrupted)
     with pytest.raises(KeyboardInterrupt):
         resumed.set_state(state)
     monkeypatch.undo()

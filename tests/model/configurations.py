@@ -70,6 +70,7 @@ OPTIONS: dict[str, list[Any]] = {
     "mask": [False, True],
     "load": ["sharded", "once", "first", "last two"],
     "prefetch": [0, 1, 4],
+    "start": [False, True],  # on all hosts, at first and after each action that begins anew
     "num_threads": [None, 3],
     "num_workers": [0, 2],
     "check_replicas": [False, True],

@@ -95,6 +95,8 @@ def _play_phase(case: Case, phase: Phase, wanted: list[Event], host: int, world:
     with feed:
         for number, event in enumerate(wanted):
             player = _Player(case, phase, host, world, feed, name.rpartition("-")[0])
+            if case.config["start"] and (not number or wanted[number - 1].action[0] in ("set", "reset")):
+                feed.start()
             player.play(event, f"action {name.rpartition('-')[2]}.{number} {event.action}")
 
 

@@ -173,7 +173,7 @@ def test_a_mesh_that_leaves_hosts_out(pools: Any) -> None:
 @pytest.mark.parametrize("host", [0, 1])
 def test_an_interrupt_in_the_first_next_of_one_host_loses_nothing_on_any(pools: Any, host: int) -> None:
     """Before, between and after the agreement on the settings and the start of what reads."""
-    functions = ["_make_pipeline", "agree", "_succeeds", "_outcome", "publish", "start", "peek", "pop"]
+    functions = ["_started", "_make_startup", "start", "begin", "pipeline", "result", "peek", "pop"]
     for result in pools[(2, 4)].run(feed_jobs.interrupted_starts, functions, host, expected_ids()):
         assert result.value == [len(expected_ids())] * len(functions)
 

@@ -45,6 +45,55 @@ def test_a_mixture_with_stages_travels_between_topologies(pools: Any, kind: str)
     mixture_jobs.run_some(kind, state, expected[done:])
 
 
+@pytest.mark.parametrize("kind", ["random", "lanes"])
+def test_weights_that_are_set_in_the_run_are_those_of_stages(pools: Any, kind: str) -> None:
+    expected = rows(kind, 16)
+    for topology, other, late in (((2, 4), (3, 2), 1), ((3, 2), (2, 4), 0)):
+        results = pools[topology].run(mixture_jobs.set_weights_in_run, kind, expected[:9], late)
+        state = json.dumps(meshfeed.merge_states([json.loads(result.value) for result in results]))
+        results = pools[other].run(mixture_jobs.resume_with_first_weights, kind, state, expected[9:])
+        assert {result.value for result in results} == {16}
+
+
+@pytest.mark.parametrize(
+    ("how", "kinds", "texts"),
+    [
+        ("weights", ["AgreementError"] * 2, ["hosts differ in mixture.stages"] * 2),
+        ("steps", ["AgreementError"] * 2, ["hosts differ in mixture.stages"] * 2),
+        ("one", ["PeerError", "PeerError"], ["host 1 set the weights of its feed at step 3", "host 0 "]),
+        ("wrong", ["PeerError", "SettingsError"], ["host 1 failed before its first batch: SettingsError", "'wiki'"]),
+    ],
+)
+def test_hosts_that_set_different_weights_name_each_other(
+    pools: Any, how: str, kinds: list[str], texts: list[str]
+) -> None:
+    found = [result.value for result in pools[2, 4].run(mixture_jobs.set_weights_unlike, how)]
+    assert [one["type"] for one in found] == kinds, found
+    for one, text in zip(found, texts, strict=True):
+        assert text in one["text"]
+        assert one["seconds"] < 25, "before its timeout"
+
+
+@pytest.mark.parametrize("kind", ["random", "lanes"])
+def test_a_start_loses_nothing_in_any_order_of_calls(pools: Any, kind: str) -> None:
+    for result in pools[2, 4].run(mixture_jobs.start_in_every_way, kind, rows(kind, 3)):
+        assert result.value == [3, 3, 3, 3, 3, 0]
+
+
+@pytest.mark.parametrize(
+    ("how", "raised"),
+    [
+        ("close", "PeerError: host 1 closed its feed"),
+        ("reset", "PeerError: host 1 reset its feed"),
+        ("differ", "Agree"),
+    ],
+)
+def test_a_host_that_leaves_a_start_is_named_by_the_next_next(pools: Any, how: str, raised: str) -> None:
+    found = [result.value for result in pools[2, 4].run(mixture_jobs.start_unlike, how)]
+    assert found[0].startswith(raised), found
+    assert how != "differ" or found[1] == found[0]
+
+
 def test_with_the_sequence_sharded_no_host_reads_whole_examples(pools: Any, tmp_path: Path) -> None:
     ts = pytest.importorskip("tensorstore")
     data = np.random.default_rng(0).integers(1, 2**31, (96, 1536), np.int32)

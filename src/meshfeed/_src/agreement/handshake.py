@@ -1,10 +1,13 @@
 """Compares settings and position between hosts before the first batch of each generation of a feed.
 
-Each generation takes one round, a reduction (:mod:`meshfeed._src.base.reduction`) of all hosts' settings to their
-differences. A host that cannot take part (making the feed, opening the data or restoring a state failed, or it has
+Each generation that is begun takes one round, a reduction (:mod:`meshfeed._src.base.reduction`) of all hosts' settings to
+their differences. A host that cannot take part (making the feed, opening the data or restoring a state failed, or it has
 closed the feed) publishes that failure instead, and the others raise an error naming it after a grace period of a few
 seconds. Hosts that only follow learn of a failed round too. The grace period, and the tracking of refused states, are for
 hosts that recover: if every host refuses the same state and starts from the beginning, none has failed.
+
+A round belongs to its generation from :meth:`Handshake.begin` on, before any request. Hosts that begin and abandon the same
+generations are therefore in the same round, however far each had come.
 """
 
 from __future__ import annotations
@@ -26,6 +29,8 @@ from meshfeed._src.state.state import flatten
 from meshfeed._src.streams.protocol import Cursor
 
 _log = logging.getLogger("meshfeed.agree")
+Check = Callable[[], object]
+"""Raises once its caller no longer waits for the result."""
 _GRACE_SECONDS = 3.0  # for a host that published a failure to recover
 _NAMED_DIFFERENCES = 4
 _SHOWN_CHARACTERS = 120  # of a setting in a message
@@ -53,7 +58,7 @@ class Handshake:
         is one of them.
 
     Attributes:
-      round: number of the next round; failed rounds count, and those of hosts that only follow.
+      round: number of the next generation's round; failed rounds count, and those of hosts that only follow.
       in_force: whether the last round succeeded and its generation of the feed has not ended.
     """
 
@@ -65,8 +70,10 @@ class Handshake:
         self.participants = tuple(sorted(participants))
         self.round = 0
         self.in_force = False
-        self._refused = False
+        self._begun: int | None = None  # round of this generation, from its begin to its result
+        self._refused = self._refused_before = False  # a state, for the next round and for this one
         self._left = False
+        self._kept = 0  # rounds before it have been deleted, on the reducer
         self._generation: int | None = None
 
     @property
@@ -74,55 +81,84 @@ class Handshake:
         """Whether there are other hosts to agree with."""
         return len(self.participants) > 1 and coordination.process_index() in self.participants
 
+    def begin(self) -> None:
+        """Begins the round of this generation, once. Call it on the thread that also ends generations."""
+        if self._begun is None and not self.in_force:
+            # One statement without calls: signals arrive only at calls, so an interrupt cannot split the update.
+            number = self.round
+            self._begun, self.round, self._refused_before, self._refused = number, number + 1, self._refused, False
+
     def fail(self, error: BaseException, *, refused: bool = False) -> None:
-        """Publishes that this host cannot take part in this round.
+        """Publishes that this host cannot take part in this generation's round.
 
         Args:
           error: the reason.
-          refused: this host rejected a state without changing anything and may still join this round. Otherwise it
-            can join the next round at the earliest.
+          refused: this host rejected the state of the next generation without changing anything, and may still join its
+            round. Otherwise it can join the following round at the earliest.
         """
         store = self._store()
         if store is not None:
             try:
                 failure = Failure.of(error, coordination.process_index())
-                reduction = self._reduction(store)
+                reduction = self._reduction(store, self.round if refused else None)
                 reduction.publish({"failure": failure.to_json()})
                 if reduction.is_reducer and not refused:  # nobody may be left to find this out and say so
                     self._tell_followers(_peer_error(failure))
             except Exception as unpublished:  # must not mask ``error``, which the caller raises
                 _log.warning("cannot report this host's failure to the other hosts: %s", unpublished)
-        self._refused = refused
-        self.round += not refused
+        if refused:
+            self._refused = True
+        elif self._begun is not None:
+            self._begun = None
+        else:
+            self.round += 1
+
+    def abandon(self, notice: str | None) -> None:
+        """Leaves this generation's round if it has no result yet.
+
+        Args:
+          notice: why, for hosts that wait for this one in the round; None to leave silently.
+        """
+        if self._begun is not None and notice is not None:
+            self._publish_notice(notice)
+        self._begun = None
 
     def withdraw(self) -> None:
-        """Starts a new generation of the feed and retracts the failure that a refused state published."""
+        """Ends this generation of the feed and retracts the failure that a refused state published."""
         self.in_force = False
         store = self._store() if self._refused else None
         if store is not None:
             self._reduction(store).retract()
         self._refused = False
 
-    def leave(self, notice: str | None = None) -> None:
+    def leave(self, notice: str | None = None, *, awaited: bool = False) -> None:
         """Marks this host as done with the feed; it no longer reads or writes the feed's keys.
 
         Args:
           notice: why, for hosts that wait for this one in the next round; None to leave silently.
+          awaited: whether another host has left this generation, and may wait in the next round.
         """
-        store, self._left = self._store(), True
+        store = self._store()
+        # A refused state says more.
+        if notice is not None and (awaited or not self.in_force) and not self._refused:
+            self._publish_notice(notice)
+        self._left = True
+        if store is not None:
+            leave(store, self._feed, len(self.participants))
+
+    def _publish_notice(self, notice: str) -> None:
+        store = self._store()
         if store is None:
             return
-        if notice is not None and not self.in_force and not self._refused:  # which says more
-            reduction = self._reduction(store)
-            failure = Failure.left(notice, coordination.process_index())
+        reduction = self._reduction(store)
+        failure = Failure.left(notice, coordination.process_index())
 
-            def publish() -> None:
-                reduction.publish({"failure": failure.to_json()})
-                if reduction.is_reducer:
-                    self._tell_followers(_peer_error(failure))
+        def publish() -> None:
+            reduction.publish({"failure": failure.to_json()})
+            if reduction.is_reducer:
+                self._tell_followers(_peer_error(failure))
 
-            call_briefly(publish, name="meshfeed-leave-notice", at_exit=True)
-        leave(store, self._feed, len(self.participants))
+        call_briefly(publish, name="meshfeed-leave-notice", at_exit=True)
 
     def _store(self) -> KeyValueStore | None:
         """Returns the store for optional messages, or None if no other host would read them."""
@@ -131,18 +167,30 @@ class Handshake:
     def _tell_followers(self, error: BaseException) -> None:
         """Tells hosts that only follow that this round failed."""
         if coordination.process_count() > len(self.participants):
-            announce_failure(coordination.require_store(), self._scope, self.round + 1, error)
+            announce_failure(coordination.require_store(), self._scope, self._number + 1, error)
 
-    def _reduction(self, store: KeyValueStore) -> Reduction:
-        prefix = f"{self._feed}/settings/{self.round}"
+    @property
+    def _number(self) -> int:
+        """The round of this generation; the next one if it has none, or has its result."""
+        begun = self._begun
+        return self.round if begun is None else begun
+
+    def _reduction(self, store: KeyValueStore, number: int | None = None) -> Reduction:
+        prefix = f"{self._feed}/settings/{self._number if number is None else number}"
         return Reduction(store, prefix, self.participants, coordination.process_index())
 
-    def agree(self, settings: Mapping[str, JsonValue], timeout_seconds: float) -> None:
+    def agree(
+        self,
+        settings: Mapping[str, JsonValue],
+        timeout_seconds: float,
+        check: Check = lambda: None,
+    ) -> None:
         """Compares settings between hosts, once in each generation. An interrupted call can be repeated.
 
         Args:
           settings: field → JSON value, flat.
           timeout_seconds: how long to wait for the slowest host; longer while it drops records and makes progress.
+          check: called about twice per second while it waits; may raise, which leaves the round without a result.
 
         Raises:
           AgreementError: on every participant, naming the first fields that differ and the hosts.
@@ -152,22 +200,24 @@ class Handshake:
         """
         if self.in_force:
             return
+        self.begin()
         try:
             if self.needed:
-                while not self._succeeds(settings, timeout_seconds):
-                    self.round += 1
+                while not self._succeeds(settings, timeout_seconds, check):
+                    self._begun, self.round = self.round, self.round + 1
+        except _Abandoned as abandoned:
+            raise abandoned.error from None
         except Exception as error:
             if self.needed and coordination.process_index() == self._spokesman(error):
                 with contextlib.suppress(Exception):  # must not mask ``error``
                     self._tell_followers(error)
-            self.round += 1
+            self._begun = None
             raise
         store = self._store()
         if store is not None and self._generation is not None and self._reduction(store).is_reducer:
             store.delete(f"{self._feed}/{self._generation}")  # all hosts have left it, so its windows are unused
-        following = self.round + 1
         # One statement without calls: signals arrive only at calls, so an interrupt cannot split the update.
-        self.round, self._generation, self._refused, self.in_force = following, following, False, True
+        self._generation, self._begun, self.in_force = self.round, None, True
 
     def _spokesman(self, error: Exception) -> int:
         """The host that tells followers of an error: the lowest that did not cause it."""
@@ -175,10 +225,10 @@ class Handshake:
 
     # ------------------------------------------------------------------ one round
 
-    def _succeeds(self, settings: Mapping[str, JsonValue], timeout_seconds: float) -> bool:
+    def _succeeds(self, settings: Mapping[str, JsonValue], timeout_seconds: float, check: Check) -> bool:
         """Takes part in a round; returns False if the other hosts gave up on this one."""
         reduction = self._reduction(coordination.require_store())
-        outcome = self._outcome(reduction, settings, timeout_seconds)
+        outcome = self._outcome(reduction, settings, timeout_seconds, check)
         failure = None if outcome["failure"] is None else Failure.from_json(outcome["failure"])
         if failure is not None:
             if failure.host == coordination.process_index():
@@ -186,45 +236,53 @@ class Handshake:
             raise _peer_error(failure)
         differences = outcome["differences"]
         if differences:
+            named = differences[:_NAMED_DIFFERENCES]
+            staged = any(text.startswith(("mixture.stages ", "mixture.added ")) for text in named)
+            called = ", and call set_weights on all of them after the same step, with the same weights" if staged else ""
             raise AgreementError(
-                f"hosts differ in {', and in '.join(differences[:_NAMED_DIFFERENCES])}. Start all hosts with the same "
-                "source, settings and state."
+                f"hosts differ in {', and in '.join(named)}. Start all hosts with the same source, settings and state"
+                f"{called}."
             )
         return True
 
-    def _outcome(self, reduction: Reduction, settings: Mapping[str, JsonValue], timeout_seconds: float) -> JsonValue:
+    def _outcome(
+        self, reduction: Reduction, settings: Mapping[str, JsonValue], timeout_seconds: float, check: Check
+    ) -> JsonValue:
         early = reduction.announced() if reduction.is_reducer else None  # by hosts that gave up on this one
         if early is not None:
             return reduction.unpack(early, self._doing)
-        reduction.publish({"settings": dict(settings), "refused": self._refused})
+        reduction.publish({"settings": dict(settings), "refused": self._refused_before})
         try:
             return reduction.result(
-                lambda deadline: self._reduce(reduction, deadline),
+                lambda deadline: self._reduce(reduction, deadline, check),
                 timeout_seconds=timeout_seconds,
                 doing=self._doing,
                 hint=" (without name=, feeds over the same hosts are matched by their order of creation)",
-                tick=self._give_up_reducer(reduction),
+                tick=self._give_up_reducer(reduction, check),
             )
         except _GivenUp as given_up:
             return reduction.announce(given_up.outcome)["result"]
 
-    def _reduce(self, reduction: Reduction, deadline: float) -> dict[str, JsonValue] | None:
-        values = reduction.collect(deadline, self._complete())
+    def _reduce(self, reduction: Reduction, deadline: float, check: Check) -> dict[str, JsonValue] | None:
+        values = reduction.collect(deadline, self._complete(check))
         if len(values) < len(self.participants) and not any("failure" in value for value in values.values()):
             return None
         announcement = reduction.announce(compare(values))
         reduction.discard_values()
         store = self._store()
-        if store is not None and self.round:  # every host has reached this round, so all have read the previous result
-            store.delete(f"{self._feed}/settings/{self.round - 1}")
+        # Every host has reached this round, so all have read the results of those before, some of which they abandoned.
+        while store is not None and self._kept < self._number:
+            store.delete(f"{self._feed}/settings/{self._kept}")
+            self._kept += 1
         return announcement
 
-    def _complete(self) -> Callable[[Mapping[int, JsonValue]], bool]:
+    def _complete(self, check: Check) -> Callable[[Mapping[int, JsonValue]], bool]:
         """Returns whether all hosts have published settings, or a failure has lasted while another host was ready."""
         failed_since: float | None = None
 
         def complete(values: Mapping[int, JsonValue]) -> bool:
             nonlocal failed_since
+            _call(check)
             if not any("failure" in value for value in values.values()):
                 failed_since = None
                 return len(values) == len(self.participants)
@@ -236,13 +294,14 @@ class Handshake:
 
         return complete
 
-    def _give_up_reducer(self, reduction: Reduction) -> Callable[[float], None]:
+    def _give_up_reducer(self, reduction: Reduction, check: Check = lambda: None) -> Callable[[float], None]:
         """Returns a tick that raises once the reducer's failure has lasted for the grace period."""
         failed_since: float | None = None
 
         def tick(waited: float) -> None:
             nonlocal failed_since
-            value = None if self._refused else reduction.value_of_reducer()
+            _call(check)
+            value = None if self._refused_before else reduction.value_of_reducer()
             if value is None or "failure" not in value:
                 failed_since = None
                 return
@@ -251,6 +310,21 @@ class Handshake:
                 raise _GivenUp({"failure": value["failure"], "differences": []})
 
         return tick
+
+
+def _call(check: Check) -> None:
+    try:
+        check()
+    except Exception as error:
+        raise _Abandoned(error) from None
+
+
+class _Abandoned(Exception):
+    """``check`` raised ``error``."""
+
+    def __init__(self, error: Exception) -> None:
+        super().__init__()
+        self.error = error
 
 
 def _peer_error(failure: Failure) -> PeerError:

@@ -10,7 +10,7 @@ import functools
 import inspect
 import types
 from collections.abc import Callable, Hashable, Iterator, Sequence
-from typing import Any, Protocol, TypedDict, TypeVar, Unpack, cast
+from typing import Any, Protocol, Self, TypedDict, TypeVar, Unpack, cast
 
 import numpy as np
 
@@ -215,6 +215,22 @@ class ChecksSaved(Protocol):
         """
 
 
+class TakesWeights(Protocol):
+    """A mixture to which a feed may add stages of weights. Stages are pairs of first step and {name: weight}."""
+
+    def check_weights(self, weights: object) -> dict[str, float]:
+        """Returns the weights of one stage.
+
+        Raises:
+          SettingsError: they are invalid.
+        """
+        ...
+
+    def with_added(self, added: Sequence[tuple[int, dict[str, float]]]) -> Self:
+        """Returns a copy with the added stages in place of earlier ones."""
+        ...
+
+
 class OrderSettings(TypedDict):
     """A feed's settings that determine the order of its records.
 
@@ -378,8 +394,10 @@ class CutsLanes(Protocol):
 class StagedStream(StreamSource, ChecksSaved, Protocol):
     """A stream that may change after the saved position: a mixture with stages. Its lanes cover all epochs."""
 
-    def bind(self, *, seed: int, num_epochs: int | None, position_of_step: Callable[[int], int]) -> StagedStream:
-        """Returns a copy with a feed's settings, whose stages begin at positions."""
+    def bind(
+        self, *, seed: int, num_epochs: int | None, position_of_step: Callable[[int], int], delivered: int = 0
+    ) -> StagedStream:
+        """Returns a copy with a feed's settings, whose stages begin at positions; it does not end before ``delivered``."""
         ...
 
     def mixture_config(self) -> JsonValue:
@@ -394,6 +412,13 @@ class Resumable(Protocol):
 
     def set_state(self, state: JsonValue, /) -> None:
         """Continues after the record or batch at which ``state`` was taken."""
+
+
+class Startable(Resumable, Protocol):
+    """A feed that begins to read ahead before its first batch is requested."""
+
+    def start(self) -> None:
+        """Begins in the background and returns at once."""
 
 
 class PlansFiles(Protocol):

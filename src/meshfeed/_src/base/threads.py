@@ -172,6 +172,10 @@ class Call(Generic[R]):
         """Whether :meth:`result` returns without waiting."""
         return self._done
 
+    def wake(self) -> None:
+        """Makes the waiting thread call its tick function now."""
+        self._arrived.put(None)
+
     def _finish(self) -> None:
         self._function = None
         self._done = True
@@ -210,10 +214,27 @@ class SingleCall(Generic[R]):
         if self._dispose is not None:
             self.discard(self._dispose)
 
+    @property
+    def succeeded(self) -> bool:
+        """Whether the call has returned a value."""
+        return self._call.succeeded
+
+    def start(self) -> None:
+        """Starts the call, once. Safe to call again after an interrupt."""
+        self._thread.start()
+
     def result(self, tick: Callable[[float], None] | None = None) -> R:
         """Starts the call if it has not started, and waits for it; see :meth:`Call.result`."""
         self._thread.start()
         return self._call.result(tick)
+
+    def wake(self) -> None:
+        """Makes the thread that waits in :meth:`result` call its tick function now."""
+        self._call.wake()
+
+    def join(self, seconds: float) -> bool:
+        """Waits for the thread to end; see :meth:`Background.join`. A call that has not started can no longer start."""
+        return self._thread.join(seconds)
 
     def wait(self) -> None:
         """Waits for the call if it was ever requested."""

@@ -7,7 +7,7 @@ import logging
 import math
 import operator
 import secrets
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Self
 
 import jax
@@ -24,7 +24,7 @@ from meshfeed._src.base.errors import (
     suggests_keywords,
 )
 from meshfeed._src.base.fork import Owner
-from meshfeed._src.base.hooks import CannotResume, Resumable, find
+from meshfeed._src.base.hooks import CannotResume, Resumable, Startable, find
 from meshfeed._src.base.types import JsonValue, PyTree, public
 from meshfeed._src.checkpoint.agreement import Agreement
 from meshfeed._src.checkpoint.at_exit import OpenSaves
@@ -308,7 +308,8 @@ class Checkpointer:
         Args:
           abstract_or_concrete_state: pytree of ``jax.ShapeDtypeStruct`` with shardings, or of arrays with the wanted
             shapes, dtypes and shardings. None restores everything as it was saved.
-          feed: feed to set to the saved position, in place; unchanged if this raises.
+          feed: feed to set to the saved position, in place, and to start (:meth:`meshfeed.Feed.start`), so that it reads
+            ahead while the arrays are read; at its position before if this raises.
           step: the step number to restore; None restores the newest intact step.
 
         Returns:
@@ -348,6 +349,8 @@ class Checkpointer:
                 self._pass_over(number, str(error), reasons)
         if not reasons:
             _log.info("no checkpoint in %s: starting at step 0", self._directory)
+            if feed is not None:
+                _start(feed)
             if process_index() == 0 and (near := checkpoints_near(self._directory)):
                 _log.warning(_ELSEWHERE, self._directory, ", ".join(near))
             return 0, wanted
@@ -364,12 +367,14 @@ class Checkpointer:
     def _restore_step(self, step: int, wanted: PyTree, feed: Resumable | None, agreement: Agreement) -> PyTree:
         folder = self._directory / str(step)
         try:
-            # Read the feed's state first and set it last, so a failed restore leaves the feed unchanged. The arrays are not
-            # restored through Orbax's manager, whose barrier makes all hosts wait if one fails.
-            position = None if feed is None else agreement.attempt(lambda: _position(folder))
-            state = self._arrays.restore_with(agreement, folder / ARRAYS, ArraysRestore(wanted))
-            if feed is not None and position is not None:
-                _continue(feed, position, agreement, step)
+            # The arrays are not restored through Orbax's manager, whose barrier makes all hosts wait if one fails.
+            with contextlib.ExitStack() as undo:
+                if feed is not None:
+                    position = agreement.attempt(lambda: _position(folder))
+                    undo.callback(_continue(feed, position, agreement, step))
+                    _start(feed)  # it reads ahead while the arrays are read
+                state = self._arrays.restore_with(agreement, folder / ARRAYS, ArraysRestore(wanted))
+                undo.pop_all()
         except CheckpointError as error:
             error.step = step
             raise
@@ -517,8 +522,15 @@ def _position(folder: epath.Path) -> dict[str, JsonValue]:
     return state_files.read_state(folder / ITERATOR)
 
 
-def _continue(feed: Resumable, state: dict[str, JsonValue], agreement: Agreement, step: int) -> None:
-    """Sets the feed's state on all hosts or on none."""
+def _start(feed: Resumable) -> None:
+    """Starts the feed if it can be started."""
+    startable = find(feed, Startable)
+    if startable is not None:
+        startable.start()
+
+
+def _continue(feed: Resumable, state: dict[str, JsonValue], agreement: Agreement, step: int) -> Callable[[], None]:
+    """Sets the feed's state on all hosts or on none; returns a function that sets it back."""
     before = feed.get_state()
     try:
         feed.set_state(state)
@@ -532,6 +544,7 @@ def _continue(feed: Resumable, state: dict[str, JsonValue], agreement: Agreement
         reason = Failure.from_json(reports[failed[0]])
         text = f"step {step}: host {failed[0]} cannot resume the feed: {reason}. The feeds of all hosts are unchanged."
         raise CheckpointError(text)
+    return lambda: feed.set_state(before)
 
 
 def as_step(step: object, order: str) -> int:

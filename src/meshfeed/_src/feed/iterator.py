@@ -1,7 +1,8 @@
 """The feed that users iterate over: it runs the stream of their source, one generation after another.
 
-A generation begins when the feed is created and at each ``reset`` and ``set_state``. Its first ``next`` opens the data,
-compares settings with the other hosts and builds the pipeline; each later ``next`` only takes a batch from it.
+A generation begins when the feed is created and at each ``reset``, ``set_state`` and ``set_weights``. Its startup opens the
+data, compares settings with the other hosts and starts the pipeline, in the background; ``start`` or the first ``next``
+begins it. Each later ``next`` only takes a batch from the pipeline.
 """
 
 from __future__ import annotations
@@ -12,21 +13,21 @@ from collections.abc import Mapping, Sequence
 from types import TracebackType
 from typing import Literal, NamedTuple, NoReturn
 
-from meshfeed._src.agreement import handshake, heartbeat
+from meshfeed._src.agreement import heartbeat
+from meshfeed._src.agreement.handshake import Handshake, agreed_settings
 from meshfeed._src.agreement.windows import leave_notice
 from meshfeed._src.arrays.placer import make_placer
 from meshfeed._src.base import coordination
 from meshfeed._src.base.coordination import warn_if_forgotten
 from meshfeed._src.base.errors import (
     MeshfeedError,
+    PeerError,
     StalledError,
     hide_own_frames,
     hides_own_frames,
     suggests_keywords,
 )
 from meshfeed._src.base.fork import Finalizer, Owner, finalize
-from meshfeed._src.base.progress import PROGRESS
-from meshfeed._src.base.reduction import ProgressReport
 from meshfeed._src.base.settings import (
     Balance,
     BatchSchedule,
@@ -43,6 +44,7 @@ from meshfeed._src.feed.inspection import Inspection
 from meshfeed._src.feed.local_iterator import LocalIterator
 from meshfeed._src.feed.parts import check_can_follow, make_pipeline, make_stream
 from meshfeed._src.feed.pipeline import Pipeline, PrefetchDepth, Ready
+from meshfeed._src.feed.startup import Startup, wait_until_open
 from meshfeed._src.feed.step_log import STEP_LOG, log_step
 from meshfeed._src.plan.plan import normalize_sharding, participants
 from meshfeed._src.sources.recognize import describe_source
@@ -51,6 +53,7 @@ from meshfeed._src.state.files import Checkpointable
 from meshfeed._src.streams.protocol import AnyReader, Cursor
 
 _log = logging.getLogger("meshfeed.feed")
+_CLOSE_SECONDS = 5.0
 
 
 class SecondPass:
@@ -78,7 +81,7 @@ class SecondPass:
 class _Generation(NamedTuple):
     """The parts of a generation that must be closed; ``doing`` and ``because`` explain its end to the other hosts."""
 
-    pipeline: Pipeline | None
+    startup: Startup | None
     opening: SingleCall[AnyReader] | None
     finalizer: Finalizer | None
     doing: str
@@ -181,9 +184,10 @@ class Feed(Inspection, Checkpointable):
         name: str | None = None,
     ) -> None:
         arguments = locals()  # must be first: only the arguments are defined
-        self._opening: SingleCall[AnyReader] | None = None  # opens the data at the cursor
+        self._opening: SingleCall[AnyReader] | None = None  # opens the data at the cursor, for the startup to come
         self._last_opening: SingleCall[AnyReader] | None = None
-        self._pipeline: Pipeline | None = None
+        self._startup: Startup | None = None
+        self._pipeline: Pipeline | None = None  # of the startup, once a ``next`` has waited for it
         self._finalizer: Finalizer | None = None
         self._ready: Ready | None = None  # the next batch after a peek, or the remains of the last delivered one
         self._previous: Cursor | None = None
@@ -200,7 +204,7 @@ class Feed(Inspection, Checkpointable):
         self._stats = StatsRecorder(self.name)
         self._second_pass = SecondPass(self.name)
         self._scope = coordination.next_scope(f"feed/{self.name}", self._participants)
-        self._handshake = handshake.Handshake(self._scope, self._participants)
+        self._handshake = Handshake(self._scope, self._participants)
         self._hosts_agree = self._handshake.needed
         self._heartbeat: heartbeat.Member | None = None
         self._follows = False  # a stream that only other hosts read
@@ -349,50 +353,93 @@ class Feed(Inspection, Checkpointable):
             contents = self._stream.describe_batch(batch)
             log_step(self.name, self._host, ready, position, time.perf_counter() - start, contents)
 
+    @hides_own_frames
+    @in_turn
+    def start(self) -> None:
+        """Begins to open the data, agree with the other hosts and read ahead, in the background, and returns at once.
+
+        The first ``next`` then waits only for what is left of that, so it can overlap with restoring a checkpoint or
+        compiling a step. Call it at any time, also after ``set_state`` and ``reset``; a second call does nothing, nor does
+        one after the end of the data or an error. With ``prefetch=0`` and one process nothing is read ahead. Where devices
+        compute, as with ``load="once"``, they do so in ``next``.
+
+        With several hosts, ``set_state`` or ``reset`` after ``start`` begins anew, on all of them: call all three in the
+        same order on every host. A host that follows later than ``timeout_seconds`` is late, as in ``next``.
+
+        Raises:
+          MeshfeedError: the feed is closed, or ``next``, ``set_state`` or ``reset`` is running. Any other error comes from
+            the next ``next``.
+        """
+        if self._closed:
+            self._raise_closed()
+        if self._failed is None:
+            self._started()
+
     def _running_pipeline(self) -> Pipeline:
-        """Returns the pipeline of this generation. Each object is stored before it starts threads, for ``close``."""
+        """Returns the pipeline of this generation; waits for it to start."""
+        pipeline = self._pipeline
+        if pipeline is None:
+            startup = self._started()
+            try:
+                pipeline = startup.pipeline()
+            except MeshfeedError:
+                if self._closed:  # by another thread
+                    self._raise_closed()
+                raise
+            self._pipeline = pipeline
+        return pipeline
+
+    def _started(self) -> Startup:
+        """Returns the startup of this generation, under way. It is stored before its thread starts, for ``close``."""
         if self._left is not None:
             self._close_left()
-        if self._pipeline is None:
-            self._pipeline = self._make_pipeline()
-            if self._closed:  # by another thread, which found no pipeline to close
-                self._pipeline.close()
-                self._raise_closed()
+        startup = self._startup
+        if startup is None:
+            self._startup = startup = self._make_startup()
         if self._finalizer is None:
             # A feed that is dropped without close, or lives until exit, must not leave threads behind.
-            self._finalizer = finalize(self, self._pipeline.close, "dropped its feed")
-        return self._pipeline
+            self._finalizer = finalize(self, startup.close, "dropped its feed")
+        startup.start()
+        if self._closed:  # by another thread, which found no startup to close
+            startup.close()
+            self._raise_closed()
+        return startup
 
-    def _make_pipeline(self) -> Pipeline:
-        cursor, settings = self._cursor, self._settings
-        try:
-            if self._opening is None:
-                self._opening = self._open(cursor)
-            reader = self._opened(self._opening)
-            if self._closed:  # by another thread: do not wait for other hosts below
-                reader.close()
-                self._raise_closed()
-            fingerprint = self._stream.fingerprint(cursor) if self._hosts_agree else {}
-        except Exception as error:
-            self._handshake.fail(error)
-            raise
-        self._handshake.agree(
-            handshake.agreed_settings(settings, fingerprint, cursor), timeout_seconds=settings.timeout_seconds
-        )
-        return make_pipeline(
-            reader,
-            stream=self._stream,
-            placer=self._placer,
-            cursor=cursor,
-            host_rows=self._host_rows,
-            settings=settings,
-            prefetch=self._prefetch,
-            stats=self._stats,
-            name=self.name,
-            scope=self._scope,
-            round=self._handshake.round,
-            hosts_agree=self._hosts_agree,
-            follows=self._follows,
+    def _make_startup(self) -> Startup:
+        # Neither the startup nor what it calls may refer to the feed: a dropped feed closes it.
+        cursor, settings, stream, handshake = self._cursor, self._settings, self._stream, self._handshake
+        hosts_agree, follows, name, scope = self._hosts_agree, self._follows, self.name, self._scope
+        placer, host_rows, prefetch, stats = self._placer, self._host_rows, self._prefetch, self._stats
+
+        def agreed() -> dict[str, JsonValue]:
+            return agreed_settings(settings, stream.fingerprint(cursor) if hosts_agree else {}, cursor)
+
+        def pipeline_of(reader: AnyReader) -> Pipeline:
+            return make_pipeline(
+                reader,
+                stream=stream,
+                placer=placer,
+                cursor=cursor,
+                host_rows=host_rows,
+                settings=settings,
+                prefetch=prefetch,
+                stats=stats,
+                name=name,
+                scope=scope,
+                round=handshake.round,
+                hosts_agree=hosts_agree,
+                follows=follows,
+            )
+
+        return Startup(
+            self._opening or self._open(cursor),
+            handshake,
+            agreed,
+            pipeline_of,
+            timeout_seconds=settings.timeout_seconds,
+            hosts_agree=hosts_agree,
+            step=cursor.step,
+            name=name,
         )
 
     # ------------------------------------------------------------------ state
@@ -424,7 +471,7 @@ class Feed(Inspection, Checkpointable):
             cursor = self._stream.restore(parsed)
             if self._stream.opens_at_restore:
                 opening = self._open(cursor)
-                self._opened(opening)
+                wait_until_open(opening, self._settings.timeout_seconds, hosts_agree=self._hosts_agree)
             self._begin(cursor, opening, "set a state in its feed")
         except BaseException as error:
             if self._cursor is cursor:  # interrupted after the switch: the new state is in effect
@@ -437,6 +484,55 @@ class Feed(Inspection, Checkpointable):
             if isinstance(error, Exception):
                 self._handshake.fail(error, refused=True)
             raise
+
+    @hides_own_frames
+    @in_turn
+    def set_weights(self, weights: Mapping[str, float], *, from_step: int | None = None) -> None:
+        """Changes the weights of a mixture from a step on, as if the mixture had been made with that stage.
+
+        Call it after the same step on every host, with the same arguments; hosts compare them before they read on. The
+        stage is part of the state: a feed made with the original weights continues with it, on any hosts. Stages given to
+        the mixture for later steps stay. What was read ahead is read again, in the background if the feed has been
+        started, so call it every few hundred steps rather than at each; a stream without ``get_state`` is read and
+        dropped from its beginning.
+
+        Args:
+          weights: ``{name: weight}``, with the names given to the mixture; components that it leaves out are not read.
+          from_step: first step with the new weights; None for the next step. Replaces a stage of an earlier call that has
+            not begun.
+
+        Raises:
+          SettingsError: the source is not a mixture, a name is unknown, a weight is invalid, no weight is above 0, or
+            ``from_step`` has been delivered. The feed is unchanged.
+          MeshfeedError: the feed is closed, or ``next``, ``set_state`` or ``reset`` is running.
+          Exception: the error with which the feed has failed.
+
+        Examples:
+          >>> import jax, meshfeed, numpy as np
+          >>> mesh = jax.make_mesh((1,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
+          >>> parts = {"easy": {"x": np.zeros(64)}, "hard": {"x": np.ones(64)}}
+          >>> mixture = meshfeed.sources.Mixture(parts, weights={"easy": 1, "hard": 0})
+          >>> feed = meshfeed.Feed(mixture, mesh, global_batch_size=4, num_epochs=None)
+          >>> next(feed)["x"].tolist()
+          [0.0, 0.0, 0.0, 0.0]
+          >>> feed.set_weights({"hard": 1})
+          >>> next(feed)["x"].tolist()
+          [1.0, 1.0, 1.0, 1.0]
+          >>> feed.close()
+        """
+        if self._closed:
+            self._raise_closed()
+        if self._failed is not None and not isinstance(self._failed, StopIteration):
+            raise self._failed.with_traceback(self._failed_at)
+        try:
+            cursor = self._stream.with_stage(self._cursor, from_step, weights)
+        except Exception as error:
+            self._handshake.fail(error, refused=True)  # other hosts may wait for this one
+            raise
+        started = self._startup is not None
+        self._leave(cursor, None, "set the weights of its feed")
+        if started:
+            self._started()
 
     def _open(self, cursor: Cursor) -> SingleCall[AnyReader]:
         """Opens the data on a separate thread, which no interrupt can stop halfway."""
@@ -451,31 +547,6 @@ class Feed(Inspection, Checkpointable):
         self._last_opening = opening = SingleCall(open_reader, f"meshfeed-open-{self.name}")
         return opening
 
-    def _opened(self, opening: SingleCall[AnyReader]) -> AnyReader:
-        """Waits for the data to be opened, for as long as dropping records makes progress.
-
-        Raises:
-          StalledError: there was no progress for ``timeout_seconds``.
-        """
-        seconds = self._settings.timeout_seconds
-        report = ProgressReport(coordination.key_value_store() if self._hosts_agree else None, seconds)
-
-        def tick(waited: float) -> None:
-            report.update()
-            if waited >= seconds <= PROGRESS.idle_seconds():
-                raise StalledError(
-                    f"host {self._host} itself is late: it is {str(PROGRESS) or 'opening the data'}, without progress for "
-                    f"{min(waited, PROGRESS.idle_seconds()):.0f} s (timeout_seconds={seconds:g}). Check its storage, or "
-                    "raise timeout_seconds if that may take longer.",
-                    hosts=(self._host,),
-                    waited_seconds=waited,
-                )
-
-        try:
-            return opening.result(tick)
-        finally:
-            report.end()
-
     @hides_own_frames
     @in_turn
     def reset(self) -> None:
@@ -485,7 +556,6 @@ class Feed(Inspection, Checkpointable):
     def _begin(self, cursor: Cursor, opening: SingleCall[AnyReader] | None, doing: str) -> None:
         """Starts a new generation of the feed at ``cursor``."""
         self._stats.restart()
-        self._handshake.withdraw()
         self._leave(cursor, opening, doing)
         if self._closed:  # nothing will read from what was opened to check a state
             self._leave(cursor, None, doing)
@@ -503,10 +573,10 @@ class Feed(Inspection, Checkpointable):
         """Discards the read-ahead and publishes a leave notice for hosts that continue."""
         if self._left is not None:
             self._close_left()
-        left = _Generation(self._pipeline, self._opening, self._finalizer, doing, because)
+        left = _Generation(self._startup, self._opening, self._finalizer, doing, because)
         # Python handles signals at calls and backward jumps, so an interrupt cannot split these assignments.
         self._left, self._cursor, self._opening = left, cursor, opening
-        self._pipeline = self._finalizer = self._ready = self._failed = self._failed_at = None
+        self._startup = self._pipeline = self._finalizer = self._ready = self._failed = self._failed_at = None
         self._close_left()
 
     def _close_left(self) -> None:
@@ -514,10 +584,12 @@ class Feed(Inspection, Checkpointable):
         assert left is not None
         if left.finalizer is not None:
             left.finalizer.detach()
-        if left.pipeline is not None:
-            left.pipeline.close(left.doing, left.because)
+        if left.startup is not None:
+            left.startup.close(left.doing, left.because)
         elif left.opening is not None:
             left.opening.discard(lambda reader: reader.close())
+        if not self._closed:
+            self._handshake.withdraw()
         self._left = None
 
     def close(self, *, _because: BaseException | None = None) -> None:
@@ -528,8 +600,12 @@ class Feed(Inspection, Checkpointable):
         if not self._owner.is_here:  # in a forked child: threads, files and keys belong to the parent
             return
         doing, because = "closed its feed", self._failed or _because
+        awaited = isinstance(self._failed, PeerError)
         self._leave(self._cursor, None, doing, because)
-        self._handshake.leave(leave_notice(doing, self._cursor.step, because))
+        if self._last_opening is not None and not self._last_opening.join(_CLOSE_SECONDS):
+            text = "%s: its source is still being opened %.0f s after close; the thread ends when that returns"
+            _log.warning(text, self.name, _CLOSE_SECONDS)
+        self._handshake.leave(leave_notice(doing, self._cursor.step, because), awaited=awaited)
         if self._heartbeat is not None:
             self._heartbeat.leave()
         self._stream.close()

@@ -181,6 +181,14 @@ class MultiHostDataLoadIterator(Checkpointable):
         assert isinstance(cursor, LocalBatchCursor)
         return cursor, cursor.entries.get(str(coordination.process_index()))
 
+    @hides_own_frames
+    def start(self) -> None:
+        """Begins to read ahead in the background and returns at once; see :meth:`meshfeed.Feed.start`.
+
+        ``iter()`` resets, so call it after that: ``batches = iter(loader); loader.start()``.
+        """
+        self._feed.start()
+
     def reset(self) -> None:
         """Restarts from the beginning; a one-shot iterator resumes after the last delivered batch."""
         if self._local.one_shot:

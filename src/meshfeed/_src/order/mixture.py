@@ -239,7 +239,8 @@ def _parse_mixture(saved: JsonValue) -> tuple[dict[str, tuple[int, JsonValue]], 
 def _check_settings(saved: JsonValue, current: JsonValue) -> None:
     for name in {**current, **saved}:
         value, here = saved.get(name), current.get(name)
-        if name not in ("stages", "components") and (value != here or type(value) is not type(here)):  # True equals 1
+        # Compared elsewhere; of the others, True equals 1.
+        if name not in ("stages", "components", "added") and (value != here or type(value) is not type(here)):
             raise StateMismatchError(
                 f"mixture.{name}", value, here, f"Pass {name}={value!r}, or start a new stream without the state."
             )
@@ -467,6 +468,7 @@ class MixtureSettings:
 
     Attributes:
       stages: stages with increasing first positions, starting at 0.
+      added: those among them that a feed has added, as users give them; see ``added_stages.py``.
       block: number of records in which the weights hold exactly.
       on_end: "repeat" or "stop".
       repeat: component → how many times it is read per epoch; 1 if not given.
@@ -479,6 +481,7 @@ class MixtureSettings:
     """
 
     stages: Sequence[Stage]
+    added: StagedWeights = ()
     block: int
     on_end: str
     repeat: Mapping[str, int]
@@ -501,6 +504,7 @@ class MixtureSettings:
             "on_end": self.on_end,
             "components": [list(identity) for identity in self.identities.items()],
             "stages": [stage.to_json() for stage in self.stages],
+            **({"added": [[step, dict(weights)] for step, weights in self.added]} if self.added else {}),
         }
 
 

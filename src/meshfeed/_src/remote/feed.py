@@ -82,6 +82,8 @@ class FeedTarget:
             "get_state": lambda: json.dumps(feed.get_state()),
             "set_state": lambda text: feed.set_state(json.loads(text)),
             "reset": feed.reset,
+            "start": feed.start,
+            "set_weights": lambda weights, from_step: feed.set_weights(weights, from_step=from_step),
             "close": feed.close,
             "len": feed.__len__,
             "element_spec": self._element_spec,
@@ -211,14 +213,24 @@ class RemoteFeed(Checkpointable):
           MeshfeedError: the feed is closed, or another call of ``next``, ``set_state`` or ``reset`` is running.
           Exception: any error that the feed raised on a host, with its message.
         """
-        if self._closed:
-            raise MeshfeedError(f"{self.name} is closed. To continue, pass its get_state() to set_state of a new feed.")
+        self._check_open()
         try:
             batch = self._client.take()
         except StopIteration:
             self._ended = True
             raise
         return self._client.to_accelerators(batch, self._memory_kind)
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise MeshfeedError(f"{self.name} is closed. To continue, pass its get_state() to set_state of a new feed.")
+
+    @hides_own_frames
+    @in_turn
+    def start(self) -> None:
+        """Begins to open the data and read ahead on the hosts, and returns at once; see :meth:`meshfeed.Feed.start`."""
+        self._check_open()
+        self._client.call("start")
 
     # ------------------------------------------------------------------ state
 
@@ -245,6 +257,14 @@ class RemoteFeed(Checkpointable):
     def reset(self) -> None:
         """Restarts from the first batch."""
         self._client.call("reset")
+        self._ended = False
+
+    @hides_own_frames
+    @in_turn
+    def set_weights(self, weights: Mapping[str, float], *, from_step: int | None = None) -> None:
+        """Changes the weights of a mixture from a step on; see :meth:`meshfeed.Feed.set_weights`."""
+        self._check_open()
+        self._client.call("set_weights", weights, from_step)
         self._ended = False
 
     # ------------------------------------------------------------------ inspection

@@ -244,7 +244,9 @@ class MappedRecords(_Mapped):
 class MappedStream(_Mapped):
     """A :func:`Map` over a stream; made by that function."""
 
-    _same_hooks = ("check_lanes", "file_names", "mixture_config", "check_saved", "cut_version", "lane_lengths")
+    _same_hooks = (
+        *("check_lanes", "file_names", "mixture_config", "check_saved", "check_weights", "cut_version", "lane_lengths"),
+    )
 
     def open(self, lane_index: int, num_lanes: int, epoch: int = 0, seed: int = 0) -> MappedLane | StackedMappedLane:
         """Lane ``lane_index`` of ``num_lanes`` of the source, mapped."""
@@ -253,10 +255,18 @@ class MappedStream(_Mapped):
         key = derive_key(seed, lane_index, _FUNCTION_KEY)
         return (StackedMappedLane if self._batched else MappedLane)(self, lane, decode, (seed, lane_index, epoch), key)
 
-    def bind(self, *, seed: int, num_epochs: int | None, position_of_step: Callable[[int], int]) -> MappedStream:
+    def bind(
+        self, *, seed: int, num_epochs: int | None, position_of_step: Callable[[int], int], delivered: int = 0
+    ) -> MappedStream:
         """A copy with a feed's settings, over a mixture of streams; other streams lack the rest of ``StagedStream``."""
-        source = self._source.bind(seed=seed, num_epochs=num_epochs, position_of_step=position_of_step)
+        source = self._source.bind(
+            seed=seed, num_epochs=num_epochs, position_of_step=position_of_step, delivered=delivered
+        )
         return MappedStream(source, self._function, self._batched)
+
+    def with_added(self, added: Sequence[tuple[int, dict[str, float]]]) -> MappedStream:
+        """See :class:`meshfeed._src.base.hooks.TakesWeights`; other streams lack the rest of that hook."""
+        return MappedStream(self._source.with_added(added), self._function, self._batched)
 
     def with_cut(self, version: int) -> MappedStream:
         """See :class:`meshfeed._src.base.hooks.CutsLanes`; other streams lack the rest of that hook."""

@@ -13,7 +13,7 @@ import functools
 import math
 import operator
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, SupportsIndex, TypeVar, Unpack, cast
+from typing import Any, Self, SupportsIndex, TypeVar, Unpack, cast
 
 import jax
 import numpy as np
@@ -33,6 +33,7 @@ from meshfeed._src.base.rng import philox
 from meshfeed._src.base.settings import ShardShuffle
 from meshfeed._src.base.types import ColumnSlices, JsonValue, PyTree, Record, RecordIds, Rngs, public
 from meshfeed._src.order import permutation
+from meshfeed._src.order.added_stages import check_stage_weights, merge_stages
 from meshfeed._src.order.epochs import EpochOrder
 from meshfeed._src.order.mixture import (
     MixtureOrder,
@@ -139,7 +140,8 @@ def Mixture(
     if any(hooks.find(source, hooks.GroupsRecords) for source in sources.values()):
         settings: Any = {"block": block, "on_end": on_end, "shuffle": shuffle, "take": take, "repeat": repeat}
         return select_all(sources, "Mixture", lambda records: Mixture(records, weights, **settings).as_list())
-    mixed = Components.of(sources, parse_weights(weights, list(sources)), take, repeat).flattened()
+    given = Components.of(sources, parse_weights(weights, list(sources)), take, repeat)
+    mixed = given.flattened()
     block = checked_count(block, "block")
     for _, stage_weights in mixed.stages:
         block_counts(stage_weights, list(mixed.sources), block)  # raises if a weight is too small for the block
@@ -147,14 +149,14 @@ def Mixture(
     if on_end not in ("repeat", "stop"):
         raise SettingsError(f"on_end={on_end!r}; it takes 'repeat' or 'stop'.", setting="on_end")
     if any(map(hooks.is_stream, mixed.sources.values())):
-        return StreamMixture(mixed, block, on_end, shuffle)
+        return StreamMixture(given, block, on_end, shuffle)
     if shuffle is not False:
         raise SettingsError(
             f"shuffle={shuffle!r} of a Mixture is for mixtures with a stream among them. All components here are "
             "read at random: pass shuffle= to the feed.",
             setting="shuffle",
         )
-    return RandomMixture(mixed, block, on_end)
+    return RandomMixture(given, block, on_end)
 
 
 def _component(name: object, component: object) -> Any:
@@ -284,8 +286,24 @@ class _Mixture:
 
     kind = "mixture"
 
-    def __init__(self, components: Components, block: int, on_end: str) -> None:
-        self.components, self._block, self._on_end = components, block, on_end
+    def __init__(self, given: Components, block: int, on_end: str) -> None:
+        self._given, self._block, self._on_end = given, block, on_end
+        self.components = given.flattened()
+        self._added: StagedWeights = ()
+
+    def check_weights(self, weights: object) -> dict[str, float]:
+        """See :class:`meshfeed._src.base.hooks.TakesWeights`; the names are those that the user gave."""
+        checked = check_stage_weights(weights, list(self._given.sources))
+        for _, flat in dataclasses.replace(self._given, stages=((0, checked),)).flattened().stages:
+            block_counts(flat, list(self.components.sources), self._block)  # raises if too small for the block
+        return checked
+
+    def with_added(self, added: StagedWeights) -> Self:
+        """See :class:`meshfeed._src.base.hooks.TakesWeights`."""
+        clone = copy.copy(self)  # keeps the identities
+        stages = dataclasses.replace(self._given, stages=merge_stages(self._given.stages, added)).flattened().stages
+        clone.components, clone._added = dataclasses.replace(self.components, stages=stages), added
+        return clone
 
     @functools.cached_property
     def _identities(self) -> dict[str, JsonValue]:  # computing them may read records; copies keep them
@@ -298,6 +316,7 @@ class _Mixture:
         stages = self.components.stages
         return MixtureSettings(
             stages=[Stage(first, weights, step) for first, (step, weights) in zip(positions, stages, strict=True)],
+            added=self._added,
             block=self._block,
             on_end=self._on_end,
             repeat=self.components.repeat,
@@ -317,8 +336,9 @@ class RandomMixture(_Mixture):
 
     fresh_arrays = True  # JoinedReader copies memory that a component may reuse
 
-    def __init__(self, components: Components, block: int, on_end: str) -> None:
-        super().__init__(components, block, on_end)
+    def __init__(self, given: Components, block: int, on_end: str) -> None:
+        super().__init__(given, block, on_end)
+        components = self.components
         self._names, self._sources = tuple(components.sources), tuple(components.sources.values())
         self._reader = JoinedReader(components.sources, "component", "mixture")
         self.wants_rng, self.reads_columns = self._reader.wants_rng, self._reader.reads_columns
@@ -511,20 +531,23 @@ class MixedInOrder:
 class StreamMixture(_Mixture):
     """A :func:`meshfeed.sources.Mixture` with at least one stream component; made by that function."""
 
-    def __init__(self, components: Components, block: int, on_end: str, shuffle: bool | int) -> None:
-        super().__init__(components, block, on_end)
+    def __init__(self, given: Components, block: int, on_end: str, shuffle: bool | int) -> None:
+        super().__init__(given, block, on_end)
+        components = self.components
         self.shuffle = shuffle
         for source in components.sources.values():
             if not hooks.is_stream(source):
                 EpochOrder(max(1, len(source)), shuffle=shuffle, seed=0, num_epochs=1)  # validates shuffle
-        self._is_bound = False  # to a feed, which gives its settings
+        self._is_bound, self._delivered = False, 0  # to a feed, which gives its settings
         self._bound = self._settings_at([0] * len(components.stages), {}, 0, 1)
 
     def __repr__(self) -> str:
         return f"Mixture({', '.join(self.components.sources)}, read as lanes)"
 
-    def bind(self, *, seed: int, num_epochs: int | None, position_of_step: Callable[[int], int]) -> StreamMixture:
-        """A copy of this mixture with a feed's settings.
+    def bind(
+        self, *, seed: int, num_epochs: int | None, position_of_step: Callable[[int], int], delivered: int = 0
+    ) -> StreamMixture:
+        """A copy of this mixture with a feed's settings, after ``delivered`` records.
 
         Raises:
           SettingsError: ``on_end="stop"`` without ``num_epochs``.
@@ -532,6 +555,7 @@ class StreamMixture(_Mixture):
         clone = copy.copy(self)  # the user may pass the same mixture to several feeds
         positions = [position_of_step(step) for step, _ in self.components.stages]
         clone._is_bound, clone._bound = True, self._settings_at(positions, {}, seed, num_epochs)
+        clone._delivered = delivered
         return clone
 
     def check_lanes(self, num_lanes: int) -> None:
@@ -607,6 +631,7 @@ class StreamMixture(_Mixture):
             bound.stages[-1].weights,
             bound.num_epochs,
             self._on_end == "stop",
+            self._delivered // num_lanes,
         )
 
     def fingerprint(self) -> JsonValue:
@@ -629,7 +654,8 @@ class MixtureLane:
     ``num_epochs``. With ``"repeat"``, it ends when every component of the last stage has completed ``num_epochs`` and
     the last of them is drawn again.
 
-    ``blocks`` gives the component of each record.
+    ``blocks`` gives the component of each record. Before ``delivered`` records the lane has not ended, even if the components
+    that decide now, since the last stage has changed, were complete there: it then ends after them.
     """
 
     fresh_arrays = True  # components read into their own memory
@@ -641,7 +667,9 @@ class MixtureLane:
         last_stage: Mapping[str, float],
         num_epochs: int | None,
         stops: bool,
+        delivered: int,
     ) -> None:
+        self._delivered = delivered
         self._components, self._blocks, self._num_epochs, self._stops = components, blocks, num_epochs, stops
         # With "repeat", components outside of the last stage do not decide: they are never drawn again.
         self._deciding = [component for component in components if stops or component.name in last_stage]
@@ -662,7 +690,9 @@ class MixtureLane:
           StopIteration: the lane has ended.
           SourceError: a component has no records, or the components' records differ in structure, shape or dtype.
         """
-        if self._ended:
+        delivered_again = self._position < self._delivered  # to resume
+        may_end = self._num_epochs is not None and not delivered_again
+        if self._ended or (may_end and not self._stops and self._all_read()):
             raise StopIteration
         numbers = self._blocks.components_from(self._position, num_records)
         parts: list[Part] = []
@@ -673,7 +703,7 @@ class MixtureLane:
             if end is not None and component in self._deciding:
                 ends.append(end)
         count = len(numbers)
-        if ends and (self._stops or self._all_read()):
+        if ends and not delivered_again and (self._stops or self._all_read()):
             # Records past the row that ends the lane have been read, and are dropped.
             self._ended = True
             count = min(ends) if self._stops else max(ends)

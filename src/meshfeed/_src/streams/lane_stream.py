@@ -16,10 +16,12 @@ from meshfeed._src.base.errors import DAMAGED_STATE, SettingsError, SourceError,
 from meshfeed._src.base.hooks import find
 from meshfeed._src.base.settings import FeedSettings, default_num_lanes
 from meshfeed._src.base.types import JsonValue, PyTree, RecordIds, StreamSource
+from meshfeed._src.order.added_stages import add_stage, check_added, not_a_mixture, parse_added
+from meshfeed._src.order.mixture import StagedWeights
 from meshfeed._src.order.steps import Segment, StepSchedule, parse_segments, position_at
 from meshfeed._src.plan.plan import HostRows
 from meshfeed._src.reading.host_batch import spec_of_batch
-from meshfeed._src.reading.identity import identify_within
+from meshfeed._src.reading.identity import identify_within, kind_of
 from meshfeed._src.reading.stacking import RecordSpec
 from meshfeed._src.state.state import FeedState, Ledgers, count_skipped
 from meshfeed._src.streams.lane import Lane, LaneEntry, LaneSettings
@@ -127,23 +129,39 @@ class LaneStream:
             **({} if staged is None else {"mixture": staged.mixture_config()}),
         }
 
-    def _source_under(self, step_schedule: StepSchedule, cut: int) -> StreamSource:
+    def _source_under(
+        self, step_schedule: StepSchedule, cut: int, step: int = 0, added: StagedWeights = ()
+    ) -> StreamSource:
         source = self.source if self._cuts is None else self._cuts.with_cut(cut)
         staged = find(source, hooks.StagedStream)
         if staged is None:
             return source
+        staged = cast("hooks.StagedStream", cast("hooks.TakesWeights", staged).with_added(added))
         settings = self._settings
         return staged.bind(
-            seed=settings.seed, num_epochs=settings.num_epochs, position_of_step=step_schedule.position_of_step
+            seed=settings.seed,
+            num_epochs=settings.num_epochs,
+            position_of_step=step_schedule.position_of_step,
+            delivered=step_schedule.position_of_step(step),
         )
 
     def start(self, like: LaneCursor | None = None) -> LaneCursor:
-        """Returns the cursor at step 0, every lane at its beginning; keeps the lanes of ``like``."""
+        """Returns the cursor at step 0, every lane at its beginning; keeps the lanes and the added stages of ``like``."""
         num_lanes, cut = (self.num_lanes, self._cut) if like is None else (like.num_lanes, like.cut)
         entries = {str(lane): LaneEntry() for lane in range(num_lanes)}
         step_schedule = StepSchedule(self.schedule)
-        source = self._source_under(step_schedule, cut)
+        source = self._source_under(step_schedule, cut, 0, () if like is None else _added_to(like))
         return LaneCursor(step_schedule, 0, 0, source, entries, cut=cut, num_lanes=num_lanes)
+
+    def with_stage(self, cursor: LaneCursor, from_step: object, weights: object) -> LaneCursor:
+        """See :class:`meshfeed._src.streams.protocol.FeedStream`."""
+        mixture = find(cursor.source, hooks.TakesWeights)
+        if mixture is None:
+            raise not_a_mixture(kind_of(self.source))
+        added = add_stage(_added_to(cursor), cursor.step, from_step, mixture.check_weights(weights))
+        return dataclasses.replace(
+            cursor, source=self._source_under(cursor.step_schedule, cursor.cut, cursor.step, added)
+        )
 
     def restore(self, state: FeedState) -> LaneCursor:
         """Returns the state's cursor, with the lanes that the state contains."""
@@ -161,7 +179,10 @@ class LaneStream:
         nominal = self._nominal_position(segments, state.step, state.position)
         entries = _parse_entries(state.lanes, num_lanes, nominal // num_lanes, state.position)
         step_schedule = StepSchedule(self.schedule, past=segments, step=state.step, position=nominal)
-        source = self._source_under(step_schedule, cut)
+        added, mixed = parse_added(mixture), find(self.source, hooks.TakesWeights)
+        if mixed is not None:
+            check_added(added, mixed.check_weights)
+        source = self._source_under(step_schedule, cut, state.step, added)
         if self._staged is not None:
             cast("hooks.StagedStream", source).check_saved(mixture, nominal, state.step)
         return LaneCursor(
@@ -293,6 +314,12 @@ class LaneStream:
     def close(self) -> None:
         """Closes the source if it has a ``close`` method."""
         hooks.close(self.source)
+
+
+def _added_to(cursor: LaneCursor) -> StagedWeights:
+    """The stages that the feed has added to a mixture."""
+    staged = find(cursor.source, hooks.StagedStream)
+    return () if staged is None else parse_added(staged.mixture_config())
 
 
 def _parse_entries(

@@ -26,6 +26,7 @@ from meshfeed._src.base.settings import BatchSchedule, FeedSettings
 from meshfeed._src.base.threads import SingleCall
 from meshfeed._src.base.trees import flatten, flatten_with_paths
 from meshfeed._src.base.types import HostBatchPass, HostBatchSource, JsonValue, PyTree, RecordIds
+from meshfeed._src.order.added_stages import not_a_mixture
 from meshfeed._src.order.steps import Segment, StepSchedule, parse_segments, position_at
 from meshfeed._src.plan.plan import HostRows
 from meshfeed._src.reading.host_batch import add_mask, pad_rows, spec_of_batch
@@ -384,6 +385,7 @@ class LocalBatchStream:
         self.schedule = settings.schedule
         self._first: tuple[HostBatchPass, PyTree] | None = None  # an open iterator and its first batch
         self._looking: SingleCall[PyTree] | None = None  # reads ``_first``, or peeks at the reader's next batch
+        self._opening = threading.Lock()  # a look at the first batch may run while the feed opens its reader
         self._reading: LocalBatchReader | None = None  # owns the iterator, which must not be opened a second time
         self._spec: RecordSpec | None = None
 
@@ -448,20 +450,24 @@ class LocalBatchStream:
         return batch
 
     def _look(self) -> PyTree:
-        if self._reading is not None:
-            return self._reading.peek()
-        if self._first is None:
-            with _outside_of_next():
-                iterator = self.source.iterator()
-            try:
-                batch = next(iterator)
-            except StopIteration:
-                raise SourceError(
-                    "the iterable of host batches is empty: it gave no batch on this host. A host that only pads learns the "
-                    "structure of the batches from the other hosts, with the first next(feed)."
-                ) from None
-            self._first = (iterator, batch)
-        return self._first[1]
+        with self._opening:
+            reading = self._reading
+            if reading is None and self._first is None:
+                with _outside_of_next():
+                    iterator = self.source.iterator()
+                try:
+                    batch = next(iterator)
+                except StopIteration:
+                    raise SourceError(
+                        "the iterable of host batches is empty: it gave no batch on this host. A host that only pads learns "
+                        "the structure of the batches from the other hosts, with the first next(feed)."
+                    ) from None
+                self._first = (iterator, batch)
+            first = self._first
+        if reading is not None:
+            return reading.peek()
+        assert first is not None
+        return first[1]
 
     def record_spec(self, cursor: Cursor | None = None) -> RecordSpec:
         """Returns the structure of the first batch; reads it if necessary."""
@@ -546,6 +552,10 @@ class LocalBatchStream:
             )
         return {host: entry}
 
+    def with_stage(self, cursor: LocalBatchCursor, from_step: object, weights: object) -> LocalBatchCursor:
+        """Always raises: the user's code makes the batches."""
+        raise not_a_mixture(self.kind)
+
     def replay_from(self, current: LocalBatchCursor, step: int, state: FeedState | None) -> LocalBatchCursor:
         """Always raises: host batches cannot be read again."""
         raise SourceError("host batches cannot be read again by the feed; pass a source of records.")
@@ -567,6 +577,10 @@ class LocalBatchStream:
         looking, self._looking = self._looking, None
         if looking is not None:
             looking.wait()
+        with self._opening:
+            return self._open_reader(cursor, host_rows, hosts_agree=hosts_agree)
+
+    def _open_reader(self, cursor: LocalBatchCursor, host_rows: HostRows, *, hosts_agree: bool) -> LocalBatchReader:
         host = str(coordination.process_index())
         entry = cursor.entries.get(host)
         ready: PyTree | None = None

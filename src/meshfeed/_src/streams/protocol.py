@@ -205,6 +205,20 @@ class FeedStream(Protocol[C]):
         """
         ...
 
+    def with_stage(self, cursor: C, from_step: object, weights: object) -> C:
+        """Returns the cursor with a stage of weights added to a mixture.
+
+        Args:
+          cursor: the feed's cursor.
+          from_step: first step of the stage, at or after the cursor; None for the next step. The stage takes the place of
+            added stages that have not begun.
+          weights: component → weight.
+
+        Raises:
+          SettingsError: the stream is no mixture, the weights are invalid, or ``from_step`` has been delivered.
+        """
+        ...
+
     def replay_from(self, current: C, step: int, state: FeedState | None) -> C:
         """Returns a cursor at or before ``step`` from which to read that step again.
 

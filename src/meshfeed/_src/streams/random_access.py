@@ -18,7 +18,9 @@ from meshfeed._src.base.errors import DAMAGED_STATE, SettingsError, SourceError,
 from meshfeed._src.base.hooks import find
 from meshfeed._src.base.settings import FeedSettings, ShardShuffle, default_num_lanes, shard_shuffle
 from meshfeed._src.base.types import JsonValue, PyTree, RandomAccessSource, RecordIds, RecordOrder
+from meshfeed._src.order.added_stages import add_stage, check_added, not_a_mixture, parse_added
 from meshfeed._src.order.epochs import EpochOrder
+from meshfeed._src.order.mixture import StagedWeights
 from meshfeed._src.order.shards import ShardOrder, with_usual
 from meshfeed._src.order.steps import StepSchedule, derive_step, parse_segments
 from meshfeed._src.plan.plan import HostRows
@@ -110,14 +112,18 @@ class RandomAccessStream:
             raise StateMismatchError("num_lanes", saved, f"a divisor of {expected}", remedy)
         raise SettingsError(f"num_lanes={chosen}; it must divide {expected}.", setting="num_lanes")
 
-    def _order_of(self, step_schedule: StepSchedule, saved_num_lanes: JsonValue = None) -> RecordOrder:
+    def _order_of(
+        self, step_schedule: StepSchedule, saved_num_lanes: JsonValue = None, added: StagedWeights = ()
+    ) -> RecordOrder:
         settings, shards = self._settings, self._shards
         num_lanes = None
         if self._shard_lengths is not None:
             num_lanes = self._num_lanes(int(np.count_nonzero(self._shard_lengths)), saved_num_lanes)
         shuffle = shards or cast("bool | int", settings.shuffle)
         if self._numbering is not None:
-            return self._numbering.make_order(
+            mixture = find(self._numbering, hooks.TakesWeights) if added else None
+            numbering = self._numbering if mixture is None else cast("hooks.NumbersRecords", mixture.with_added(added))
+            return numbering.make_order(
                 shuffle=shuffle,
                 seed=settings.seed,
                 num_epochs=settings.num_epochs,
@@ -152,14 +158,32 @@ class RandomAccessStream:
         }
 
     def start(self, like: RandomAccessCursor | None = None) -> RandomAccessCursor:
-        """Returns the cursor at step 0, position 0; keeps the number of lanes of ``like``."""
-        num_lanes = None if like is None else like.order.config().get("num_lanes")
-        return self._start_with(num_lanes)
+        """Returns the cursor at step 0, position 0; keeps the number of lanes and the added stages of ``like``."""
+        config = {} if like is None else like.order.config()
+        return self._start_with(config.get("num_lanes"), parse_added(config.get("mixture")))
 
-    def _start_with(self, num_lanes: JsonValue) -> RandomAccessCursor:
+    def _start_with(self, num_lanes: JsonValue, added: StagedWeights = ()) -> RandomAccessCursor:
         step_schedule = StepSchedule(self.schedule)
-        order = self._order if num_lanes is None else self._order_of(step_schedule, num_lanes)
+        unchanged = num_lanes is None and not added
+        order = self._order if unchanged else self._order_of(step_schedule, num_lanes, added)
         return RandomAccessCursor(step_schedule, 0, 0, order)
+
+    def with_stage(self, cursor: RandomAccessCursor, from_step: object, weights: object) -> RandomAccessCursor:
+        """See :class:`meshfeed._src.streams.protocol.FeedStream`."""
+        mixture = find(self.source, hooks.TakesWeights)
+        if mixture is None:
+            raise not_a_mixture(kind_of(self.source))
+        config = cursor.order.config()
+        added = add_stage(parse_added(config.get("mixture")), cursor.step, from_step, mixture.check_weights(weights))
+        order = self._order_of(cursor.step_schedule, config.get("num_lanes"), added)
+        if order.total is not None and order.total < cursor.position:
+            raise SettingsError(
+                f"weights={weights!r} from step {added[-1][0]}: every component of the last stage has been read num_epochs="
+                f"{self._settings.num_epochs} times already, so the mixture would have ended before this step. Name a "
+                "component that has not, or make the feed with more epochs.",
+                setting="weights",
+            )
+        return dataclasses.replace(cursor, order=order)
 
     def restore(self, state: FeedState) -> RandomAccessCursor:
         """Returns the cursor at the state's position, in O(1)."""
@@ -171,7 +195,8 @@ class RandomAccessStream:
         if self._numbering is not None or self._shard_lengths is not None:  # the order depends on the steps
             # The end of the stream follows from the order, which follows from the step: any position may be the end.
             step = derive_step(segments, position, position, pad=self._pad)
-            order = self._order_of(StepSchedule(self.schedule, past=segments, step=step, position=position), num_lanes)
+            step_schedule = StepSchedule(self.schedule, past=segments, step=step, position=position)
+            order = self._order_of(step_schedule, num_lanes, self._added_in(mixture))
             staged = find(order, hooks.ChecksSaved)
             if staged is not None:
                 staged.check_saved(mixture, position, step)
@@ -188,6 +213,13 @@ class RandomAccessStream:
             skipped=Ledgers.of_state(state),
             num_skipped=count_skipped(state),
         )
+
+    def _added_in(self, mixture: JsonValue) -> StagedWeights:
+        """The stages that a feed had added to the mixture of a state."""
+        added, here = parse_added(mixture), find(self.source, hooks.TakesWeights)
+        if here is not None:
+            check_added(added, here.check_weights)
+        return added
 
     def replay_from(self, current: RandomAccessCursor, step: int, state: FeedState | None) -> RandomAccessCursor:
         """Returns the cursor at ``step``; needs no state."""

@@ -1,0 +1,162 @@
+"""The beginning of a generation of a feed, on a thread of its own: open the data, agree, start the pipeline.
+
+``start`` and the first ``next`` begin it, and ``next`` waits for its end. It never waits without a deadline of its own: for
+the data to be opened, as long as that makes progress, and for the other hosts. It runs no collective and no device
+computation; the pipeline, which it starts, transfers batches.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping
+
+from meshfeed._src.agreement.handshake import Handshake
+from meshfeed._src.agreement.windows import leave_notice
+from meshfeed._src.base import coordination
+from meshfeed._src.base.errors import MeshfeedError, StalledError
+from meshfeed._src.base.fork import Owner
+from meshfeed._src.base.progress import PROGRESS
+from meshfeed._src.base.reduction import ProgressReport
+from meshfeed._src.base.threads import SingleCall
+from meshfeed._src.base.types import JsonValue
+from meshfeed._src.feed.pipeline import Pipeline
+from meshfeed._src.streams.protocol import AnyReader
+
+_log = logging.getLogger("meshfeed.feed")
+_JOIN_SECONDS = 5.0
+
+
+def wait_until_open(
+    opening: SingleCall[AnyReader],
+    timeout_seconds: float,
+    *,
+    hosts_agree: bool,
+    check: Callable[[], object] = lambda: None,
+) -> AnyReader:
+    """Waits for the data to be opened, for as long as dropping records makes progress.
+
+    Args:
+      opening: opens the data.
+      timeout_seconds: longest wait without progress.
+      hosts_agree: whether to publish the progress for other hosts.
+      check: called about twice per second; may raise.
+
+    Raises:
+      StalledError: there was no progress for ``timeout_seconds``.
+    """
+    host = coordination.process_index()
+    report = ProgressReport(coordination.key_value_store() if hosts_agree else None, timeout_seconds)
+
+    def tick(waited: float) -> None:
+        check()
+        report.update()
+        if waited >= timeout_seconds <= PROGRESS.idle_seconds():
+            raise StalledError(
+                f"host {host} itself is late: it is {str(PROGRESS) or 'opening the data'}, without progress for "
+                f"{min(waited, PROGRESS.idle_seconds()):.0f} s (timeout_seconds={timeout_seconds:g}). Check its storage, or "
+                "raise timeout_seconds if that may take longer.",
+                hosts=(host,),
+                waited_seconds=waited,
+            )
+
+    try:
+        return opening.result(tick)
+    finally:
+        report.end()
+
+
+class Startup:
+    """Begins one generation of a feed, once.
+
+    No argument may reference the feed, whose garbage collection closes this.
+
+    Args:
+      opening: opens the data at the generation's cursor; closed with this.
+      handshake: the feed's handshake.
+      settings: returns what all hosts must agree on; called once the data is open.
+      make_pipeline: makes the pipeline of a reader, once all hosts agree.
+      timeout_seconds: longest wait for the data to be opened, and for another host.
+      hosts_agree: whether other hosts take part.
+      step: the generation's first step.
+      name: name of the feed, for the thread's name.
+    """
+
+    def __init__(
+        self,
+        opening: SingleCall[AnyReader],
+        handshake: Handshake,
+        settings: Callable[[], Mapping[str, JsonValue]],
+        make_pipeline: Callable[[AnyReader], Pipeline],
+        *,
+        timeout_seconds: float,
+        hosts_agree: bool,
+        step: int,
+        name: str,
+    ) -> None:
+        self._owner = Owner()
+        self._opening, self._handshake = opening, handshake
+        self._settings, self._make_pipeline = settings, make_pipeline
+        self._timeout_seconds, self._hosts_agree, self._step, self._name = timeout_seconds, hosts_agree, step, name
+        self._begun = self._canceled = False
+        self._call = SingleCall(self._run, f"meshfeed-start-{name}")
+
+    def start(self) -> None:
+        """Starts the thread, once. An interrupted call can be repeated."""
+        if not self._begun:
+            self._handshake.begin()  # here, in the order of the caller's calls, which is the same on all hosts
+            self._begun = True
+        self._call.start()
+
+    def pipeline(self) -> Pipeline:
+        """Waits for the end and returns the pipeline. An interrupted call can be repeated.
+
+        Raises:
+          PeerError: another host could not begin.
+          AgreementError: hosts differ in settings.
+          StalledError: a host or the source is late.
+          MeshfeedError: :meth:`close` was called.
+          Exception: any error of opening the source.
+        """
+        self._owner.check("this feed")
+        return self._call.result()
+
+    def _check(self) -> None:
+        if self._canceled:
+            raise MeshfeedError("the feed was closed")
+
+    def _run(self) -> Pipeline:
+        try:
+            reader = wait_until_open(
+                self._opening, self._timeout_seconds, hosts_agree=self._hosts_agree, check=self._check
+            )
+            settings = self._settings()
+        except Exception as error:
+            if not self._canceled:
+                self._handshake.fail(error)
+            raise
+        self._check()  # do not wait for other hosts
+        self._handshake.agree(settings, self._timeout_seconds, self._check)
+        pipeline = self._make_pipeline(reader)
+        pipeline.start()
+        return pipeline
+
+    def close(self, leaving: str | None = None, because: BaseException | None = None) -> None:
+        """Ends the startup or, once it has ended, the pipeline. An interrupted call can be repeated.
+
+        Waits for the startup's own thread, but not for a source that is still being opened. Does nothing in a forked
+        child.
+
+        Args:
+          leaving: what this host did, such as "closed its feed", for hosts that continue; None to leave silently.
+          because: the exception that caused it, if any.
+        """
+        if not self._owner.is_here:
+            return
+        self._canceled = True
+        self._opening.wake()
+        if not self._call.join(_JOIN_SECONDS):
+            _log.warning("%s: a request of its start has not returned after %.0f s", self._name, _JOIN_SECONDS)
+        self._call.discard(lambda pipeline: pipeline.close(leaving, because))
+        if not self._call.succeeded:
+            self._opening.discard(lambda reader: reader.close())
+            self._handshake.abandon(None if leaving is None else leave_notice(leaving, self._step, because))
