@@ -10,9 +10,11 @@ from __future__ import annotations
 import dataclasses
 import functools
 import itertools
+import json
 import math
 import pathlib
 import random
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -36,6 +38,9 @@ STREAMS = (
     *("stream", "stream_state", "stream_uneven", "stream_map", "stream_decode", "stream_mixture", "shuffle_buffer"),
     "grain_iter",
 )
+HOST_BATCHES = ("host_batches", "host_batches_sized", "host_batches_state", "host_batches_once", "host_batches_vary")
+UNSIZED = ("host_batches_sized", "host_batches_vary")
+"""Host batches whose number of rows says how large the global batch is."""
 FAULTY = (
     *("records", "records_batch", "map", "map_rng", "padded", *MIXTURES, *DOCUMENTS),
     *("stream", "stream_state", "stream_uneven", "stream_map", "stream_decode"),
@@ -51,14 +56,19 @@ ANY_DTYPE = (
         "mixture_take",
         "mixture_stop",
     ),
-    *("stream", "stream_state", "stream_uneven", "host_batches"),
+    *("stream", "stream_state", "stream_uneven", *HOST_BATCHES),
 )
 """Sources whose leaf ``x`` may be of any dtype."""
 WINDOWS: dict[Any, lists.Windows] = {"shards": (2, False), "shards 3": (3, False), "affinity": (1, True)}
 """Values of ``shuffle`` for orders by shards: ``window_shards`` and ``affinity``."""
 
+ODD = ("settings", "unopened", "late", "replicas", "structure", "wide", "leaves")
+"""Faults by which one host of several is not like the others: what they are told of it."""
+TOGETHER = ("records_batch", "mixture", "stream", "stream_state", "stream_uneven")
+"""Sources with which these faults are played."""
+
 OPTIONS: dict[str, list[Any]] = {
-    "source": [*RANDOM, *STREAMS, "host_batches"],
+    "source": [*RANDOM, *STREAMS, *HOST_BATCHES],
     "view": ["none", "subset", "reversed", "ids", "sample", "concat", "split", "zip"],
     "records": [0, 1, 5, 13, 40],
     "dtype": ["float32", "int64", "bool", "bfloat16", "complex128", "int4", "float64"],
@@ -73,7 +83,7 @@ OPTIONS: dict[str, list[Any]] = {
     "num_threads": [None, 3],
     "num_workers": [0, 2],
     "check_replicas": [False, True],
-    "fault": ["none", "transient", "bad", "too many bad", "fatal"],
+    "fault": ["none", "transient", "bad", "too many bad", "fatal", *ODD],
     "hosts": [1, 2, 3, 4, 5, 7],
     "devices": [1, 2],
     "layout": ["rows", "permuted", "data", "minor", "columns", "both", "replicated", "prefix"],
@@ -95,7 +105,7 @@ DEFAULTS: Config = {
 }
 SIMULATED = {**OPTIONS, "num_workers": [0]}
 REAL_HOSTS = 4
-REAL = {**OPTIONS, "hosts": [1, 2, 3, 4], "devices": [2], "outside": [0]}  # hosts beyond `hosts` are outside
+REAL = {**OPTIONS, "fault": [fault for fault in OPTIONS["fault"] if fault not in ODD]} | {"hosts": [1, 2, 3, 4], "devices": [2], "outside": [0]}  # hosts beyond `hosts` are outside
 ONE_HOST = {**SIMULATED, "hosts": [1], "devices": [4, 8], "outside": [0], "resume_hosts": [1]}  # on real devices
 RESUMING = ("resume", "future", "resume end", "twice")
 
@@ -119,7 +129,7 @@ def valid(config: Config) -> bool:
         return False
     if "source" not in config:  # nearly every rule is about the source, so what no source allows is noticed early
         return any(valid({**config, "source": source}) for source in OPTIONS["source"])
-    if config["source"] == "host_batches":
+    if config["source"] in HOST_BATCHES:
         return _valid_host_batches(config)
     return not any(_forbidden(config["source"], config))
 
@@ -141,7 +151,8 @@ def _forbidden(source: str, config: Config) -> Iterator[bool]:
         yield differs("num_lanes", None) and ("shuffle" in config and not by_shards)
         laned = by_shards or differs("num_lanes", None)
         yield laned and (source not in IN_FILES or has("view", "reversed"))
-    yield differs("fault", "none") and source not in FAULTY
+    yield differs("fault", "none") and source not in (TOGETHER if has("fault", *ODD) else FAULTY)
+    yield from _odd_host_forbidden(source, has, differs)
     yield differs("dtype", "float32") and source not in ANY_DTYPE
     yield has("fault", *BAD) and source in DOCUMENTS  # a sequence may have no other that is readable
     prefix = has("layout", "prefix") or has("resume_layout", "prefix")
@@ -158,6 +169,21 @@ def _forbidden(source: str, config: Config) -> Iterator[bool]:
     yield has("records", 1) and has("view", "split")
 
 
+def _odd_host_forbidden(source: str, has: Callable[..., bool], differs: Callable[[str, Any], bool]) -> Iterator[bool]:
+    """The rules of faults of one host among several."""
+    if not has("fault", *ODD):
+        return
+    yield has("hosts", 1) or differs("script", "run") or differs("view", "none") or has("records", 0, 1)
+    yield has("outside", "late")  # which waits for all others
+    yield has("fault", "leaves", "replicas", "structure") and differs("load", "sharded")
+    yield has("fault", "replicas") and (differs("layout", "replicated") or differs("check_replicas", True))
+    yield has("fault", "replicas", "structure") and source != "records_batch"
+    yield has("fault", "wide") and differs("dtype", "int64")
+    yield has("fault", "wide") and source == "mixture"  # of records of two sources
+    yield has("fault", "late") and (source not in ("records_batch", "stream_uneven") or has("hosts", 5, 7))
+    yield has("fault", "late", "unopened") and has("num_epochs", None)
+
+
 def _valid_host_batches(config: Config) -> bool:
     get = config.get
     plain = {
@@ -168,11 +194,15 @@ def _valid_host_batches(config: Config) -> bool:
         "load": "sharded",
         "num_workers": 0,
         "outside": 0,
-        "num_epochs": 1,
     }
     if any(type(get(name, value)) is not type(value) or get(name, value) != value for name, value in plain.items()):
         return False
-    return get("batch", "unit") != "schedule" and get("layout", "rows") in ("rows", "permuted")
+    once = config["source"] == "host_batches_once"  # which can be read once only
+    if once and (get("script", "run") != "run" or get("num_epochs", 1) != 1):
+        return False
+    if config["source"] == "host_batches_vary" and (get("batch", "unit") != "unit" or get("num_epochs", 1) != 1):
+        return False
+    return get("batch", "unit") != "schedule" and get("layout", "rows") != "prefix"
 
 
 # ---------------------------------------------------------------------- topologies
@@ -339,12 +369,15 @@ class Faults:
 
     def __init__(self, kind: str = "none", fatal: Any = None) -> None:
         self.kind, self.fatal = kind, fatal
+        self.released = threading.Event()  # ends the wait of a host that is late
         self.armed = False  # a fatal fault waits for the first batch: constructors read records to identify the source
         self._seen: set[Any] = set()
 
     def strike(self, token: Any) -> None:
         """Called before record ``token`` is read."""
-        if self.armed and token == self.fatal:
+        if self.armed and token == self.fatal and self.kind == "late":
+            self.released.wait(60)
+        if self.armed and token == self.fatal and self.kind == "fatal":
             raise Fatal(f"record {token} is gone")
         number = token if isinstance(token, int) else sum(token)
         if self.kind == "transient" and number % 3 == 1 and token not in self._seen:
@@ -352,6 +385,22 @@ class Faults:
             raise OSError("a passing fault")
         if self.kind in BAD and is_bad(number):
             raise ValueError("a bad record")
+
+    def changed(self, token: Any, record: Record) -> Record:
+        """Record ``token`` as this host has it."""
+        if self.kind == "structure":
+            return {**record, "x": np.zeros(4, np.float32 if record["x"].dtype == np.float64 else np.float64)}
+        if not self.armed or token != self.fatal or self.kind not in ("replicas", "wide"):
+            return record
+        x = record["x"].copy()
+        if self.kind == "replicas":
+            x[1] = 0 if x[1] else 1
+        else:
+            x[2] = WIDE
+        return {**record, "x": x}
+
+
+WIDE = 2**40 + 1
 
 
 def is_bad(record_id: int) -> bool:
@@ -368,8 +417,9 @@ class Records:
         return self._count
 
     def __getitem__(self, record_id: int) -> Record:
-        self._faults.strike(self._component << 48 | int(record_id))
-        return self.record(int(record_id))
+        token = self._component << 48 | int(record_id)
+        self._faults.strike(token)
+        return self._faults.changed(token, self.record(int(record_id)))
 
     def record(self, record_id: int) -> Record:
         """A record, without faults."""
@@ -552,7 +602,8 @@ class LaneOfRecords:
             self._broken = True
             raise
         self._next += 1
-        return self._records[self._next - 1]
+        record = self._records[self._next - 1]
+        return self._faults.changed((self._lane, int(record["id"])), record)
 
 
 class LaneWithState(LaneOfRecords):
@@ -628,6 +679,35 @@ class Batches:
         return iter([{name: leaf.copy() for name, leaf in batch.items()} for batch in self._batches])
 
 
+class BatchesOfAnySize(Batches):
+    """Host batches of as many rows as each has, as MaxText's are."""
+
+    rows_may_vary = ends_may_differ = True
+
+
+class BatchesWithState:
+    """An iterator over host batches that has a state, in which a tuple must stay one."""
+
+    def __init__(self, batches: Sequence[dict[str, np.ndarray]]) -> None:
+        self._batches, self._next = batches, 0
+
+    def __iter__(self) -> BatchesWithState:
+        return self
+
+    def __next__(self) -> dict[str, np.ndarray]:
+        if self._next >= len(self._batches):
+            raise StopIteration
+        self._next += 1
+        return {name: leaf.copy() for name, leaf in self._batches[self._next - 1].items()}
+
+    def get_state(self) -> Any:
+        return {"at": (self._next,)}
+
+    def set_state(self, state: Any) -> None:
+        assert isinstance(state["at"], tuple)
+        self._next = state["at"][0]
+
+
 # ---------------------------------------------------------------------- scripts
 
 
@@ -652,12 +732,17 @@ class Event:
     end: bool = False
     failing: tuple[int, ...] | None = None  # hosts that raise their own error; others of the mesh a PeerError
     kind: str = ""
+    others: str = "PeerError"  # what hosts raise that do not fail
+    words: tuple[str, ...] = ()  # what the error of every host says
+    loose: bool = False  # other hosts may deliver what has been agreed on, perhaps up to the end
     bad: set[tuple[int, int, int]] = dataclasses.field(default_factory=set)  # record id, epoch, step: after the action
     step: int = 0  # after the action
     position: int = 0
     length: int | None = None  # of the feed, where known
     ids: dict[int, list[int] | None] | None = None  # of the records of some steps, where they have ids
     following: Batch | None = None  # the next batch, by whose shapes the feed describes itself
+    read: tuple[list[int], Batch] | None = None  # record ids, and their records as of the first epoch
+    segments: list[list[int]] = dataclasses.field(default_factory=list)  # first step, first position, size: as delivered
     replayed: list[Batch] = dataclasses.field(default_factory=list)  # some of the delivered batches
 
 
@@ -679,11 +764,11 @@ class Case:
         if is_random(config["source"]) and config["records"]:
             self._node = view_of(node_of(config["source"], config["records"], folder, config["dtype"]), config["view"])
         resuming = config["script"] in RESUMING
-        most = max(config["hosts"], config["resume_hosts"] if resuming and config["source"] != "host_batches" else 0)
+        most = max(config["hosts"], config["resume_hosts"] if resuming and config["source"] not in HOST_BATCHES else 0)
         self.processes = processes or most + bool(config["outside"])
         first = Topology(self.processes, config["hosts"], config["devices"], config["layout"])
         second = Topology(self.processes, config["resume_hosts"], config["devices"], config["resume_layout"])
-        if config["source"] == "host_batches":  # which cannot change their topology
+        if config["source"] in HOST_BATCHES:  # which cannot change their topology
             config = self.config = {**config, "resume_load": "sharded", "resume_batch": "same"}
             second = first
         self.topologies = (first, second) if resuming else (first,)
@@ -702,17 +787,19 @@ class Case:
 
     def _schedule(self, batch: str) -> tuple[tuple[int, int], ...]:
         unit = self.unit
+        if self.config["source"] == "host_batches_vary":
+            return tuple((step, unit * (1 + step % 2)) for step in range(2 * MAX_BATCHES * 4))
         return {
             "unit": ((0, unit),),
             "double": ((0, 2 * unit),),
             "schedule": ((0, unit), (2, 2 * unit), (3, unit)),
         }[batch]
 
-    def settings(self, phase: Phase) -> dict[str, Any]:
-        """The feed's keywords, in a phase."""
+    def settings(self, phase: Phase, host: int = 0) -> dict[str, Any]:
+        """The feed's keywords, in a phase on a host."""
         config, topology = self.config, phase.topology
         settings: dict[str, Any] = {
-            "global_batch_size": phase.schedule,
+            "global_batch_size": None if config["source"] in UNSIZED else phase.schedule,
             "shuffle": config["shuffle"],
             "seed": SEED,
             "num_epochs": config["num_epochs"],
@@ -726,7 +813,19 @@ class Case:
             "check_replicas": config["check_replicas"],
             "bad_records": BAD.get(config["fault"]),
         }
+        if config["fault"] == "settings" and host == self.odd_host:
+            settings |= self.other_settings
+        if config["fault"] == "unopened" and host == self.odd_host:
+            settings["end"] = "never"
         return settings
+
+    @property
+    def other_settings(self) -> dict[str, Any]:
+        """What the odd host has otherwise than the others."""
+        end = {"end": "drop" if self.config["end"] == "pad" else "pad"}
+        return {0: {"seed": SEED + 1}, 1: {"num_epochs": 3}, 3: {"mask_key": None} if self.config["mask"] else end}[
+            self.config["taken"]
+        ]
 
     def _num_lanes(self) -> int:
         """``num_lanes``, or its default: the largest common divisor of the sizes up to 64 (an eighth of the shards)."""
@@ -740,7 +839,7 @@ class Case:
         config, taken = self.config, self.config["taken"]
         schedule = self._schedule(config["batch"])
         other = {"unit": "double", "double": "unit", "schedule": "double"}[config["batch"]]
-        if config["source"] == "host_batches" or config["script"] == "future":  # it reads before it restores the lanes
+        if config["source"] in HOST_BATCHES or config["script"] == "future":  # it reads before it restores the lanes
             other = config["batch"]
         here = Phase(first, config["load"], config["prefetch"], schedule, [])
         there = Phase(
@@ -751,7 +850,9 @@ class Case:
             [],
         )
         take, rest = ("take", taken), ("take", MAX_BATCHES * 4)
-        look = [("len",), ("ids",), ("replay",), ("spec",)]
+        look = [("len",), ("ids",), ("read",), ("replay",), ("spec",)]
+        if config["fault"] == "settings":  # which says something else on one of the hosts
+            look = []
         scripts: dict[str, list[list[tuple[Any, ...]]]] = {
             "run": [[*look, rest]],
             "resume": [[take, ("save", "a")], [("set", "a"), *look, rest]],
@@ -774,10 +875,11 @@ class Case:
         """The stream of this configuration, by the reference."""
         config, source = self.config, self.config["source"]
         pad = config["end"] == "pad"
-        if source == "host_batches":
+        if source in HOST_BATCHES:
             topology = self.topologies[0]
-            rows = functools.partial(topology.rows_of, size=self._schedule(config["batch"])[0][1], load="sharded")
-            return HostLists([self._host_lists(host) for host in range(topology.hosts)], rows, pad)
+            made = [self._host_lists(host) for host in range(topology.hosts)]
+            batches = [functools.partial(self._host_batch, one) for one in made]
+            return HostLists(batches, lambda host, size: topology.rows_of(host, size, "sharded"), pad, not any(made))
         if source in STREAMS:
             return Lanes(self.num_lanes, self._lane, pad)
         assert self._node is not None
@@ -837,20 +939,49 @@ class Case:
             yield [read[component][number]]
 
     def _host_lists(self, host: int) -> list[list[Record]]:
-        """The batches of a host: hosts have different numbers of them, the last one short."""
-        rows = len(self.topologies[0].rows_of(host, self._schedule(self.config["batch"])[0][1], "sharded"))
-        count = max(0, self.config["records"] // self.topologies[0].hosts + (host % 2) * 2)
-        if self.config["records"] == 0:
-            count = 0
-        records = [plain_record(number, host, self.config["dtype"]) for number in range(count)]
-        return [records[i : i + rows] for i in range(0, count, rows)]
+        """The batches of a host in an epoch: hosts have different numbers of them, the last one short."""
+        topology, schedule = self.topologies[0], self.phases[0].schedule
+        steps = Steps((), schedule)
+        held = [topology.rows_of(number, schedule[0][1], "sharded") for number in range(topology.hosts)]
+        part = sorted({tuple(rows) for rows in held}).index(tuple(held[host]))  # the same rows: the same batches
+        count = self.config["records"] // topology.hosts + (part % 2) * 2 if self.config["records"] else 0
+        if self.config["num_epochs"] != 1 and self.config["records"]:
+            count = max(1, count)  # an epoch without a batch cannot be repeated
+        if self.config["source"] in UNSIZED and count:
+            count = max(len(held[host]), count)  # the first batch says how large the global batch is
+        records = [plain_record(number, part, self.config["dtype"]) for number in range(count)]
+        found: list[list[Record]] = []
+        while records:
+            rows = len(topology.rows_of(host, steps.size(len(found)), "sharded"))
+            found.append(records[:rows])
+            records = records[rows:]
+        if self.config["source"] == "host_batches_vary" and found:  # every batch is whole
+            last = len(topology.rows_of(host, steps.size(len(found) - 1), "sharded"))
+            found[-1] = found[-1] if len(found[-1]) == last else []
+        return [batch for batch in found if batch]
+
+    def _host_batch(self, batches: list[list[Record]], step: int) -> list[Record] | None:
+        """The batch of a host at a step: its passes one after the other, with ``"drop"`` without the short batches."""
+        epochs = self.config["num_epochs"]
+        rows = len(self.topologies[0].rows_of(0, self.phases[0].schedule[0][1], "sharded"))  # as many as of any host
+        whole = [one for one in batches if self.config["end"] == "pad" or len(one) >= rows]
+        if batches and not whole and epochs is None:
+            raise reference.Refused("SourceError", "an epoch without a batch that is whole")
+        if not whole or (epochs is not None and step >= epochs * len(whole)):
+            return None
+        return whole[step % len(whole)]
+
+    @property
+    def odd_host(self) -> int:
+        """The host of a fault that only one has: the one that others follow, or the last."""
+        return 0 if self.config["taken"] == 1 and self.config["fault"] in ODD else self.phases[0].topology.hosts - 1
 
     def _choose_fatal(self) -> tuple[int | None, Any]:
         """The host that fails, and the record at which it does: one that it reads in the first phase, not the first."""
-        if self.config["fault"] != "fatal" or self.refused:
+        if self.config["fault"] not in ("fatal", "late", "replicas", "wide") or self.refused:
             return None, None
         phase = self.phases[0]
-        host = phase.topology.hosts - 1
+        host = self.odd_host
         model = self.model
         steps = Steps((), phase.schedule)
         for step in (1, 2, 0):
@@ -874,6 +1005,8 @@ class Case:
     def faults(self, phase: Phase, host: int) -> Faults:
         """What goes wrong in a phase on a host."""
         fatal = self.fatal if phase.fatal_host == host else None
+        if self.config["fault"] in ODD and host != self.odd_host:
+            return Faults()
         if fatal is not None and self.config["source"] == "stream_map":
             fatal = fatal[0], fatal[1] // 3  # the record before the function
         return Faults(self.config["fault"], fatal)
@@ -918,6 +1051,9 @@ class Case:
                     step, position, bad = event.step, event.position, event.bad
                     sizes = tuple(Steps(sizes, phase.schedule).size(number) for number in range(step))
                 event.step, event.position, steps = step, position, Steps(sizes, phase.schedule)
+                event.segments = segments_of(sizes)
+                if self.config["source"] == "host_batches_vary":  # all as large as the first, for the state
+                    event.segments = event.segments[:1]
                 self._look(event, steps)
                 events.append(event)
                 if event.failing is not None:
@@ -935,13 +1071,28 @@ class Case:
         if kind == "ids" and isinstance(model, RandomAccess):
             batches = {number: model.batch(number, steps) for number in {0, 1, step, step + 1}}
             event.ids = {number: batch and batch.ids for number, batch in batches.items()}
-        if kind == "spec" and isinstance(model, RandomAccess) and self.config["fault"] in ("none", "transient"):
-            event.following = model.batch(step, steps)
-        may_replay = self.config["source"] != "host_batches" and self.config["fault"] in ("none", "transient", "bad")
+        readable = self.config["fault"] in ("none", "transient")
+        if kind == "spec" and self.config["source"] not in HOST_BATCHES and readable:
+            # A stream has records of one shape, and may have ended.
+            event.following = next(filter(None, (self._batch_if_any(at, steps) for at in (step, 0))), None)
+            if event.following is not None and len(event.following.rows) != steps.size(step):
+                event.following = None
+        if kind == "read" and isinstance(model, RandomAccess) and readable:
+            first = model.batch(0, Steps((), steps.schedule)) or model.batch(step, steps)
+            if first is not None and first.ids is not None:
+                ids = first.ids[:3]
+                event.read = ids, Batch(0, [model.value(one, 0) for one in ids], 0)
+        may_replay = self.config["source"] not in HOST_BATCHES and self.config["fault"] in ("none", "transient", "bad")
         if kind == "replay" and may_replay:
             event.replayed = [
                 model.batch(number, steps) for number in sorted({0, step // 2, step - 1} & {*range(step)})
             ]
+
+    def _batch_if_any(self, step: int, steps: Steps) -> Batch | None:
+        try:
+            return self.model.batch(step, steps)
+        except reference.Refused:
+            return None
 
     def _take(self, event: Event, model: Any, phase: Phase, step: int, position: int, sizes: tuple[int, ...]) -> None:
         """What comes of taking batches from ``step`` on."""
@@ -956,21 +1107,66 @@ class Case:
             if batch is None:
                 event.end = True
                 return
-            if failing := self.failing(phase, batch):
+            if self._of_odd_host(event, phase, batch):
+                return
+            if self.config["fault"] == "fatal" and (failing := self.failing(phase, batch)):
                 event.failing, event.kind = failing, "Fatal"
+                event.words = (f"record {self.fatal} is gone",)
                 return
             found = event.bad | set(batch.bad)
             limit = BAD.get(self.config["fault"], 1.0)
             if batch.position >= 1 / limit and len(found) > limit * batch.position:
                 event.failing, event.kind = tuple(range(phase.topology.hosts)), "SourceError"
+                records = f"{len(found)} of the {batch.position} records up to step {batch.step} are bad"
+                event.words = (records, f"SkipBad(max_fraction={limit:g})", "a bad record")
                 return
             event.bad = found
             event.batches.append(batch)
             event.step, event.position = event.step + 1, batch.position
 
+    def _of_odd_host(self, event: Event, phase: Phase, batch: Batch) -> bool:
+        """Whether hosts stop before a batch because one of them is not like the others; fills in how."""
+        fault, odd, step = self.config["fault"], self.odd_host, batch.step
+        everyone = tuple(range(phase.topology.hosts))
+        if fault == "settings":
+            name, value = next(iter(self.other_settings.items()))
+            usual = self.settings(phase, len(everyone))[name]
+            event.failing, event.kind = everyone, "AgreementError"
+            event.words = (f"{name} (", f"{_shown_hosts([odd])}: {json.dumps(value)}", json.dumps(usual))
+        elif fault == "unopened":
+            event.failing, event.kind, event.others = (odd,), "", "PeerError"
+            event.words = (f"host {odd} failed before its first batch: SettingsError: end='never'",)
+        elif fault == "structure":
+            event.failing, event.kind = everyone, "AgreementError"
+            event.words = ("different structure", f"{_shown_hosts([odd])}: ")
+        elif fault == "replicas":
+            found = self._different_replica(phase, step)
+            if found is None:
+                return False
+            first, second = sorted((odd, 0 if odd else 1))
+            event.failing, event.kind = everyone, "AgreementError"
+            event.words = (f"hosts {first} and {second} hold the same rows", f"(step {found}, leaf ['x'][")
+        elif fault == "late" and self.failing(phase, batch):
+            event.failing, event.kind, event.words = everyone, "StalledError", (f"host {odd}",)
+        elif fault == "wide" and self.failing(phase, batch):
+            event.failing, event.kind, event.loose = (odd,), "SourceError", True
+            event.words = ("leaf ['x'] of dtype int64", str(WIDE))
+        else:
+            return False
+        return True
+
+    def _different_replica(self, phase: Phase, step: int) -> int | None:
+        """The step of the window that begins at ``step`` at which the rows of hosts differ; four steps are compared."""
+        windows = {0: range(1), 1: range(1, 3), 3: range(3, 4)}
+        for number in windows.get(step, ()):
+            batch = self.model.batch(number, Steps((), phase.schedule))
+            if batch is not None and self.failing(phase, batch):
+                return number
+        return None
+
     def _empty_lanes(self, phase: Phase) -> tuple[int, ...]:
         """The hosts with a lane that has no records; all hosts if no lane has any."""
-        if self.config["source"] == "host_batches" or (
+        if self.config["source"] in HOST_BATCHES or (
             self.config["num_epochs"] == 1 and self.config["source"] != "stream_mixture"
         ):
             return tuple(range(self.processes))
@@ -982,6 +1178,24 @@ class Case:
                 empty.add(lane)
         return tuple(host for host in range(phase.topology.hosts) if self.lanes_of(phase, host) & empty)
 
+    def rows_read(self, phase: Phase, host: int, size: int) -> list[int]:
+        """The rows of a batch that a host reads."""
+        return phase.topology.rows_of(host, size, phase.load)
+
+    def shows_structure(self, phase: Phase, host: int, batch: Batch) -> bool:
+        """Whether a host has a record of a batch: one of its lanes, even if another host holds its row."""
+        rows = self.rows_read(phase, host, len(batch.rows))
+        if self.config["source"] in STREAMS:
+            lanes, each = self.lanes_of(phase, host), len(batch.rows) // self.num_lanes
+            rows = [row for row in range(len(batch.rows)) if row // each in lanes]
+        return is_random(self.config["source"]) or any(batch.rows[row] is not None for row in rows)
+
+    def num_replaced(self, phase: Phase, host: int, batch: Batch) -> int:
+        """The bad records of a batch that a host finds."""
+        if self.config["source"] in STREAMS:
+            return sum(record_id >> 48 in self.lanes_of(phase, host) for record_id, _, _ in batch.bad)
+        return len(set(batch.replaced) & set(self.rows_read(phase, host, len(batch.rows))))
+
     def lanes_of(self, phase: Phase, host: int) -> set[int]:
         """The lanes that a host reads: those of its rows, in batches of any of the sizes."""
         sizes = {size for _, size in phase.schedule}
@@ -991,13 +1205,15 @@ class Case:
 
     def refused_on(self, phase: Phase, host: int) -> str | None:
         """The class of the error of the constructor on a host, or None."""
+        if self.config["fault"] == "unopened" and host == self.odd_host:
+            return "SettingsError"
         outside = host >= phase.topology.hosts
         return "SettingsError" if outside and not self.can_be_outside(phase) else self.refused
 
     def can_be_outside(self, phase: Phase) -> bool:
         """Whether a host outside of the mesh gets the batches of the others."""
         source = self.config["source"]
-        return is_random(source) or (source != "host_batches" and phase.topology.hosts > 1)
+        return is_random(source) or (source not in HOST_BATCHES and phase.topology.hosts > 1)
 
     def savers(self, key: str) -> int:
         """The number of hosts that save a state: those that have a feed."""
@@ -1028,12 +1244,27 @@ class Case:
         source = self.config["source"]
         if self._node is not None:
             return self._node.make(faults)
-        if source == "host_batches":
-            batches = self._host_lists(host) if host < self.topologies[0].hosts else []
-            return sources.HostBatches(Batches([_columns(records) for records in batches]))
+        if source in HOST_BATCHES:
+            lists_of_records = self._host_lists(host) if host < self.topologies[0].hosts else []
+            batches = [_columns(records) for records in lists_of_records]
+            made = {"host_batches_state": BatchesWithState, "host_batches_vary": BatchesOfAnySize}.get(source, Batches)
+            return sources.HostBatches(iter(made(batches)) if source == "host_batches_once" else made(batches))
         if is_random(source):
             return Records(0)
         return _SOURCES[source](self.config["records"], faults, self.config["dtype"])
+
+
+def _shown_hosts(hosts: Sequence[int]) -> str:
+    return f"host{'s' if len(hosts) > 1 else ''} {', '.join(map(str, hosts))}"
+
+
+def segments_of(sizes: Sequence[int]) -> list[list[int]]:
+    """Runs of steps of one size: first step, first position if no row is padding, size."""
+    found: list[list[int]] = []
+    for step, size in enumerate(sizes):
+        if not found or found[-1][2] != size:
+            found.append([step, sum(sizes[:step]), size])
+    return found
 
 
 def _file_source(source: str, count: int, folder: str) -> Any:

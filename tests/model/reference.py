@@ -533,6 +533,8 @@ class Batch:
     tokens: list[Any] = dataclasses.field(
         default_factory=list
     )  # what each row was read as, to find where a fault falls
+    before: int = 0  # the position before it
+    replaced: list[int] = dataclasses.field(default_factory=list)  # rows with a record in the place of a bad one
 
     def arrays(self, mask_key: str | None) -> Record:
         """The global arrays; rows without a record are zeros like the others."""
@@ -584,6 +586,7 @@ class RandomAccess:
         rows: list[Record | None] = []
         planned: list[int] = []
         bad: list[tuple[int, int, int]] = []
+        replaced: list[int] = []
         for position in range(start, stop):
             record_id, epoch = self.order.at(position, steps)
             planned.append(record_id)
@@ -594,10 +597,11 @@ class RandomAccess:
                 read = self.order.replacement(record_id, epoch, attempt)
                 if attempt == 1:
                     bad.append((record_id, epoch, step))
+                    replaced.append(position - start)
             rows.append(self.value(read, epoch))
         tokens = [self.origin(record_id) for record_id in planned]
         rows += [None] * (start + size - stop)
-        return Batch(step, rows, stop, planned, bad, tokens)
+        return Batch(step, rows, stop, planned, bad, tokens, start, replaced)
 
     def length(self, steps: Steps) -> int | None:
         if self.order.total_of(steps) is None:
@@ -662,10 +666,11 @@ class Lanes:
         rows: list[Record | None] = []
         tokens: list[Any] = []
         short = False
-        position = 0
+        position = before = 0
         bad: list[tuple[int, int, int]] = []
         for number, lane in enumerate(self._lanes):
             records = lane.upto(start + size)
+            before += min(start, len(records))
             bad += [(one.record_id, one.epoch, step) for place, one in lane.bad if start <= place < start + size]
             here = records[start:]
             short |= len(here) < size
@@ -676,31 +681,35 @@ class Lanes:
             raise Refused("SourceError", "the first step of a stream without records")
         if (short and not self.pad) or all(row is None for row in rows):
             return None
-        return Batch(step, rows, position, bad=bad, tokens=tokens)
+        return Batch(step, rows, position, bad=bad, tokens=tokens, before=before)
 
 
 @dataclasses.dataclass
 class HostLists:
     """Host batches: each row shard has its own list of batches, of the same rows."""
 
-    batches: Sequence[Sequence[Sequence[Record]]]  # host → batch → its records, in the order of the host's rows
-    rows_of: Callable[[int], Sequence[int]]  # host → its rows of a batch
+    batches: Sequence[Callable[[int], Sequence[Record] | None]]  # host → step → the records of its batch, or None
+    rows_of: Callable[[int, int], Sequence[int]]  # host, size of a batch → its rows, in the order of its records
     pad: bool
+    empty: bool  # no host has a batch
 
     def batch(self, step: int, steps: Steps) -> Batch | None:
-        if not any(self.batches):
+        if self.empty:
             raise Refused("SourceError", "the first step of host batches without any")
-        rows: list[Record | None] = [None] * steps.size(step)
+        before = sum(len(self._rows(number, steps)[0]) for number in range(step))
+        rows, short = self._rows(step, steps)
+        if (short and not self.pad) or not rows:
+            return None
+        size = steps.size(step)
+        return Batch(step, [rows.get(row) for row in range(size)], before + len(rows), before=before)
+
+    def _rows(self, step: int, steps: Steps) -> tuple[dict[int, Record], bool]:
+        """The records of a step by row, and whether some host has too few."""
+        rows: dict[int, Record] = {}
         short = False
         for host, batches in enumerate(self.batches):
-            mine = self.rows_of(host)
-            records = batches[step] if step < len(batches) else []
+            mine = self.rows_of(host, steps.size(step))
+            records = batches(step) or []
             short |= len(records) < len(mine)
-            for row, record in zip(mine, records, strict=False):
-                rows[row] = record
-        if (short and not self.pad) or all(row is None for row in rows):
-            return None
-        return Batch(step, rows, self._before(step + 1))
-
-    def _before(self, step: int) -> int:
-        return sum(len(records) for batches in self.batches for records in batches[:step])
+            rows.update(zip(mine, records, strict=False))
+        return rows, short
