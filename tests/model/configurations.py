@@ -179,7 +179,7 @@ def _odd_host_forbidden(source: str, has: Callable[..., bool], differs: Callable
     yield has("fault", "replicas") and (differs("layout", "replicated") or differs("check_replicas", True))
     yield has("fault", "replicas", "structure") and source != "records_batch"
     yield has("fault", "wide") and differs("dtype", "int64")
-    yield has("fault", "wide") and source == "mixture"  # of records of two sources
+    yield has("fault", "wide") and (source == "mixture" or has("check_replicas", True))
     yield has("fault", "late") and (source not in ("records_batch", "stream_uneven") or has("hosts", 5, 7))
     yield has("fault", "late", "unopened") and has("num_epochs", None)
 
@@ -732,7 +732,6 @@ class Event:
     end: bool = False
     failing: tuple[int, ...] | None = None  # hosts that raise their own error; others of the mesh a PeerError
     kind: str = ""
-    others: str = "PeerError"  # what hosts raise that do not fail
     words: tuple[str, ...] = ()  # what the error of every host says
     loose: bool = False  # other hosts may deliver what has been agreed on, perhaps up to the end
     bad: set[tuple[int, int, int]] = dataclasses.field(default_factory=set)  # record id, epoch, step: after the action
@@ -1098,6 +1097,8 @@ class Case:
         """What comes of taking batches from ``step`` on."""
         steps = Steps(sizes, phase.schedule)
         event.step, event.position = step, position
+        if self._begins_with_odd_host(event, phase):
+            return
         for _ in range(min(MAX_BATCHES if self.endless else event.action[1], event.action[1])):
             try:
                 batch = model.batch(event.step, steps)
@@ -1124,25 +1125,26 @@ class Case:
             event.batches.append(batch)
             event.step, event.position = event.step + 1, batch.position
 
-    def _of_odd_host(self, event: Event, phase: Phase, batch: Batch) -> bool:
-        """Whether hosts stop before a batch because one of them is not like the others; fills in how."""
-        fault, odd, step = self.config["fault"], self.odd_host, batch.step
-        everyone = tuple(range(phase.topology.hosts))
+    def _begins_with_odd_host(self, event: Event, phase: Phase) -> bool:
+        """Whether hosts cannot begin because one of them is not like the others; fills in how."""
+        fault, odd, everyone = self.config["fault"], self.odd_host, tuple(range(phase.topology.hosts))
         if fault == "settings":
             name, value = next(iter(self.other_settings.items()))
             usual = self.settings(phase, len(everyone))[name]
             event.failing, event.kind = everyone, "AgreementError"
             event.words = (f"{name} (", f"{_shown_hosts([odd])}: {json.dumps(value)}", json.dumps(usual))
         elif fault == "unopened":
-            event.failing, event.kind, event.others = (odd,), "", "PeerError"
+            event.failing, event.kind = (odd,), ""
             event.words = (f"host {odd} failed before its first batch: SettingsError: end='never'",)
         elif fault == "structure":
             event.failing, event.kind = everyone, "AgreementError"
             event.words = ("different structure", f"{_shown_hosts([odd])}: ")
-        elif fault == "replicas":
-            found = self._different_replica(phase, step)
-            if found is None:
-                return False
+        return event.failing is not None
+
+    def _of_odd_host(self, event: Event, phase: Phase, batch: Batch) -> bool:
+        """Whether hosts stop before a batch because one of them is not like the others; fills in how."""
+        fault, odd, everyone = self.config["fault"], self.odd_host, tuple(range(phase.topology.hosts))
+        if fault == "replicas" and (found := self._different_replica(phase, batch.step)) is not None:
             first, second = sorted((odd, 0 if odd else 1))
             event.failing, event.kind = everyone, "AgreementError"
             event.words = (f"hosts {first} and {second} hold the same rows", f"(step {found}, leaf ['x'][")
@@ -1151,9 +1153,7 @@ class Case:
         elif fault == "wide" and self.failing(phase, batch):
             event.failing, event.kind, event.loose = (odd,), "SourceError", True
             event.words = ("leaf ['x'] of dtype int64", str(WIDE))
-        else:
-            return False
-        return True
+        return event.failing is not None
 
     def _different_replica(self, phase: Phase, step: int) -> int | None:
         """The step of the window that begins at ``step`` at which the rows of hosts differ; four steps are compared."""

@@ -178,7 +178,7 @@ class _Player:
             self._goes_on(event, where)
             return
         elif not is_follower:
-            kinds = (event.others,)
+            kinds = ("PeerError",)
         else:
             kinds = (event.kind, "PeerError")
         for _ in range(2):

@@ -26,7 +26,7 @@ from configurations import Case, Phase
 from driver import Exchange, blocks_of, check_block, play_host
 from memory_store import MemoryStore
 
-from meshfeed._src.agreement import handshake
+from meshfeed._src.agreement import handshake, windows
 from meshfeed._src.arrays import device_put, load_once
 from meshfeed._src.base import coordination, threads
 from meshfeed._src.plan.topology import fake_devices
@@ -275,7 +275,8 @@ def play(case: Case) -> None:
     """
     world, job = _World(case, _current[-1]), Job(case.processes)
     assert case.events  # once for all hosts
-    handshake._GRACE_SECONDS = 0.4 if case.config["fault"] == "unopened" else 3.0
+    alone = case.config["fault"] in ("unopened", "leaves")  # which others find out after some time
+    handshake._GRACE_SECONDS, windows._ERROR_GRACE_SECONDS = (0.4, 0.4) if alone else (3.0, 4.0)
     run(case.processes, lambda host: play_host(case, host, world, "case"), job=job, give_up=world.give_up)
     end = time.monotonic() + CLEANUP_SECONDS
     while (wrong := _unexpected(job.store.keys())) and time.monotonic() < end:
