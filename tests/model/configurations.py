@@ -66,6 +66,8 @@ ODD = ("settings", "unopened", "late", "replicas", "structure", "wide", "leaves"
 """Faults by which one host of several is not like the others: what they are told of it."""
 TOGETHER = ("records_batch", "mixture", "stream", "stream_state", "stream_uneven")
 """Sources with which these faults are played."""
+BALANCED = ("records_batch", *PACKED, "mixture_packed")
+"""Sources that know the lengths of their rows."""
 
 OPTIONS: dict[str, list[Any]] = {
     "source": [*RANDOM, *STREAMS, *HOST_BATCHES],
@@ -81,6 +83,7 @@ OPTIONS: dict[str, list[Any]] = {
     "load": ["sharded", "once", "first", "last two"],
     "prefetch": [0, 1, 4],
     "num_threads": [None, 3],
+    "balance": [None, "attention", "tokens", "function"],
     "num_workers": [0, 2],
     "check_replicas": [False, True],
     "fault": ["none", "transient", "bad", "too many bad", "fatal", *ODD],
@@ -153,6 +156,7 @@ def _forbidden(source: str, config: Config) -> Iterator[bool]:
         yield laned and (source not in IN_FILES or has("view", "reversed"))
     yield differs("fault", "none") and source not in (TOGETHER if has("fault", *ODD) else FAULTY)
     yield from _odd_host_forbidden(source, has, differs)
+    yield differs("balance", None) and (source not in BALANCED or has("view", "zip"))
     yield differs("dtype", "float32") and source not in ANY_DTYPE
     yield has("fault", *BAD) and source in DOCUMENTS  # a sequence may have no other that is readable
     prefix = has("layout", "prefix") or has("resume_layout", "prefix")
@@ -188,6 +192,7 @@ def _valid_host_batches(config: Config) -> bool:
     get = config.get
     plain = {
         "view": "none",
+        "balance": None,
         "fault": "none",
         "shuffle": False,
         "num_lanes": None,
@@ -437,6 +442,26 @@ class RecordsInBatches(Records):
 
     def shard_lengths(self) -> np.ndarray:
         return np.array(lengths_of_files(self._count), np.int64)
+
+    def lengths(self) -> np.ndarray:
+        return np.array([length_of(number) for number in range(self._count)])
+
+
+def length_of(record_id: int) -> int:
+    """How long a record says it is, by which rows are balanced."""
+    return (3 * record_id + 1) % 11
+
+
+def cost_of(lengths: np.ndarray) -> float:
+    """The cost of a row by the lengths of its segments."""
+    return float(lengths.sum()) + 5 * len(lengths)
+
+
+def cost_by(balance: str, lengths: Sequence[int]) -> float:
+    """The same, and the costs that are built in."""
+    if balance == "function":
+        return sum(lengths) + 5.0 * len(lengths)
+    return float(sum(length ** {"attention": 2, "tokens": 1}[balance] for length in lengths))
 
 
 class RaggedRecords(RecordsInBatches):
@@ -810,6 +835,7 @@ class Case:
             "num_threads": config["num_threads"],
             "num_workers": config["num_workers"],
             "check_replicas": config["check_replicas"],
+            "balance": cost_of if config["balance"] == "function" else config["balance"],
             "bad_records": BAD.get(config["fault"]),
         }
         if config["fault"] == "settings" and host == self.odd_host:
@@ -889,7 +915,15 @@ class Case:
         def bad(record_id: int) -> bool:
             return config["fault"] in BAD and any(map(is_bad, found.origin(record_id)))
 
-        return RandomAccess(found.order, found.value, pad, bad, found.origin, found.first)
+        def cost(record_id: int) -> float:
+            if source == "records_batch":
+                return cost_by(config["balance"], [length_of(number) for number in found.origin(record_id)])
+            ids = found.value(record_id, 0)["segment_ids"]
+            return cost_by(config["balance"], np.bincount(ids)[1:].tolist())
+
+        return RandomAccess(
+            found.order, found.value, pad, bad, found.origin, found.first, cost if config["balance"] else None
+        )
 
     def _lane(self, lane: int) -> Iterator[list[Record]]:
         """The records of a lane, a list per epoch."""
@@ -1219,6 +1253,13 @@ class Case:
         """The number of hosts that save a state: those that have a feed."""
         phase = next(phase for phase in self.phases if ("save", key) in phase.actions)
         return self.processes if self.can_be_outside(phase) else phase.topology.hosts
+
+    @property
+    def total(self) -> int | None:
+        """The records of a random-access stream, unless there is no end, or it depends on the steps."""
+        if not isinstance(self.model, RandomAccess) or self.config["source"] == "mixture_staged":
+            return None
+        return self.model.order.total_of(Steps((), self.phases[0].schedule))
 
     @property
     def endless(self) -> bool:

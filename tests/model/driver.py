@@ -8,9 +8,22 @@ import threading
 from typing import Any, Protocol
 
 import numpy as np
-from configurations import HOST_BATCHES, SEED, STREAMS, WINDOWS, Case, Event, Faults, Phase, is_random, narrowed
+from configurations import (
+    DOCUMENTS,
+    HOST_BATCHES,
+    SEED,
+    STREAMS,
+    WINDOWS,
+    Case,
+    Event,
+    Faults,
+    Phase,
+    is_random,
+    narrowed,
+)
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 from reference import Batch
+from wrong_states import wrong_states
 
 import meshfeed
 
@@ -298,10 +311,25 @@ class _Player:
         states = self.world.gather(f"{self.name}/{key}", self.case.savers(key))
         merged = meshfeed.merge_states(states)
         self._check_merged(merged, event, where)
+        self._refuses_wrong_states(merged, where)
         self.feed.set_state(merged)
         self.has_structure = self.moved = False
         again = self.feed.get_state()
         assert again["position"] == merged["position"], where
+
+    def _refuses_wrong_states(self, state: Any, where: str) -> None:
+        """Whether the feed refuses what resembles a state, and is as before."""
+        before = self.feed.get_state()
+        lanes = self.case.lanes_of(self.phase, self.host) if self.case.config["source"] in STREAMS else set()
+        for field, wrong in wrong_states(state, self.host, lanes, self.case.total):
+            try:
+                self.feed.set_state(wrong)
+            except meshfeed.StateMismatchError as error:
+                assert error.field.startswith(field), f"{where}: {error!r}, not about {field!r}"
+            else:
+                raise AssertionError(f"{where}: took a state with another {field!r}: {wrong}")
+            at = self.feed.step, self.feed.position, self.feed.get_state()
+            assert at == (before.get("step", at[0]), before["position"], before), f"{where}: moved to {at}"
 
     def _check_merged(self, state: Any, event: Event, where: str) -> None:
         ledgers = (state.get("skipped") or {}).values()
@@ -365,7 +393,8 @@ class _Player:
                 same = found[name].dtype == leaf.dtype and found[name].tobytes() == leaf.tobytes()
                 assert same, f"{where}: read({ids}), leaf {name}: {found[name]}, not {leaf}"
         assert all(len(leaf) == 0 for leaf in flat(self.feed.read([])).values()), f"{where}: read([])"
-        for wrong, kind in (([-1], "SourceError"), ([ids[0], 1 << 61], "SourceError"), ([ids], "SettingsError")):
+        far = -1 if self.case.config["source"] in DOCUMENTS else 1 << 61  # whose ids count on from epoch to epoch
+        for wrong, kind in (([-1], "SourceError"), ([ids[0], far], "SourceError"), ([ids], "SettingsError")):
             try:
                 self.feed.read(wrong)
             except meshfeed.MeshfeedError as error:
