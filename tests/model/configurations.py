@@ -1146,14 +1146,14 @@ class Case:
                 return
             if self.config["fault"] == "fatal" and (failing := self.failing(phase, batch)):
                 event.failing, event.kind = failing, "Fatal"
-                event.words = (f"record {self.fatal} is gone",)
+                event.words = (f"record {self.faults(phase, failing[0]).fatal} is gone",)
                 return
             found = event.bad | set(batch.bad)
             limit = BAD.get(self.config["fault"], 1.0)
             if batch.position >= 1 / limit and len(found) > limit * batch.position:
                 event.failing, event.kind = tuple(range(phase.topology.hosts)), "SourceError"
                 records = f"{len(found)} of the {batch.position} records up to step {batch.step} are bad"
-                event.words = (records, f"SkipBad(max_fraction={limit:g})", "a bad record")
+                event.words = (records, f"SkipBad(max_fraction={limit:g})")
                 return
             event.bad = found
             event.batches.append(batch)
@@ -1170,7 +1170,7 @@ class Case:
         elif fault == "unopened":
             event.failing, event.kind = (odd,), ""
             event.words = (f"host {odd} failed before its first batch: SettingsError: end='never'",)
-        elif fault == "structure":
+        elif fault == "structure" and self._batch_if_any(0, Steps((), phase.schedule)) is not None:
             event.failing, event.kind = everyone, "AgreementError"
             event.words = ("different structure", f"{_shown_hosts([odd])}: ")
         return event.failing is not None

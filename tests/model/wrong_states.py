@@ -66,7 +66,8 @@ def wrong_states(state: State, host: int, lanes: set[int], total: int | None) ->
 def _of_lanes(state: State, needed: set[int], changed: Callable[..., Wrong], put: Callable[..., Any]) -> Iterator[Wrong]:
     count = state["num_lanes"]
     yield changed("position", put("position", state["position"] + 1))
-    yield changed("", put("step", state["step"] + 1))
+    if not all(entry["ended"] for entry in state["lanes"].values()):
+        yield changed("", put("step", state["step"] + 1))
     yield changed("num_lanes", put("num_lanes", count + 1))
     yield changed("lanes", lambda other: other.pop("lanes"))
     yield changed(f"lanes.{count}", put("lanes", str(count), sealed(state["lanes"]["0"])))
@@ -74,7 +75,8 @@ def _of_lanes(state: State, needed: set[int], changed: Callable[..., Wrong], put
     field, entry = f"lanes.{key}", state["lanes"][key]
     yield changed(f"{field}.digest", put("lanes", key, "taken", entry["taken"] + 1))
     yield changed(field, put("lanes", key, {name: value for name, value in entry.items() if name != "digest"}))
-    yield changed(f"{field}.records", put("lanes", key, sealed({**entry, "records": entry["records"] + 1})))
+    more = "" if entry["ended"] else f"{field}.records"  # else it is the sum that is wrong
+    yield changed(more, put("lanes", key, sealed({**entry, "records": entry["records"] + 1})))
     yield changed(f"{field}.ended", put("lanes", key, sealed({**entry, "ended": 0})))
     yield changed(field, put("lanes", key, sealed({**entry, "more": 0})))
     for name in ("records", "epoch", "taken", "skip"):
