@@ -70,7 +70,8 @@ def main() -> None:
     """Prints the names, in the order of files and functions."""
     for argument in sys.argv[1:]:
         path = pathlib.Path(argument)
-        module = ".".join(path.with_suffix("").parts[path.parts.index("src") + 1 :])
+        parts = path.with_suffix("").parts
+        module = ".".join(parts[len(parts) - parts[::-1].index("src") :])
         for name in counted(path, module):
             print(name)
 
