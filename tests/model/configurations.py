@@ -73,7 +73,8 @@ OPTIONS: dict[str, list[Any]] = {
     "source": [*RANDOM, *STREAMS, *HOST_BATCHES],
     "view": ["none", "subset", "reversed", "ids", "sample", "concat", "split", "zip"],
     "records": [0, 1, 5, 13, 40],
-    "dtype": ["float32", "int64", "bool", "bfloat16", "complex128", "int4", "float64"],
+    "dtype": ["float32", "int64", "bool", "bfloat16", "complex128", "int4", "float64", ">i4", "float8_e5m2", "uint64"],
+    "x64": [False, True],
     "shuffle": [False, True, 4, *WINDOWS],
     "num_lanes": [None, 1, 2, 4],
     "batch": ["unit", "double", "schedule"],
@@ -89,7 +90,7 @@ OPTIONS: dict[str, list[Any]] = {
     "fault": ["none", "transient", "bad", "too many bad", "fatal", *ODD],
     "hosts": [1, 2, 3, 4, 5, 7],
     "devices": [1, 2],
-    "layout": ["rows", "permuted", "data", "minor", "columns", "both", "replicated", "prefix"],
+    "layout": ["rows", "permuted", "data", "minor", "columns", "both", "replicated", "prefix", "mixed"],
     "outside": [0, 1, "late"],  # hosts outside the mesh; the late one waits until the others have taken their batches
     "script": ["run", "resume", "reset", "past", "future", "after end", "resume end", "twice"],
     "taken": [0, 1, 3],
@@ -105,11 +106,23 @@ DEFAULTS: Config = {
     "records": 13,
     "hosts": 1,
     "layout": "rows",
+    "put": "private",
+    "caller": "plain",
 }
+OF_ALL_HOSTS = [fault for fault in OPTIONS["fault"] if fault not in ODD]
 SIMULATED = {**OPTIONS, "num_workers": [0]}
 REAL_HOSTS = 4
-REAL = {**OPTIONS, "fault": [fault for fault in OPTIONS["fault"] if fault not in ODD]} | {"hosts": [1, 2, 3, 4], "devices": [2], "outside": [0]}  # hosts beyond `hosts` are outside
-ONE_HOST = {**SIMULATED, "hosts": [1], "devices": [4, 8], "outside": [0], "resume_hosts": [1]}  # on real devices
+REAL = {**OPTIONS, "x64": [False], "fault": OF_ALL_HOSTS, "hosts": [1, 2, 3, 4], "devices": [2], "outside": [0]}  # hosts beyond `hosts` are outside
+ONE_HOST = {  # on real devices
+    **SIMULATED,
+    "fault": OF_ALL_HOSTS,
+    "hosts": [1],
+    "devices": [4, 8],
+    "outside": [0],
+    "resume_hosts": [1],
+    "put": ["private", "public", "changed"],  # which call of JAX puts arrays on devices, or that it has changed
+    "caller": ["plain", "mesh", "debug_nans", "debug_infs", "disable_jit", "guarded", "logged"],  # settings of JAX
+}
 RESUMING = ("resume", "future", "resume end", "twice")
 
 
@@ -159,7 +172,7 @@ def _forbidden(source: str, config: Config) -> Iterator[bool]:
     yield differs("balance", None) and (source not in BALANCED or has("view", "zip"))
     yield differs("dtype", "float32") and source not in ANY_DTYPE
     yield has("fault", *BAD) and source in DOCUMENTS  # a sequence may have no other that is readable
-    prefix = has("layout", "prefix") or has("resume_layout", "prefix")
+    prefix = has("layout", "prefix", "mixed")
     yield prefix and (source in TOKENS or has("view", "zip"))
     if source in PACKED:
         yield has("view", "none") and has("shuffle", 4)
@@ -182,7 +195,7 @@ def _odd_host_forbidden(source: str, has: Callable[..., bool], differs: Callable
     yield has("fault", "leaves", "replicas", "structure") and differs("load", "sharded")
     yield has("fault", "replicas") and (differs("layout", "replicated") or differs("check_replicas", True))
     yield has("fault", "replicas", "structure") and source != "records_batch"
-    yield has("fault", "wide") and differs("dtype", "int64")
+    yield has("fault", "wide") and (differs("dtype", "int64") or has("x64", True))
     yield has("fault", "wide") and (source == "mixture" or has("check_replicas", True))
     yield has("fault", "late") and (source not in ("records_batch", "stream_uneven") or has("hosts", 5, 7))
     yield has("fault", "late", "unopened") and has("num_epochs", None)
@@ -207,7 +220,7 @@ def _valid_host_batches(config: Config) -> bool:
         return False
     if config["source"] == "host_batches_vary" and (get("batch", "unit") != "unit" or get("num_epochs", 1) != 1):
         return False
-    return get("batch", "unit") != "schedule" and get("layout", "rows") != "prefix"
+    return get("batch", "unit") != "schedule" and get("layout", "rows") not in ("prefix", "mixed")
 
 
 # ---------------------------------------------------------------------- topologies
@@ -249,18 +262,21 @@ class Topology:
             "both": (("model", "data"),),
             "replicated": (),
             "prefix": ("data", "model") if leaf in ("x", "mask_of") else ("data",),
+            "mixed": ("model",) if leaf in ("x", "mask_of") else ("data",),
         }[self.layout]
 
-    @property
-    def row_axes(self) -> tuple[str, ...]:
-        spec = self.spec("id")
+    def row_axes(self, leaf: str) -> tuple[str, ...]:
+        spec = self.spec(leaf)
         first = spec[0] if spec else ()
         return first if isinstance(first, tuple) else (first,)
 
+    def _row_shards(self, leaf: str) -> int:
+        sizes = dict(zip(self.axes, self.grid.shape, strict=True))
+        return math.prod(sizes[axis] for axis in self.row_axes(leaf))
+
     @property
     def row_shards(self) -> int:
-        sizes = dict(zip(self.axes, self.grid.shape, strict=True))
-        return math.prod(sizes[axis] for axis in self.row_axes)
+        return math.lcm(self._row_shards("id"), self._row_shards("x"))
 
     def host_of(self, device: int) -> int:
         return device // self.devices
@@ -274,11 +290,11 @@ class Topology:
         rows: set[int] = set()
         if load == "sharded":
             sizes = dict(zip(self.axes, self.grid.shape, strict=True))
-            each = size // self.row_shards
-            for place in np.ndindex(*self.grid.shape):
+            for leaf, place in itertools.product(("id", "x"), np.ndindex(*self.grid.shape)):
                 if self.host_of(int(self.grid[place])) == host:
-                    at = dict(zip(self.axes, place, strict=True))
-                    shard = functools.reduce(lambda total, axis: total * sizes[axis] + at[axis], self.row_axes, 0)
+                    each, at = size // self._row_shards(leaf), dict(zip(self.axes, place, strict=True))
+                    axes = self.row_axes(leaf)
+                    shard = functools.reduce(lambda total, axis: total * sizes[axis] + at[axis], axes, 0)
                     rows.update(range(shard * each, (shard + 1) * each))
             return sorted(rows)
         for rank, device in enumerate(self.reading_devices(load)):
@@ -320,13 +336,18 @@ def leaf_x(first: int, dtype: str) -> np.ndarray:
         return plain - 2j * plain
     if dtype == "int4":
         return ((first + np.arange(4)) % 16 - 8).astype(ml_dtypes.int4)
+    if dtype == "float8_e5m2":
+        return (first + np.array([0, 0x7D, 0x80, 0xFE])).astype(np.uint8).view(ml_dtypes.float8_e5m2)
+    if dtype == "uint64":
+        return (plain * 4 + 2**31).astype(np.uint64)
     return (plain * -4).astype(dtype)
 
 
-def narrowed(array: np.ndarray) -> np.ndarray:
-    """What JAX makes of an array without 64-bit types."""
+def narrowed(array: np.ndarray, x64: bool = False) -> np.ndarray:
+    """What JAX makes of an array, perhaps without 64-bit types."""
+    array = array.astype(array.dtype.newbyteorder("="))
     dtypes = {"int64": np.int32, "uint64": np.uint32, "float64": np.float32, "complex128": np.complex64}
-    return array.astype(dtypes[array.dtype.name]) if array.dtype.name in dtypes else array
+    return array.astype(dtypes[array.dtype.name]) if array.dtype.name in dtypes and not x64 else array
 
 
 def mapped(record: Record) -> Record:

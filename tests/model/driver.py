@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 import threading
+from collections.abc import Iterator
 from typing import Any, Protocol
 
+import jax
 import numpy as np
 from configurations import (
     DOCUMENTS,
@@ -61,9 +64,35 @@ def sharding_of(phase: Phase, devices: list[Any]) -> Any:
     mesh = Mesh(placed, topology.axes, axis_types=(AxisType.Auto,) * grid.ndim)
     if topology.layout in ("rows", "permuted"):
         return mesh
-    if topology.layout == "prefix":
+    if topology.layout in ("prefix", "mixed"):
         return {leaf: NamedSharding(mesh, PartitionSpec(*topology.spec(leaf))) for leaf in ("id", "x")}
     return NamedSharding(mesh, PartitionSpec(*topology.spec("id")))
+
+
+@contextlib.contextmanager
+def callers_settings(case: Case) -> Iterator[None]:
+    """What the program around the feed has chosen."""
+    caller = case.config.get("caller", "plain")
+    with contextlib.ExitStack() as stack:
+        if caller == "mesh":
+            axes = {"axis_types": (AxisType.Auto,)}
+            stack.enter_context(jax.set_mesh(Mesh(np.array(jax.devices()[:1]), ("other",), **axes)))
+        elif caller in ("debug_nans", "debug_infs", "disable_jit"):
+            stack.enter_context(getattr(jax, caller)(True))
+        elif caller in ("guarded", "logged"):
+            guard = {"guarded": "disallow", "logged": "log"}[caller]
+            stack.enter_context(jax.transfer_guard_host_to_device(guard))
+        yield
+
+
+@contextlib.contextmanager
+def types_of(case: Case) -> Iterator[None]:
+    """JAX with or without 64-bit types, on all threads."""
+    jax.config.update("jax_enable_x64", case.config["x64"])
+    try:
+        yield
+    finally:
+        jax.config.update("jax_enable_x64", False)
 
 
 def play_host(case: Case, host: int, world: World, name: str) -> None:
@@ -161,7 +190,7 @@ class _Player:
                 return
             except Exception as error:
                 raise AssertionError(f"{here}: raised {error!r}") from error
-            wanted = {name: narrowed(leaf) for name, leaf in flat(batch.arrays(mask_key)).items()}
+            wanted = {name: narrowed(leaf, self.case.config["x64"]) for name, leaf in flat(batch.arrays(mask_key)).items()}
             arrays = flat(arrays)
             assert sorted(arrays) == sorted(wanted), f"{here}: leaves {sorted(arrays)}"
             for name, array in arrays.items():
@@ -362,7 +391,7 @@ class _Player:
     def _spec(self, event: Event, where: str) -> None:
         if event.following is not None:
             batch = event.following.arrays("mask" if self.case.config["mask"] else None)
-            wanted = {name: (leaf.shape, narrowed(leaf).dtype) for name, leaf in flat(batch).items()}
+            wanted = {name: (leaf.shape, narrowed(leaf, self.case.config["x64"]).dtype) for name, leaf in flat(batch).items()}
             spec = flat(self.feed.element_spec)
             found = {name: (leaf.shape, leaf.dtype) for name, leaf in spec.items()}
             assert found == wanted, f"{where}: element_spec {found}, not {wanted}"

@@ -23,7 +23,7 @@ import numpy as np
 sys.path.insert(0, str(Path(__file__).parent.parent / "chaos"))
 
 from configurations import Case, Phase
-from driver import Exchange, blocks_of, check_block, play_host
+from driver import Exchange, blocks_of, check_block, play_host, types_of
 from memory_store import MemoryStore
 
 from meshfeed._src.agreement import handshake, windows
@@ -277,7 +277,8 @@ def play(case: Case) -> None:
     assert case.events  # once for all hosts
     alone = case.config["fault"] in ("unopened", "leaves")  # which others find out after some time
     handshake._GRACE_SECONDS, windows._ERROR_GRACE_SECONDS = (0.4, 0.4) if alone else (3.0, 4.0)
-    run(case.processes, lambda host: play_host(case, host, world, "case"), job=job, give_up=world.give_up)
+    with types_of(case):
+        run(case.processes, lambda host: play_host(case, host, world, "case"), job=job, give_up=world.give_up)
     end = time.monotonic() + CLEANUP_SECONDS
     while (wrong := _unexpected(job.store.keys())) and time.monotonic() < end:
         time.sleep(0.01)
