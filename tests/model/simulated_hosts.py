@@ -223,7 +223,7 @@ def _check_shape(shape: tuple[int, ...], dtype: Any, wanted: np.ndarray) -> None
 def run(
     processes: int,
     function: Callable[[int], Any],
-    seconds: float = JOIN_SECONDS,
+    seconds: float | None = None,
     *,
     job: Job | None = None,
     give_up: Callable[[], None] = lambda: None,
@@ -233,7 +233,7 @@ def run(
     Args:
       processes: of the job.
       function: what a host does.
-      seconds: that all calls may take.
+      seconds: that all calls may take; None for ``JOIN_SECONDS``.
       job: with the hosts' key-value store; None for one of its own.
       give_up: called after an error on some host.
 
@@ -255,7 +255,7 @@ def run(
     hosts = [threading.Thread(target=run_as, args=(host,), daemon=True) for host in range(processes)]
     for thread in hosts:
         thread.start()
-    deadline = time.monotonic() + seconds
+    deadline = time.monotonic() + (JOIN_SECONDS if seconds is None else seconds)
     for thread in hosts:
         thread.join(max(0.0, deadline - time.monotonic()))
     hanging = [host for host, thread in enumerate(hosts) if thread.is_alive()]
