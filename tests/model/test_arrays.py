@@ -147,7 +147,7 @@ def test_what_is_no_number_is_named(wrong: Any) -> None:
         dtypes.narrow(np.zeros(1, [("a", "i4")]), "", True)
 
 
-@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("seed", range(3))
 def test_batches_of_several_kinds_on_devices(seed: int) -> None:
     """Through the assembler, by JAX's private call and without it, in turn; also from memory that is not aligned."""
     rng = random.Random(seed)
@@ -155,9 +155,12 @@ def test_batches_of_several_kinds_on_devices(seed: int) -> None:
     prefix = {"x": NamedSharding(mesh, some_spec(rng, mesh, 2)), "y": NamedSharding(mesh, some_spec(rng, mesh, 1))}
     calls = [DevicePut.default(), DevicePut(None, False), DevicePut(_changed, False)]
     puts = [Assembler(prefix, lambda size: plan_host(prefix, size, 0), device_put=call) for call in calls]
-    for number in range(12):
-        size = rng.choice([8, 16])
-        names = [rng.choice([*NUMPY, *NARROW]) for _ in range(2)]
+    size, names = 8, list[str]()
+    for number in range(8):
+        if number % 4 == 0:
+            size = rng.choice([8, 16])
+        if number % 2 == 0:
+            names = [rng.choice([*NUMPY, *NARROW]) for _ in range(2)]
         host = {"x": _some_small(rng, (size, 8), names[0]), "y": _some_small(rng, (size,), names[1])}
         if number % 3 == 0:
             host = {name: _unaligned(leaf) for name, leaf in host.items()}
@@ -170,8 +173,8 @@ def test_batches_of_several_kinds_on_devices(seed: int) -> None:
                 assert (array.shape, array.dtype) == (leaf.shape, wanted.dtype)
                 for shard in array.addressable_shards:
                     assert np.asarray(shard.data).tobytes() == wanted[shard.index].tobytes(), (name, names)
-    assert calls[2].fast_call is None  # given up
-    for leaf in (np.zeros((4, 8)), np.zeros((16, 4)), np.float32(1)):
+    assert calls[2].fast_call is None  # given up at the second batch of some kind
+    for leaf in (np.zeros((4, 8)), np.float32(1)):
         with pytest.raises((SourceError, PlanError), match="'x'"):
             puts[0]({"x": leaf, "y": np.zeros(16, np.float32)}, 16)
 
