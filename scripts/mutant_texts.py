@@ -51,8 +51,10 @@ def _only_read(before: ast.AST, after: ast.AST) -> bool:
     return True
 
 
-def counted(path: pathlib.Path, module: str) -> Iterator[str]:
-    """Yields the names of the mutants of a mutated file that count."""
+def counted(path: pathlib.Path) -> Iterator[str]:
+    """Yields the names of the mutants of a mutated file, in a folder ``src``, that count."""
+    parts = path.with_suffix("").parts
+    module = ".".join(parts[len(parts) - parts[::-1].index("src") :])
     tree = ast.parse(path.read_text())
     scopes = [tree.body, *(node.body for node in tree.body if isinstance(node, ast.ClassDef))]
     for scope in scopes:
@@ -69,11 +71,7 @@ def counted(path: pathlib.Path, module: str) -> Iterator[str]:
 def main() -> None:
     """Prints the names, in the order of files and functions."""
     for argument in sys.argv[1:]:
-        path = pathlib.Path(argument)
-        parts = path.with_suffix("").parts
-        module = ".".join(parts[len(parts) - parts[::-1].index("src") :])
-        for name in counted(path, module):
-            print(name)
+        print(*counted(pathlib.Path(argument)), sep="\n")
 
 
 if __name__ == "__main__":

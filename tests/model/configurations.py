@@ -197,7 +197,9 @@ def _odd_host_forbidden(source: str, has: Callable[..., bool], differs: Callable
     yield has("fault", "replicas", "structure") and source != "records_batch"
     yield has("fault", "wide") and (differs("dtype", "int64") or has("x64", True))
     yield has("fault", "wide") and (source == "mixture" or has("check_replicas", True))
-    yield has("fault", "late") and (source not in ("records_batch", "stream_uneven") or has("hosts", 5, 7))
+    if has("fault", "late"):  # few, since they wait
+        yield source not in ("records_batch", "stream_uneven") or has("hosts", 5, 7) or differs("layout", "rows")
+        yield differs("shuffle", False) or differs("balance", None) or differs("dtype", "float32")
     yield has("fault", "late", "unopened") and has("num_epochs", None)
 
 
@@ -673,7 +675,7 @@ def lane_records(
 ) -> list[Record]:
     """The records of a lane in an epoch, before any function."""
     ids = list(range(lane, count, num_lanes))
-    if config_source == "stream_uneven" and lane % 3 == 1:
+    if config_source in ("stream_uneven", "stream_decode") and lane % 3 == 1:
         ids = ids[: len(ids) // 2]
     return [plain_record(number + 200 * epoch, 0, dtype) for number in ids]
 
@@ -705,6 +707,9 @@ class DecodedLanes:
         records = lane_records("stream_decode", self._count, lane_index, num_lanes, epoch)
         bad = bad_places(records) if self._bad else []
         return iter([-1 if place in bad else int(record["id"]) - 1 for place, record in enumerate(records)])
+
+    def lane_lengths(self, num_lanes: int) -> list[int]:
+        return [len(lane_records("stream_decode", self._count, lane, num_lanes, 0)) for lane in range(num_lanes)]
 
     def decode(self, number: int) -> Record:
         if number < 0:
@@ -787,6 +792,7 @@ class Event:
     ids: dict[int, list[int] | None] | None = None  # of the records of some steps, where they have ids
     following: Batch | None = None  # the next batch, by whose shapes the feed describes itself
     read: tuple[list[int], Batch] | None = None  # record ids, and their records as of the first epoch
+    sizes: tuple[int, ...] = ()  # of the delivered batches
     segments: list[list[int]] = dataclasses.field(default_factory=list)  # first step, first position, size: as delivered
     replayed: list[Batch] = dataclasses.field(default_factory=list)  # some of the delivered batches
 
@@ -1105,7 +1111,7 @@ class Case:
                     step, position, bad = event.step, event.position, event.bad
                     sizes = tuple(Steps(sizes, phase.schedule).size(number) for number in range(step))
                 event.step, event.position, steps = step, position, Steps(sizes, phase.schedule)
-                event.segments = segments_of(sizes)
+                event.sizes, event.segments = sizes, segments_of(sizes)
                 if self.config["source"] == "host_batches_vary":  # all as large as the first, for the state
                     event.segments = event.segments[:1]
                 self._look(event, steps)
@@ -1204,7 +1210,7 @@ class Case:
             event.failing, event.kind = everyone, "AgreementError"
             event.words = (f"hosts {first} and {second} hold the same rows", f"(step {found}, leaf ['x'][")
         elif fault == "late" and self.failing(phase, batch):
-            event.failing, event.kind, event.words = everyone, "StalledError", (f"host {odd}",)
+            event.failing, event.kind, event.words = everyone, "StalledError", (f"host {odd} is ", "not read it yet")
         elif fault == "wide" and self.failing(phase, batch):
             event.failing, event.kind, event.loose = (odd,), "SourceError", True
             event.words = ("leaf ['x'] of dtype int64", str(WIDE))
@@ -1232,6 +1238,40 @@ class Case:
             except reference.Refused:
                 empty.add(lane)
         return tuple(host for host in range(phase.topology.hosts) if self.lanes_of(phase, host) & empty)
+
+    def warnings_at_first(self, phase: Phase) -> list[tuple[Any, ...]]:
+        """What every host warns of when it makes its feed: records that the settings leave out."""
+        config, first = self.config, phase.schedule[0][1]
+        if is_random(config["source"]) and self.model.length(Steps((), phase.schedule)) == 0:
+            return [(self.model.order.total_of(Steps((), phase.schedule)), first)]
+        if config["source"] != "stream_decode" or config["end"] != "drop" or config["num_epochs"] is None:
+            return []
+        lengths = DecodedLanes(config["records"], False).lane_lengths(self.num_lanes)
+        delivered = min(lengths) * self.num_lanes
+        if max(lengths) <= min(lengths) + 1 or delivered > 0.99 * sum(lengths):
+            return []
+        lost = 100 * (1 - delivered / sum(lengths))
+        return [(lost, lengths.index(min(lengths)), self.num_lanes, min(lengths), max(lengths))]
+
+    def warning_at_end(self, phase: Phase, host: int, event: Event) -> tuple[Any, ...] | None:
+        """What a host warns of at the end of a stream: that its shortest lane has ended before others of its lanes."""
+        config = self.config
+        if config["source"] not in STREAMS or config["end"] != "drop" or config["num_epochs"] is None:
+            return None
+        steps = Steps(event.sizes, phase.schedule)
+        start, each = steps.position_of(event.step) // self.num_lanes, steps.size(event.step) // self.num_lanes
+        mine = sorted(self.lanes_of(phase, host))
+        lengths = {lane: len(self.model.upto(lane, start + each)) for lane in mine}
+        longer = [lane for lane in mine if lengths[lane] == start + each]
+        if len(longer) == len(mine) or not longer:
+            return None
+        shortest = min(mine, key=lengths.__getitem__)
+        counted = config["source"] == "stream_decode" and DecodedLanes(config["records"], False).lane_lengths(self.num_lanes)
+        if counted and lengths[shortest] >= config["num_epochs"] * counted[shortest]:
+            return None
+        read = sum(lengths.values()) - steps.position_of(event.step) * len(mine) // self.num_lanes
+        lanes = ", ".join(map(str, longer[:8])) + (", …" if len(longer) > 8 else "")
+        return shortest, self.num_lanes, f"{lengths[shortest]:,}", lanes, f"{read:,}"
 
     def rows_read(self, phase: Phase, host: int, size: int) -> list[int]:
         """The rows of a batch that a host reads."""

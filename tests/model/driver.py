@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import logging
 import math
 import threading
 from collections.abc import Iterator
@@ -30,12 +31,16 @@ from wrong_states import wrong_states
 
 import meshfeed
 
-TIMEOUT_SECONDS, SHORT_TIMEOUT_SECONDS = 20.0, 1.5
+TIMEOUT_SECONDS, SHORT_TIMEOUT_SECONDS = 20.0, 3.0
 _RETRY = meshfeed.Retry(attempts=20, initial_seconds=0.0002, max_seconds=0.001)
 
 
 class World(Protocol):
     """Devices, and an exchange of values between hosts."""
+
+    def warnings(self) -> list[logging.LogRecord] | None:
+        """The warnings of this host so far; None if they are not kept."""
+        ...
 
     def devices(self, processes: int, per_host: int) -> list[Any]:
         """All devices, those of a host one after the other."""
@@ -123,6 +128,7 @@ def _play_phase(case: Case, phase: Phase, wanted: list[Event], host: int, world:
     timeout = TIMEOUT_SECONDS * (5 if settings["num_workers"] else 1)  # processes are slow to start
     if case.config["fault"] == "late":
         timeout = SHORT_TIMEOUT_SECONDS
+    before = len(world.warnings() or ())
     try:
         feed = meshfeed.Feed(
             case.source(phase, host, faults),
@@ -138,10 +144,25 @@ def _play_phase(case: Case, phase: Phase, wanted: list[Event], host: int, world:
         return
     assert refused is None, f"not refused: {refused}"
     faults.armed = True
+    found = [tuple(entry) for entry in _warned(world, "records", after=before)]
+    wanted_warnings = case.warnings_at_first(phase) if world.warnings() is not None else []
+    assert found == wanted_warnings, f"warned of {found}, not {wanted_warnings}"
     with feed:
         player = _Player(case, phase, host, world, feed, faults, name.rpartition("-")[0])
         for number, event in enumerate(wanted):
             player.play(event, f"action {name.rpartition('-')[2]}.{number} {event.action}")
+
+
+_WARNINGS = {
+    "records": ("%.0f %% of the records will not be delivered", "the source has %d records in all epochs, fewer"),
+    "end": ("the stream ends with lane %d of %d",),
+}
+
+
+def _warned(world: World, of: str, after: int = 0) -> list[Any]:
+    """What this host has warned of: what is put into the texts of some warnings."""
+    records = (world.warnings() or [])[after:]
+    return [record.args for record in records if str(record.msg).startswith(_WARNINGS[of])]
 
 
 class _Player:
@@ -205,6 +226,9 @@ class _Player:
         if event.end:
             for _ in range(2):
                 self._raises(where, ("StopIteration",))
+            if self.world.warnings() is not None:
+                wanted, found = self.case.warning_at_end(self.phase, self.host, event), _warned(self.world, "end")
+                assert wanted in found if wanted else not found, f"{where}: warned of {found}, not {wanted}"
         elif event.failing is not None:
             self._fails(event, where)
 
@@ -238,7 +262,8 @@ class _Player:
             if isinstance(error, meshfeed.StalledError):
                 late = self.case.odd_host if not is_follower else 0
                 assert error.hosts == (late,), f"{where}: raised {error!r}, of the hosts {error.hosts}"
-                assert SHORT_TIMEOUT_SECONDS <= error.waited_seconds < 2 * SHORT_TIMEOUT_SECONDS, error.waited_seconds
+                assert error.waited_seconds >= SHORT_TIMEOUT_SECONDS, f"{where}: waited {error.waited_seconds} s"
+                assert f"timeout_seconds={SHORT_TIMEOUT_SECONDS:g}" in text, f"{where}: raised {error!r}"
         if event.kind == "StalledError" and not is_follower:
             self.world.put(f"{self.name}/stalled", self.host, None)
             self.world.gather(f"{self.name}/stalled", self.phase.topology.hosts)
@@ -419,8 +444,7 @@ class _Player:
             found, wanted = flat(self.feed.read(given)), flat(batch.arrays(None))
             assert sorted(found) == sorted(wanted), f"{where}: read({ids}) has the leaves {sorted(found)}"
             for name, leaf in wanted.items():
-                same = found[name].dtype == leaf.dtype and found[name].tobytes() == leaf.tobytes()
-                assert same, f"{where}: read({ids}), leaf {name}: {found[name]}, not {leaf}"
+                assert _same(found[name], leaf), f"{where}: read({ids}), leaf {name}: {found[name]}, not {leaf}"
         assert all(len(leaf) == 0 for leaf in flat(self.feed.read([])).values()), f"{where}: read([])"
         far = -1 if self.case.config["source"] in DOCUMENTS else 1 << 61  # whose ids count on from epoch to epoch
         for wrong, kind in (([-1], "SourceError"), ([ids[0], far], "SourceError"), ([ids], "SettingsError")):
@@ -438,8 +462,13 @@ class _Player:
             found, wanted = flat(self.feed.replay(batch.step)), flat(batch.arrays(mask_key))
             assert sorted(found) == sorted(wanted), f"{where}: replay({batch.step}) has the leaves {sorted(found)}"
             for name, leaf in wanted.items():
-                same = found[name].dtype == leaf.dtype and found[name].tobytes() == leaf.tobytes()
-                assert same, f"{where}: replay({batch.step}), leaf {name}: {found[name]}, not {leaf}"
+                assert _same(found[name], leaf), f"{where}: replay({batch.step}), leaf {name}: {found[name]}, not {leaf}"
+
+
+def _same(found: np.ndarray, wanted: np.ndarray) -> bool:
+    """Whether two arrays are the same bit for bit, but perhaps for the order of bytes, which numpy's stacking changes."""
+    found, wanted = narrowed(found, x64=True), narrowed(wanted, x64=True)
+    return found.dtype == wanted.dtype and found.shape == wanted.shape and found.tobytes() == wanted.tobytes()
 
 
 def flat(tree: Any, path: str = "") -> dict[str, Any]:

@@ -26,6 +26,9 @@ class _World:
     def __init__(self, folder: pathlib.Path) -> None:
         self._folder = folder
 
+    def warnings(self) -> None:
+        return None
+
     def devices(self, processes: int, per_host: int) -> list[Any]:
         import jax
 

@@ -745,6 +745,10 @@ class Lanes:
     def __post_init__(self) -> None:
         self._lanes = [LaneRecords(self.open(lane)) for lane in range(self.num_lanes)]
 
+    def upto(self, lane: int, count: int) -> list[Record]:
+        """The first records of a lane."""
+        return self._lanes[lane].upto(count)
+
     def batch(self, step: int, steps: Steps) -> Batch | None:
         start, size = steps.position_of(step) // self.num_lanes, steps.size(step) // self.num_lanes
         rows: list[Record | None] = []

@@ -10,6 +10,7 @@ import _thread
 import collections
 import contextlib
 import dataclasses
+import logging
 import sys
 import threading
 import time
@@ -100,6 +101,19 @@ class Job:
         self.processes = processes
         self.store = MemoryStore()
         self.counts: dict[int, collections.Counter[str]] = collections.defaultdict(collections.Counter)
+        self.warnings: dict[int, list[logging.LogRecord]] = collections.defaultdict(list)  # by host
+
+
+class _Warnings(logging.Handler):
+    """Keeps the warnings of each host, instead of writing them."""
+
+    def __init__(self, here: _Here) -> None:
+        super().__init__(logging.WARNING)
+        self._here = here
+
+    def emit(self, record: logging.LogRecord) -> None:
+        if self._here.job is not None:
+            self._here.job.warnings[self._here.host].append(record)
 
 
 @contextlib.contextmanager
@@ -158,9 +172,14 @@ def simulation() -> Iterator[None]:
     for owner, name, value in patches:
         setattr(owner, name, value)
     _current.append(here)
+    log, handler = logging.getLogger("meshfeed"), _Warnings(here)
+    log.addHandler(handler)
+    propagates, log.propagate = log.propagate, False
     try:
         yield
     finally:
+        log.removeHandler(handler)
+        log.propagate = propagates
         _current.pop()
         for owner, name, value in saved:
             setattr(owner, name, value)
@@ -173,6 +192,9 @@ class _World(Exchange):
     def __init__(self, case: Case, here: _Here) -> None:
         super().__init__()
         self._case, self._here = case, here
+
+    def warnings(self) -> list[logging.LogRecord]:
+        return self._here.job.warnings[self._here.host]
 
     def devices(self, processes: int, per_host: int) -> list[Any]:
         return fake_devices(processes, per_host, this_process=self._here.host)
