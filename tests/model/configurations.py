@@ -200,6 +200,7 @@ def _odd_host_forbidden(source: str, has: Callable[..., bool], differs: Callable
     if has("fault", "late"):  # few, since they wait
         yield source not in ("records_batch", "stream_uneven") or has("hosts", 5, 7) or differs("layout", "rows")
         yield differs("shuffle", False) or differs("balance", None) or differs("dtype", "float32")
+        yield source == "records_batch" and differs("num_lanes", None)
     yield has("fault", "late", "unopened") and has("num_epochs", None)
 
 
