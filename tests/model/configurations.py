@@ -1135,7 +1135,8 @@ class Case:
         readable = self.config["fault"] in ("none", "transient")
         if kind == "spec" and self.config["source"] not in HOST_BATCHES and readable:
             # A stream has records of one shape, and may have ended.
-            event.following = next(filter(None, (self._batch_if_any(at, steps) for at in (step, 0))), None)
+            places = (step, 0) if self.config["source"] in STREAMS else (step,)
+            event.following = next(filter(None, (self._batch_if_any(at, steps) for at in places)), None)
             if event.following is not None and len(event.following.rows) != steps.size(step):
                 event.following = None
         if kind == "read" and isinstance(model, RandomAccess) and readable:
@@ -1258,6 +1259,8 @@ class Case:
         """What a host warns of at the end of a stream: that its shortest lane has ended before others of its lanes."""
         config = self.config
         if config["source"] not in STREAMS or config["end"] != "drop" or config["num_epochs"] is None:
+            return None
+        if config["source"] == "grain_iter":  # which knows the lengths of its lanes
             return None
         steps = Steps(event.sizes, phase.schedule)
         start, each = steps.position_of(event.step) // self.num_lanes, steps.size(event.step) // self.num_lanes

@@ -228,7 +228,9 @@ class _Player:
                 self._raises(where, ("StopIteration",))
             if self.world.warnings() is not None:
                 wanted, found = self.case.warning_at_end(self.phase, self.host, event), _warned(self.world, "end")
-                assert wanted in found if wanted else not found, f"{where}: warned of {found}, not {wanted}"
+                # A host whose lanes are longer than those of others may have read ahead to their own end.
+                may = self.case.config["source"] in STREAMS and self.case.config["end"] == "drop"
+                assert wanted in found if wanted else may or not found, f"{where}: warned of {found}, not {wanted}"
         elif event.failing is not None:
             self._fails(event, where)
 
