@@ -2,7 +2,8 @@
 
 Each package is tested in a copy of the repository in build/mutation, which keeps the results: a run that was interrupted
 continues, and a run with more mutants tests only the new ones. The copy is made again after any change of src, tests or
-pyproject.toml. The sample depends only on the source, so two runs compare tests by the same mutants.
+pyproject.toml. The sample depends only on the source, so two runs compare tests by the same mutants. Mutants that change only
+what people read do not count (``mutant_texts.py``).
 """
 
 from __future__ import annotations
@@ -19,6 +20,8 @@ import shutil
 import subprocess
 import sys
 import time
+
+import mutant_texts
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 FOLDER = ROOT / "build" / "mutation"
@@ -97,7 +100,9 @@ class Package:
     def sample(self, count: int) -> list[str]:
         """Mutants from each module in turn, in an order that depends only on their names."""
         by_module: dict[str, list[str]] = collections.defaultdict(list)
-        for name in sorted(self.results()):
+        files = (self.copy / "mutants" / "src" / "meshfeed" / "_src" / self.name).rglob("*.py")
+        behaves = {name for file in files for name in mutant_texts.counted(file)}
+        for name in sorted(behaves & self.results().keys()):
             by_module[name.rpartition(".")[0]].append(name)
         for module, names in by_module.items():
             random.Random(module).shuffle(names)

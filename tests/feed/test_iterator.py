@@ -737,6 +737,13 @@ def test_replay_of_a_stream_goes_on_from_the_state_that_is_given() -> None:
         with pytest.raises(IndexError):
             feed.replay(10, state=states[9])
         assert feed.step == 10
+    with make_feed(meshfeed.sources.Stream(open_lane), num_lanes=4, global_batch_size=32) as feed:
+        feed.set_state(states[4])
+        again = [*batches[:5], next(feed)["id"].tolist()]
+        assert len(again[-1]) == 32
+        assert [feed.replay(step)["id"].tolist() for step in range(6)] == again  # of the sizes that they had
+        assert feed.replay(3, state=states[1])["id"].tolist() == batches[3]
+        assert feed.replay(5, state=states[1])["id"].tolist() == again[5]
     with (
         make_feed(iter([{"x": np.zeros((16, 1))}])) as feed,
         pytest.raises(meshfeed.SourceError, match="cannot be read"),

@@ -10,9 +10,11 @@ from __future__ import annotations
 import dataclasses
 import functools
 import itertools
+import json
 import math
 import pathlib
 import random
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -36,6 +38,9 @@ STREAMS = (
     *("stream", "stream_state", "stream_uneven", "stream_map", "stream_decode", "stream_mixture", "shuffle_buffer"),
     "grain_iter",
 )
+HOST_BATCHES = ("host_batches", "host_batches_sized", "host_batches_state", "host_batches_once", "host_batches_vary")
+UNSIZED = ("host_batches_sized", "host_batches_vary")
+"""Host batches whose number of rows says how large the global batch is."""
 FAULTY = (
     *("records", "records_batch", "map", "map_rng", "padded", *MIXTURES, *DOCUMENTS),
     *("stream", "stream_state", "stream_uneven", "stream_map", "stream_decode"),
@@ -51,17 +56,25 @@ ANY_DTYPE = (
         "mixture_take",
         "mixture_stop",
     ),
-    *("stream", "stream_state", "stream_uneven", "host_batches"),
+    *("stream", "stream_state", "stream_uneven", *HOST_BATCHES),
 )
 """Sources whose leaf ``x`` may be of any dtype."""
 WINDOWS: dict[Any, lists.Windows] = {"shards": (2, False), "shards 3": (3, False), "affinity": (1, True)}
 """Values of ``shuffle`` for orders by shards: ``window_shards`` and ``affinity``."""
 
+ODD = ("settings", "unopened", "late", "replicas", "structure", "wide", "leaves")
+"""Faults by which one host of several is not like the others: what they are told of it."""
+TOGETHER = ("records_batch", "mixture", "stream", "stream_state", "stream_uneven")
+"""Sources with which these faults are played."""
+BALANCED = ("records_batch", *PACKED, "mixture_packed")
+"""Sources that know the lengths of their rows."""
+
 OPTIONS: dict[str, list[Any]] = {
-    "source": [*RANDOM, *STREAMS, "host_batches"],
+    "source": [*RANDOM, *STREAMS, *HOST_BATCHES],
     "view": ["none", "subset", "reversed", "ids", "sample", "concat", "split", "zip"],
     "records": [0, 1, 5, 13, 40],
-    "dtype": ["float32", "int64", "bool", "bfloat16", "complex128", "int4", "float64"],
+    "dtype": ["float32", "int64", "bool", "bfloat16", "complex128", "int4", "float64", ">i4", "float8_e5m2", "uint64"],
+    "x64": [False, True],
     "shuffle": [False, True, 4, *WINDOWS],
     "num_lanes": [None, 1, 2, 4],
     "batch": ["unit", "double", "schedule"],
@@ -72,12 +85,13 @@ OPTIONS: dict[str, list[Any]] = {
     "prefetch": [0, 1, 4],
     "start": [False, True],  # on all hosts, at first and after each action that begins anew
     "num_threads": [None, 3],
+    "balance": [None, "attention", "tokens", "function"],
     "num_workers": [0, 2],
     "check_replicas": [False, True],
-    "fault": ["none", "transient", "bad", "too many bad", "fatal"],
+    "fault": ["none", "transient", "bad", "too many bad", "fatal", *ODD],
     "hosts": [1, 2, 3, 4, 5, 7],
     "devices": [1, 2],
-    "layout": ["rows", "permuted", "data", "minor", "columns", "both", "replicated", "prefix"],
+    "layout": ["rows", "permuted", "data", "minor", "columns", "both", "replicated", "prefix", "mixed"],
     "outside": [0, 1, "late"],  # hosts outside the mesh; the late one waits until the others have taken their batches
     "script": ["run", "resume", "reset", "past", "future", "after end", "resume end", "twice"],
     "taken": [0, 1, 3],
@@ -93,11 +107,23 @@ DEFAULTS: Config = {
     "records": 13,
     "hosts": 1,
     "layout": "rows",
+    "put": "private",
+    "caller": "plain",
 }
+OF_ALL_HOSTS = [fault for fault in OPTIONS["fault"] if fault not in ODD]
 SIMULATED = {**OPTIONS, "num_workers": [0]}
 REAL_HOSTS = 4
-REAL = {**OPTIONS, "hosts": [1, 2, 3, 4], "devices": [2], "outside": [0]}  # hosts beyond `hosts` are outside
-ONE_HOST = {**SIMULATED, "hosts": [1], "devices": [4, 8], "outside": [0], "resume_hosts": [1]}  # on real devices
+REAL = {**OPTIONS, "x64": [False], "fault": OF_ALL_HOSTS, "hosts": [1, 2, 3, 4], "devices": [2], "outside": [0]}  # hosts beyond `hosts` are outside
+ONE_HOST = {  # on real devices
+    **SIMULATED,
+    "fault": OF_ALL_HOSTS,
+    "hosts": [1],
+    "devices": [4, 8],
+    "outside": [0],
+    "resume_hosts": [1],
+    "put": ["private", "public", "changed"],  # which call of JAX puts arrays on devices, or that it has changed
+    "caller": ["plain", "mesh", "debug_nans", "debug_infs", "disable_jit", "guarded", "logged"],  # settings of JAX
+}
 RESUMING = ("resume", "future", "resume end", "twice")
 
 
@@ -120,7 +146,7 @@ def valid(config: Config) -> bool:
         return False
     if "source" not in config:  # nearly every rule is about the source, so what no source allows is noticed early
         return any(valid({**config, "source": source}) for source in OPTIONS["source"])
-    if config["source"] == "host_batches":
+    if config["source"] in HOST_BATCHES:
         return _valid_host_batches(config)
     return not any(_forbidden(config["source"], config))
 
@@ -142,10 +168,12 @@ def _forbidden(source: str, config: Config) -> Iterator[bool]:
         yield differs("num_lanes", None) and ("shuffle" in config and not by_shards)
         laned = by_shards or differs("num_lanes", None)
         yield laned and (source not in IN_FILES or has("view", "reversed"))
-    yield differs("fault", "none") and source not in FAULTY
+    yield differs("fault", "none") and source not in (TOGETHER if has("fault", *ODD) else FAULTY)
+    yield from _odd_host_forbidden(source, has, differs)
+    yield differs("balance", None) and (source not in BALANCED or has("view", "zip"))
     yield differs("dtype", "float32") and source not in ANY_DTYPE
     yield has("fault", *BAD) and source in DOCUMENTS  # a sequence may have no other that is readable
-    prefix = has("layout", "prefix") or has("resume_layout", "prefix")
+    prefix = has("layout", "prefix", "mixed")
     yield prefix and (source in TOKENS or has("view", "zip"))
     if source in PACKED:
         yield has("view", "none") and has("shuffle", 4)
@@ -159,21 +187,44 @@ def _forbidden(source: str, config: Config) -> Iterator[bool]:
     yield has("records", 1) and has("view", "split")
 
 
+def _odd_host_forbidden(source: str, has: Callable[..., bool], differs: Callable[[str, Any], bool]) -> Iterator[bool]:
+    """The rules of faults of one host among several."""
+    if not has("fault", *ODD):
+        return
+    yield has("hosts", 1) or differs("script", "run") or differs("view", "none") or has("records", 0, 1)
+    yield has("outside", "late")  # which waits for all others
+    yield has("fault", "leaves", "replicas", "structure") and differs("load", "sharded")
+    yield has("fault", "replicas") and (differs("layout", "replicated") or differs("check_replicas", True))
+    yield has("fault", "replicas", "structure") and source != "records_batch"
+    yield has("fault", "wide") and (differs("dtype", "int64") or has("x64", True))
+    yield has("fault", "wide") and (source == "mixture" or has("check_replicas", True))
+    if has("fault", "late"):  # few, since they wait
+        yield source not in ("records_batch", "stream_uneven") or has("hosts", 5, 7) or differs("layout", "rows")
+        yield differs("shuffle", False) or differs("balance", None) or differs("dtype", "float32")
+        yield source == "records_batch" and differs("num_lanes", None)
+    yield has("fault", "late", "unopened") and has("num_epochs", None)
+
+
 def _valid_host_batches(config: Config) -> bool:
     get = config.get
     plain = {
         "view": "none",
+        "balance": None,
         "fault": "none",
         "shuffle": False,
         "num_lanes": None,
         "load": "sharded",
         "num_workers": 0,
         "outside": 0,
-        "num_epochs": 1,
     }
     if any(type(get(name, value)) is not type(value) or get(name, value) != value for name, value in plain.items()):
         return False
-    return get("batch", "unit") != "schedule" and get("layout", "rows") in ("rows", "permuted")
+    once = config["source"] == "host_batches_once"  # which can be read once only
+    if once and (get("script", "run") != "run" or get("num_epochs", 1) != 1):
+        return False
+    if config["source"] == "host_batches_vary" and (get("batch", "unit") != "unit" or get("num_epochs", 1) != 1):
+        return False
+    return get("batch", "unit") != "schedule" and get("layout", "rows") not in ("prefix", "mixed")
 
 
 # ---------------------------------------------------------------------- topologies
@@ -215,18 +266,21 @@ class Topology:
             "both": (("model", "data"),),
             "replicated": (),
             "prefix": ("data", "model") if leaf in ("x", "mask_of") else ("data",),
+            "mixed": ("model",) if leaf in ("x", "mask_of") else ("data",),
         }[self.layout]
 
-    @property
-    def row_axes(self) -> tuple[str, ...]:
-        spec = self.spec("id")
+    def row_axes(self, leaf: str) -> tuple[str, ...]:
+        spec = self.spec(leaf)
         first = spec[0] if spec else ()
         return first if isinstance(first, tuple) else (first,)
 
+    def _row_shards(self, leaf: str) -> int:
+        sizes = dict(zip(self.axes, self.grid.shape, strict=True))
+        return math.prod(sizes[axis] for axis in self.row_axes(leaf))
+
     @property
     def row_shards(self) -> int:
-        sizes = dict(zip(self.axes, self.grid.shape, strict=True))
-        return math.prod(sizes[axis] for axis in self.row_axes)
+        return math.lcm(self._row_shards("id"), self._row_shards("x"))
 
     def host_of(self, device: int) -> int:
         return device // self.devices
@@ -240,11 +294,11 @@ class Topology:
         rows: set[int] = set()
         if load == "sharded":
             sizes = dict(zip(self.axes, self.grid.shape, strict=True))
-            each = size // self.row_shards
-            for place in np.ndindex(*self.grid.shape):
+            for leaf, place in itertools.product(("id", "x"), np.ndindex(*self.grid.shape)):
                 if self.host_of(int(self.grid[place])) == host:
-                    at = dict(zip(self.axes, place, strict=True))
-                    shard = functools.reduce(lambda total, axis: total * sizes[axis] + at[axis], self.row_axes, 0)
+                    each, at = size // self._row_shards(leaf), dict(zip(self.axes, place, strict=True))
+                    axes = self.row_axes(leaf)
+                    shard = functools.reduce(lambda total, axis: total * sizes[axis] + at[axis], axes, 0)
                     rows.update(range(shard * each, (shard + 1) * each))
             return sorted(rows)
         for rank, device in enumerate(self.reading_devices(load)):
@@ -286,13 +340,18 @@ def leaf_x(first: int, dtype: str) -> np.ndarray:
         return plain - 2j * plain
     if dtype == "int4":
         return ((first + np.arange(4)) % 16 - 8).astype(ml_dtypes.int4)
+    if dtype == "float8_e5m2":
+        return (first + np.array([0, 0x7D, 0x80, 0xFE])).astype(np.uint8).view(ml_dtypes.float8_e5m2)
+    if dtype == "uint64":
+        return (plain * 4 + 2**31).astype(np.uint64)
     return (plain * -4).astype(dtype)
 
 
-def narrowed(array: np.ndarray) -> np.ndarray:
-    """What JAX makes of an array without 64-bit types."""
+def narrowed(array: np.ndarray, x64: bool = False) -> np.ndarray:
+    """What JAX makes of an array, perhaps without 64-bit types."""
+    array = array.astype(array.dtype.newbyteorder("="))
     dtypes = {"int64": np.int32, "uint64": np.uint32, "float64": np.float32, "complex128": np.complex64}
-    return array.astype(dtypes[array.dtype.name]) if array.dtype.name in dtypes else array
+    return array.astype(dtypes[array.dtype.name]) if array.dtype.name in dtypes and not x64 else array
 
 
 def mapped(record: Record) -> Record:
@@ -340,12 +399,15 @@ class Faults:
 
     def __init__(self, kind: str = "none", fatal: Any = None) -> None:
         self.kind, self.fatal = kind, fatal
+        self.released = threading.Event()  # ends the wait of a host that is late
         self.armed = False  # a fatal fault waits for the first batch: constructors read records to identify the source
         self._seen: set[Any] = set()
 
     def strike(self, token: Any) -> None:
         """Called before record ``token`` is read."""
-        if self.armed and token == self.fatal:
+        if self.armed and token == self.fatal and self.kind == "late":
+            self.released.wait(60)
+        if self.armed and token == self.fatal and self.kind == "fatal":
             raise Fatal(f"record {token} is gone")
         number = token if isinstance(token, int) else sum(token)
         if self.kind == "transient" and number % 3 == 1 and token not in self._seen:
@@ -353,6 +415,22 @@ class Faults:
             raise OSError("a passing fault")
         if self.kind in BAD and is_bad(number):
             raise ValueError("a bad record")
+
+    def changed(self, token: Any, record: Record) -> Record:
+        """Record ``token`` as this host has it."""
+        if self.kind == "structure":
+            return {**record, "x": np.zeros(4, np.float32 if record["x"].dtype == np.float64 else np.float64)}
+        if not self.armed or token != self.fatal or self.kind not in ("replicas", "wide"):
+            return record
+        x = record["x"].copy()
+        if self.kind == "replicas":
+            x[1] = 0 if x[1] else 1
+        else:
+            x[2] = WIDE
+        return {**record, "x": x}
+
+
+WIDE = 2**40 + 1
 
 
 def is_bad(record_id: int) -> bool:
@@ -369,8 +447,9 @@ class Records:
         return self._count
 
     def __getitem__(self, record_id: int) -> Record:
-        self._faults.strike(self._component << 48 | int(record_id))
-        return self.record(int(record_id))
+        token = self._component << 48 | int(record_id)
+        self._faults.strike(token)
+        return self._faults.changed(token, self.record(int(record_id)))
 
     def record(self, record_id: int) -> Record:
         """A record, without faults."""
@@ -388,6 +467,26 @@ class RecordsInBatches(Records):
 
     def shard_lengths(self) -> np.ndarray:
         return np.array(lengths_of_files(self._count), np.int64)
+
+    def lengths(self) -> np.ndarray:
+        return np.array([length_of(number) for number in range(self._count)])
+
+
+def length_of(record_id: int) -> int:
+    """How long a record says it is, by which rows are balanced."""
+    return (3 * record_id + 1) % 11
+
+
+def cost_of(lengths: np.ndarray) -> float:
+    """The cost of a row by the lengths of its segments."""
+    return float(lengths.sum()) + 5 * len(lengths)
+
+
+def cost_by(balance: str, lengths: Sequence[int]) -> float:
+    """The same, and the costs that are built in."""
+    if balance == "function":
+        return sum(lengths) + 5.0 * len(lengths)
+    return float(sum(length ** {"attention": 2, "tokens": 1}[balance] for length in lengths))
 
 
 class RaggedRecords(RecordsInBatches):
@@ -553,7 +652,8 @@ class LaneOfRecords:
             self._broken = True
             raise
         self._next += 1
-        return self._records[self._next - 1]
+        record = self._records[self._next - 1]
+        return self._faults.changed((self._lane, int(record["id"])), record)
 
 
 class LaneWithState(LaneOfRecords):
@@ -577,7 +677,7 @@ def lane_records(
 ) -> list[Record]:
     """The records of a lane in an epoch, before any function."""
     ids = list(range(lane, count, num_lanes))
-    if config_source == "stream_uneven" and lane % 3 == 1:
+    if config_source in ("stream_uneven", "stream_decode") and lane % 3 == 1:
         ids = ids[: len(ids) // 2]
     return [plain_record(number + 200 * epoch, 0, dtype) for number in ids]
 
@@ -610,6 +710,9 @@ class DecodedLanes:
         bad = bad_places(records) if self._bad else []
         return iter([-1 if place in bad else int(record["id"]) - 1 for place, record in enumerate(records)])
 
+    def lane_lengths(self, num_lanes: int) -> list[int]:
+        return [len(lane_records("stream_decode", self._count, lane, num_lanes, 0)) for lane in range(num_lanes)]
+
     def decode(self, number: int) -> Record:
         if number < 0:
             raise ValueError("a bad record")
@@ -627,6 +730,35 @@ class Batches:
 
     def __iter__(self) -> Iterator[dict[str, np.ndarray]]:
         return iter([{name: leaf.copy() for name, leaf in batch.items()} for batch in self._batches])
+
+
+class BatchesOfAnySize(Batches):
+    """Host batches of as many rows as each has, as MaxText's are."""
+
+    rows_may_vary = ends_may_differ = True
+
+
+class BatchesWithState:
+    """An iterator over host batches that has a state, in which a tuple must stay one."""
+
+    def __init__(self, batches: Sequence[dict[str, np.ndarray]]) -> None:
+        self._batches, self._next = batches, 0
+
+    def __iter__(self) -> BatchesWithState:
+        return self
+
+    def __next__(self) -> dict[str, np.ndarray]:
+        if self._next >= len(self._batches):
+            raise StopIteration
+        self._next += 1
+        return {name: leaf.copy() for name, leaf in self._batches[self._next - 1].items()}
+
+    def get_state(self) -> Any:
+        return {"at": (self._next,)}
+
+    def set_state(self, state: Any) -> None:
+        assert isinstance(state["at"], tuple)
+        self._next = state["at"][0]
 
 
 # ---------------------------------------------------------------------- scripts
@@ -653,12 +785,17 @@ class Event:
     end: bool = False
     failing: tuple[int, ...] | None = None  # hosts that raise their own error; others of the mesh a PeerError
     kind: str = ""
+    words: tuple[str, ...] = ()  # what the error of every host says
+    loose: bool = False  # other hosts may deliver what has been agreed on, perhaps up to the end
     bad: set[tuple[int, int, int]] = dataclasses.field(default_factory=set)  # record id, epoch, step: after the action
     step: int = 0  # after the action
     position: int = 0
     length: int | None = None  # of the feed, where known
     ids: dict[int, list[int] | None] | None = None  # of the records of some steps, where they have ids
     following: Batch | None = None  # the next batch, by whose shapes the feed describes itself
+    read: tuple[list[int], Batch] | None = None  # record ids, and their records as of the first epoch
+    sizes: tuple[int, ...] = ()  # of the delivered batches
+    segments: list[list[int]] = dataclasses.field(default_factory=list)  # first step, first position, size: as delivered
     replayed: list[Batch] = dataclasses.field(default_factory=list)  # some of the delivered batches
 
 
@@ -680,11 +817,11 @@ class Case:
         if is_random(config["source"]) and config["records"]:
             self._node = view_of(node_of(config["source"], config["records"], folder, config["dtype"]), config["view"])
         resuming = config["script"] in RESUMING
-        most = max(config["hosts"], config["resume_hosts"] if resuming and config["source"] != "host_batches" else 0)
+        most = max(config["hosts"], config["resume_hosts"] if resuming and config["source"] not in HOST_BATCHES else 0)
         self.processes = processes or most + bool(config["outside"])
         first = Topology(self.processes, config["hosts"], config["devices"], config["layout"])
         second = Topology(self.processes, config["resume_hosts"], config["devices"], config["resume_layout"])
-        if config["source"] == "host_batches":  # which cannot change their topology
+        if config["source"] in HOST_BATCHES:  # which cannot change their topology
             config = self.config = {**config, "resume_load": "sharded", "resume_batch": "same"}
             second = first
         self.topologies = (first, second) if resuming else (first,)
@@ -703,17 +840,19 @@ class Case:
 
     def _schedule(self, batch: str) -> tuple[tuple[int, int], ...]:
         unit = self.unit
+        if self.config["source"] == "host_batches_vary":
+            return tuple((step, unit * (1 + step % 2)) for step in range(2 * MAX_BATCHES * 4))
         return {
             "unit": ((0, unit),),
             "double": ((0, 2 * unit),),
             "schedule": ((0, unit), (2, 2 * unit), (3, unit)),
         }[batch]
 
-    def settings(self, phase: Phase) -> dict[str, Any]:
-        """The feed's keywords, in a phase."""
+    def settings(self, phase: Phase, host: int = 0) -> dict[str, Any]:
+        """The feed's keywords, in a phase on a host."""
         config, topology = self.config, phase.topology
         settings: dict[str, Any] = {
-            "global_batch_size": phase.schedule,
+            "global_batch_size": None if config["source"] in UNSIZED else phase.schedule,
             "shuffle": config["shuffle"],
             "seed": SEED,
             "num_epochs": config["num_epochs"],
@@ -725,9 +864,22 @@ class Case:
             "num_threads": config["num_threads"],
             "num_workers": config["num_workers"],
             "check_replicas": config["check_replicas"],
+            "balance": cost_of if config["balance"] == "function" else config["balance"],
             "bad_records": BAD.get(config["fault"]),
         }
+        if config["fault"] == "settings" and host == self.odd_host:
+            settings |= self.other_settings
+        if config["fault"] == "unopened" and host == self.odd_host:
+            settings["end"] = "never"
         return settings
+
+    @property
+    def other_settings(self) -> dict[str, Any]:
+        """What the odd host has otherwise than the others."""
+        end = {"end": "drop" if self.config["end"] == "pad" else "pad"}
+        return {0: {"seed": SEED + 1}, 1: {"num_epochs": 3}, 3: {"mask_key": None} if self.config["mask"] else end}[
+            self.config["taken"]
+        ]
 
     def _num_lanes(self) -> int:
         """``num_lanes``, or its default: the largest common divisor of the sizes up to 64 (an eighth of the shards)."""
@@ -741,7 +893,7 @@ class Case:
         config, taken = self.config, self.config["taken"]
         schedule = self._schedule(config["batch"])
         other = {"unit": "double", "double": "unit", "schedule": "double"}[config["batch"]]
-        if config["source"] == "host_batches" or config["script"] == "future":  # it reads before it restores the lanes
+        if config["source"] in HOST_BATCHES or config["script"] == "future":  # it reads before it restores the lanes
             other = config["batch"]
         here = Phase(first, config["load"], config["prefetch"], schedule, [])
         there = Phase(
@@ -752,7 +904,9 @@ class Case:
             [],
         )
         take, rest = ("take", taken), ("take", MAX_BATCHES * 4)
-        look = [("len",), ("ids",), ("replay",), ("spec",)]
+        look = [("len",), ("ids",), ("read",), ("replay",), ("spec",)]
+        if config["fault"] == "settings":  # which says something else on one of the hosts
+            look = []
         scripts: dict[str, list[list[tuple[Any, ...]]]] = {
             "run": [[*look, rest]],
             "resume": [[take, ("save", "a")], [("set", "a"), *look, rest]],
@@ -775,10 +929,11 @@ class Case:
         """The stream of this configuration, by the reference."""
         config, source = self.config, self.config["source"]
         pad = config["end"] == "pad"
-        if source == "host_batches":
+        if source in HOST_BATCHES:
             topology = self.topologies[0]
-            rows = functools.partial(topology.rows_of, size=self._schedule(config["batch"])[0][1], load="sharded")
-            return HostLists([self._host_lists(host) for host in range(topology.hosts)], rows, pad)
+            made = [self._host_lists(host) for host in range(topology.hosts)]
+            batches = [functools.partial(self._host_batch, one) for one in made]
+            return HostLists(batches, lambda host, size: topology.rows_of(host, size, "sharded"), pad, not any(made))
         if source in STREAMS:
             return Lanes(self.num_lanes, self._lane, pad)
         assert self._node is not None
@@ -789,7 +944,15 @@ class Case:
         def bad(record_id: int) -> bool:
             return config["fault"] in BAD and any(map(is_bad, found.origin(record_id)))
 
-        return RandomAccess(found.order, found.value, pad, bad, found.origin, found.first)
+        def cost(record_id: int) -> float:
+            if source == "records_batch":
+                return cost_by(config["balance"], [length_of(number) for number in found.origin(record_id)])
+            ids = found.value(record_id, 0)["segment_ids"]
+            return cost_by(config["balance"], np.bincount(ids)[1:].tolist())
+
+        return RandomAccess(
+            found.order, found.value, pad, bad, found.origin, found.first, cost if config["balance"] else None
+        )
 
     def _lane(self, lane: int) -> Iterator[list[Record]]:
         """The records of a lane, a list per epoch."""
@@ -838,20 +1001,49 @@ class Case:
             yield [read[component][number]]
 
     def _host_lists(self, host: int) -> list[list[Record]]:
-        """The batches of a host: hosts have different numbers of them, the last one short."""
-        rows = len(self.topologies[0].rows_of(host, self._schedule(self.config["batch"])[0][1], "sharded"))
-        count = max(0, self.config["records"] // self.topologies[0].hosts + (host % 2) * 2)
-        if self.config["records"] == 0:
-            count = 0
-        records = [plain_record(number, host, self.config["dtype"]) for number in range(count)]
-        return [records[i : i + rows] for i in range(0, count, rows)]
+        """The batches of a host in an epoch: hosts have different numbers of them, the last one short."""
+        topology, schedule = self.topologies[0], self.phases[0].schedule
+        steps = Steps((), schedule)
+        held = [topology.rows_of(number, schedule[0][1], "sharded") for number in range(topology.hosts)]
+        part = sorted({tuple(rows) for rows in held}).index(tuple(held[host]))  # the same rows: the same batches
+        count = self.config["records"] // topology.hosts + (part % 2) * 2 if self.config["records"] else 0
+        if self.config["num_epochs"] != 1 and self.config["records"]:
+            count = max(1, count)  # an epoch without a batch cannot be repeated
+        if self.config["source"] in UNSIZED and count:
+            count = max(len(held[host]), count)  # the first batch says how large the global batch is
+        records = [plain_record(number, part, self.config["dtype"]) for number in range(count)]
+        found: list[list[Record]] = []
+        while records:
+            rows = len(topology.rows_of(host, steps.size(len(found)), "sharded"))
+            found.append(records[:rows])
+            records = records[rows:]
+        if self.config["source"] == "host_batches_vary" and found:  # every batch is whole
+            last = len(topology.rows_of(host, steps.size(len(found) - 1), "sharded"))
+            found[-1] = found[-1] if len(found[-1]) == last else []
+        return [batch for batch in found if batch]
+
+    def _host_batch(self, batches: list[list[Record]], step: int) -> list[Record] | None:
+        """The batch of a host at a step: its passes one after the other, with ``"drop"`` without the short batches."""
+        epochs = self.config["num_epochs"]
+        rows = len(self.topologies[0].rows_of(0, self.phases[0].schedule[0][1], "sharded"))  # as many as of any host
+        whole = [one for one in batches if self.config["end"] == "pad" or len(one) >= rows]
+        if batches and not whole and epochs is None:
+            raise reference.Refused("SourceError", "an epoch without a batch that is whole")
+        if not whole or (epochs is not None and step >= epochs * len(whole)):
+            return None
+        return whole[step % len(whole)]
+
+    @property
+    def odd_host(self) -> int:
+        """The host of a fault that only one has: the one that others follow, or the last."""
+        return 0 if self.config["taken"] == 1 and self.config["fault"] in ODD else self.phases[0].topology.hosts - 1
 
     def _choose_fatal(self) -> tuple[int | None, Any]:
         """The host that fails, and the record at which it does: one that it reads in the first phase, not the first."""
-        if self.config["fault"] != "fatal" or self.refused:
+        if self.config["fault"] not in ("fatal", "late", "replicas", "wide") or self.refused:
             return None, None
         phase = self.phases[0]
-        host = phase.topology.hosts - 1
+        host = self.odd_host
         model = self.model
         steps = Steps((), phase.schedule)
         for step in (1, 2, 0):
@@ -875,6 +1067,8 @@ class Case:
     def faults(self, phase: Phase, host: int) -> Faults:
         """What goes wrong in a phase on a host."""
         fatal = self.fatal if phase.fatal_host == host else None
+        if self.config["fault"] in ODD and host != self.odd_host:
+            return Faults()
         if fatal is not None and self.config["source"] == "stream_map":
             fatal = fatal[0], fatal[1] // 3  # the record before the function
         return Faults(self.config["fault"], fatal)
@@ -919,6 +1113,9 @@ class Case:
                     step, position, bad = event.step, event.position, event.bad
                     sizes = tuple(Steps(sizes, phase.schedule).size(number) for number in range(step))
                 event.step, event.position, steps = step, position, Steps(sizes, phase.schedule)
+                event.sizes, event.segments = sizes, segments_of(sizes)
+                if self.config["source"] == "host_batches_vary":  # all as large as the first, for the state
+                    event.segments = event.segments[:1]
                 self._look(event, steps)
                 events.append(event)
                 if event.failing is not None:
@@ -936,18 +1133,36 @@ class Case:
         if kind == "ids" and isinstance(model, RandomAccess):
             batches = {number: model.batch(number, steps) for number in {0, 1, step, step + 1}}
             event.ids = {number: batch and batch.ids for number, batch in batches.items()}
-        if kind == "spec" and isinstance(model, RandomAccess) and self.config["fault"] in ("none", "transient"):
-            event.following = model.batch(step, steps)
-        may_replay = self.config["source"] != "host_batches" and self.config["fault"] in ("none", "transient", "bad")
+        readable = self.config["fault"] in ("none", "transient")
+        if kind == "spec" and self.config["source"] not in HOST_BATCHES and readable:
+            # A stream has records of one shape, and may have ended.
+            places = (step, 0) if self.config["source"] in STREAMS else (step,)
+            event.following = next(filter(None, (self._batch_if_any(at, steps) for at in places)), None)
+            if event.following is not None and len(event.following.rows) != steps.size(step):
+                event.following = None
+        if kind == "read" and isinstance(model, RandomAccess) and readable:
+            first = model.batch(0, Steps((), steps.schedule)) or model.batch(step, steps)
+            if first is not None and first.ids is not None:
+                ids = first.ids[:3]
+                event.read = ids, Batch(0, [model.value(one, 0) for one in ids], 0)
+        may_replay = self.config["source"] not in HOST_BATCHES and self.config["fault"] in ("none", "transient", "bad")
         if kind == "replay" and may_replay:
             event.replayed = [
                 model.batch(number, steps) for number in sorted({0, step // 2, step - 1} & {*range(step)})
             ]
 
+    def _batch_if_any(self, step: int, steps: Steps) -> Batch | None:
+        try:
+            return self.model.batch(step, steps)
+        except reference.Refused:
+            return None
+
     def _take(self, event: Event, model: Any, phase: Phase, step: int, position: int, sizes: tuple[int, ...]) -> None:
         """What comes of taking batches from ``step`` on."""
         steps = Steps(sizes, phase.schedule)
         event.step, event.position = step, position
+        if self._begins_with_odd_host(event, phase):
+            return
         for _ in range(min(MAX_BATCHES if self.endless else event.action[1], event.action[1])):
             try:
                 batch = model.batch(event.step, steps)
@@ -957,21 +1172,65 @@ class Case:
             if batch is None:
                 event.end = True
                 return
-            if failing := self.failing(phase, batch):
+            if self._of_odd_host(event, phase, batch):
+                return
+            if self.config["fault"] == "fatal" and (failing := self.failing(phase, batch)):
                 event.failing, event.kind = failing, "Fatal"
+                event.words = (f"record {self.faults(phase, failing[0]).fatal} is gone",)
                 return
             found = event.bad | set(batch.bad)
             limit = BAD.get(self.config["fault"], 1.0)
             if batch.position >= 1 / limit and len(found) > limit * batch.position:
                 event.failing, event.kind = tuple(range(phase.topology.hosts)), "SourceError"
+                records = f"{len(found)} of the {batch.position} records up to step {batch.step} are bad"
+                event.words = (records, f"SkipBad(max_fraction={limit:g})")
                 return
             event.bad = found
             event.batches.append(batch)
             event.step, event.position = event.step + 1, batch.position
 
+    def _begins_with_odd_host(self, event: Event, phase: Phase) -> bool:
+        """Whether hosts cannot begin because one of them is not like the others; fills in how."""
+        fault, odd, everyone = self.config["fault"], self.odd_host, tuple(range(phase.topology.hosts))
+        if fault == "settings":
+            name, value = next(iter(self.other_settings.items()))
+            usual = self.settings(phase, len(everyone))[name]
+            event.failing, event.kind = everyone, "AgreementError"
+            event.words = (f"{name} (", f"{_shown_hosts([odd])}: {json.dumps(value)}", json.dumps(usual))
+        elif fault == "unopened":
+            event.failing, event.kind = (odd,), ""
+            event.words = (f"host {odd} failed before its first batch: SettingsError: end='never'",)
+        elif fault == "structure" and self._batch_if_any(0, Steps((), phase.schedule)) is not None:
+            event.failing, event.kind = everyone, "AgreementError"
+            event.words = ("different structure", f"{_shown_hosts([odd])}: ")
+        return event.failing is not None
+
+    def _of_odd_host(self, event: Event, phase: Phase, batch: Batch) -> bool:
+        """Whether hosts stop before a batch because one of them is not like the others; fills in how."""
+        fault, odd, everyone = self.config["fault"], self.odd_host, tuple(range(phase.topology.hosts))
+        if fault == "replicas" and (found := self._different_replica(phase, batch.step)) is not None:
+            first, second = sorted((odd, 0 if odd else 1))
+            event.failing, event.kind = everyone, "AgreementError"
+            event.words = (f"hosts {first} and {second} hold the same rows", f"(step {found}, leaf ['x'][")
+        elif fault == "late" and self.failing(phase, batch):
+            event.failing, event.kind, event.words = everyone, "StalledError", (f"host {odd} is ", "not read it yet")
+        elif fault == "wide" and self.failing(phase, batch):
+            event.failing, event.kind, event.loose = (odd,), "SourceError", True
+            event.words = ("leaf ['x'] of dtype int64", str(WIDE))
+        return event.failing is not None
+
+    def _different_replica(self, phase: Phase, step: int) -> int | None:
+        """The step of the window that begins at ``step`` at which the rows of hosts differ; four steps are compared."""
+        windows = {0: range(1), 1: range(1, 3), 3: range(3, 4)}
+        for number in windows.get(step, ()):
+            batch = self.model.batch(number, Steps((), phase.schedule))
+            if batch is not None and self.failing(phase, batch):
+                return number
+        return None
+
     def _empty_lanes(self, phase: Phase) -> tuple[int, ...]:
         """The hosts with a lane that has no records; all hosts if no lane has any."""
-        if self.config["source"] == "host_batches" or (
+        if self.config["source"] in HOST_BATCHES or (
             self.config["num_epochs"] == 1 and self.config["source"] != "stream_mixture"
         ):
             return tuple(range(self.processes))
@@ -983,6 +1242,60 @@ class Case:
                 empty.add(lane)
         return tuple(host for host in range(phase.topology.hosts) if self.lanes_of(phase, host) & empty)
 
+    def warnings_at_first(self, phase: Phase) -> list[tuple[Any, ...]]:
+        """What every host warns of when it makes its feed: records that the settings leave out."""
+        config, first = self.config, phase.schedule[0][1]
+        if is_random(config["source"]) and self.model.length(Steps((), phase.schedule)) == 0:
+            return [(self.model.order.total_of(Steps((), phase.schedule)), first)]
+        if config["source"] != "stream_decode" or config["end"] != "drop" or config["num_epochs"] is None:
+            return []
+        lengths = DecodedLanes(config["records"], False).lane_lengths(self.num_lanes)
+        delivered = min(lengths) * self.num_lanes
+        if max(lengths) <= min(lengths) + 1 or delivered > 0.99 * sum(lengths):
+            return []
+        lost = 100 * (1 - delivered / sum(lengths))
+        return [(lost, lengths.index(min(lengths)), self.num_lanes, min(lengths), max(lengths))]
+
+    def warning_at_end(self, phase: Phase, host: int, event: Event) -> tuple[Any, ...] | None:
+        """What a host warns of at the end of a stream: that its shortest lane has ended before others of its lanes."""
+        config = self.config
+        if config["source"] not in STREAMS or config["end"] != "drop" or config["num_epochs"] is None:
+            return None
+        if config["source"] == "grain_iter":  # which knows the lengths of its lanes
+            return None
+        steps = Steps(event.sizes, phase.schedule)
+        start, each = steps.position_of(event.step) // self.num_lanes, steps.size(event.step) // self.num_lanes
+        mine = sorted(self.lanes_of(phase, host))
+        lengths = {lane: len(self.model.upto(lane, start + each)) for lane in mine}
+        longer = [lane for lane in mine if lengths[lane] == start + each]
+        if len(longer) == len(mine) or not longer:
+            return None
+        shortest = min(mine, key=lengths.__getitem__)
+        counted = config["source"] == "stream_decode" and DecodedLanes(config["records"], False).lane_lengths(self.num_lanes)
+        if counted and lengths[shortest] >= config["num_epochs"] * counted[shortest]:
+            return None
+        read = sum(lengths.values()) - steps.position_of(event.step) * len(mine) // self.num_lanes
+        lanes = ", ".join(map(str, longer[:8])) + (", …" if len(longer) > 8 else "")
+        return shortest, self.num_lanes, f"{lengths[shortest]:,}", lanes, f"{read:,}"
+
+    def rows_read(self, phase: Phase, host: int, size: int) -> list[int]:
+        """The rows of a batch that a host reads."""
+        return phase.topology.rows_of(host, size, phase.load)
+
+    def shows_structure(self, phase: Phase, host: int, batch: Batch) -> bool:
+        """Whether a host has a record of a batch: one of its lanes, even if another host holds its row."""
+        rows = self.rows_read(phase, host, len(batch.rows))
+        if self.config["source"] in STREAMS:
+            lanes, each = self.lanes_of(phase, host), len(batch.rows) // self.num_lanes
+            rows = [row for row in range(len(batch.rows)) if row // each in lanes]
+        return is_random(self.config["source"]) or any(batch.rows[row] is not None for row in rows)
+
+    def num_replaced(self, phase: Phase, host: int, batch: Batch) -> int:
+        """The bad records of a batch that a host finds."""
+        if self.config["source"] in STREAMS:
+            return sum(record_id >> 48 in self.lanes_of(phase, host) for record_id, _, _ in batch.bad)
+        return len(set(batch.replaced) & set(self.rows_read(phase, host, len(batch.rows))))
+
     def lanes_of(self, phase: Phase, host: int) -> set[int]:
         """The lanes that a host reads: those of its rows, in batches of any of the sizes."""
         sizes = {size for _, size in phase.schedule}
@@ -992,18 +1305,27 @@ class Case:
 
     def refused_on(self, phase: Phase, host: int) -> str | None:
         """The class of the error of the constructor on a host, or None."""
+        if self.config["fault"] == "unopened" and host == self.odd_host:
+            return "SettingsError"
         outside = host >= phase.topology.hosts
         return "SettingsError" if outside and not self.can_be_outside(phase) else self.refused
 
     def can_be_outside(self, phase: Phase) -> bool:
         """Whether a host outside of the mesh gets the batches of the others."""
         source = self.config["source"]
-        return is_random(source) or (source != "host_batches" and phase.topology.hosts > 1)
+        return is_random(source) or (source not in HOST_BATCHES and phase.topology.hosts > 1)
 
     def savers(self, key: str) -> int:
         """The number of hosts that save a state: those that have a feed."""
         phase = next(phase for phase in self.phases if ("save", key) in phase.actions)
         return self.processes if self.can_be_outside(phase) else phase.topology.hosts
+
+    @property
+    def total(self) -> int | None:
+        """The records of a random-access stream, unless there is no end, or it depends on the steps."""
+        if not isinstance(self.model, RandomAccess) or self.config["source"] == "mixture_staged":
+            return None
+        return self.model.order.total_of(Steps((), self.phases[0].schedule))
 
     @property
     def endless(self) -> bool:
@@ -1029,12 +1351,27 @@ class Case:
         source = self.config["source"]
         if self._node is not None:
             return self._node.make(faults)
-        if source == "host_batches":
-            batches = self._host_lists(host) if host < self.topologies[0].hosts else []
-            return sources.HostBatches(Batches([_columns(records) for records in batches]))
+        if source in HOST_BATCHES:
+            lists_of_records = self._host_lists(host) if host < self.topologies[0].hosts else []
+            batches = [_columns(records) for records in lists_of_records]
+            made = {"host_batches_state": BatchesWithState, "host_batches_vary": BatchesOfAnySize}.get(source, Batches)
+            return sources.HostBatches(iter(made(batches)) if source == "host_batches_once" else made(batches))
         if is_random(source):
             return Records(0)
         return _SOURCES[source](self.config["records"], faults, self.config["dtype"])
+
+
+def _shown_hosts(hosts: Sequence[int]) -> str:
+    return f"host{'s' if len(hosts) > 1 else ''} {', '.join(map(str, hosts))}"
+
+
+def segments_of(sizes: Sequence[int]) -> list[list[int]]:
+    """Runs of steps of one size: first step, first position if no row is padding, size."""
+    found: list[list[int]] = []
+    for step, size in enumerate(sizes):
+        if not found or found[-1][2] != size:
+            found.append([step, sum(sizes[:step]), size])
+    return found
 
 
 def _file_source(source: str, count: int, folder: str) -> Any:

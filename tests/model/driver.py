@@ -2,23 +2,45 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import logging
 import math
 import threading
+from collections.abc import Iterator
 from typing import Any, Protocol
 
+import jax
 import numpy as np
-from configurations import WINDOWS, Case, Event, Phase, is_random, narrowed
+from configurations import (
+    DOCUMENTS,
+    HOST_BATCHES,
+    SEED,
+    STREAMS,
+    WINDOWS,
+    Case,
+    Event,
+    Faults,
+    Phase,
+    is_random,
+    narrowed,
+)
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+from reference import Batch
+from wrong_states import wrong_states
 
 import meshfeed
 
-TIMEOUT_SECONDS = 20.0
+TIMEOUT_SECONDS, SHORT_TIMEOUT_SECONDS = 20.0, 3.0
 _RETRY = meshfeed.Retry(attempts=20, initial_seconds=0.0002, max_seconds=0.001)
 
 
 class World(Protocol):
     """Devices, and an exchange of values between hosts."""
+
+    def warnings(self) -> list[logging.LogRecord] | None:
+        """The warnings of this host so far; None if they are not kept."""
+        ...
 
     def devices(self, processes: int, per_host: int) -> list[Any]:
         """All devices, those of a host one after the other."""
@@ -47,9 +69,35 @@ def sharding_of(phase: Phase, devices: list[Any]) -> Any:
     mesh = Mesh(placed, topology.axes, axis_types=(AxisType.Auto,) * grid.ndim)
     if topology.layout in ("rows", "permuted"):
         return mesh
-    if topology.layout == "prefix":
+    if topology.layout in ("prefix", "mixed"):
         return {leaf: NamedSharding(mesh, PartitionSpec(*topology.spec(leaf))) for leaf in ("id", "x")}
     return NamedSharding(mesh, PartitionSpec(*topology.spec("id")))
+
+
+@contextlib.contextmanager
+def callers_settings(case: Case) -> Iterator[None]:
+    """What the program around the feed has chosen."""
+    caller = case.config.get("caller", "plain")
+    with contextlib.ExitStack() as stack:
+        if caller == "mesh":
+            axes = {"axis_types": (AxisType.Auto,)}
+            stack.enter_context(jax.set_mesh(Mesh(np.array(jax.devices()[:1]), ("other",), **axes)))
+        elif caller in ("debug_nans", "debug_infs", "disable_jit"):
+            stack.enter_context(getattr(jax, caller)(True))
+        elif caller in ("guarded", "logged"):
+            guard = {"guarded": "disallow", "logged": "log"}[caller]
+            stack.enter_context(jax.transfer_guard_host_to_device(guard))
+        yield
+
+
+@contextlib.contextmanager
+def types_of(case: Case) -> Iterator[None]:
+    """JAX with or without 64-bit types, on all threads."""
+    jax.config.update("jax_enable_x64", case.config["x64"])
+    try:
+        yield
+    finally:
+        jax.config.update("jax_enable_x64", False)
 
 
 def play_host(case: Case, host: int, world: World, name: str) -> None:
@@ -63,20 +111,24 @@ def play_host(case: Case, host: int, world: World, name: str) -> None:
 
 
 def _play_phase(case: Case, phase: Phase, wanted: list[Event], host: int, world: World, name: str) -> None:
-    settings = case.settings(phase)
+    settings = case.settings(phase, host)
     if settings["bad_records"] is not None:
         settings["bad_records"] = meshfeed.SkipBad(max_fraction=settings["bad_records"])
     if settings["shuffle"] in ("shards 3", "affinity"):
         settings["shuffle"] = meshfeed.ShardShuffle(*WINDOWS[settings["shuffle"]])
-    settings["global_batch_size"] = (
-        phase.schedule[0][1] if len(phase.schedule) == 1 else meshfeed.BatchSchedule(phase.schedule)
-    )
+    if settings["global_batch_size"] is not None:
+        settings["global_batch_size"] = (
+            phase.schedule[0][1] if len(phase.schedule) == 1 else meshfeed.BatchSchedule(phase.schedule)
+        )
     faults, refused = case.faults(phase, host), case.refused_on(phase, host)
     devices = world.devices(case.processes, phase.topology.devices)
     sharding = sharding_of(phase, devices)
     if isinstance(sharding, dict) and case.config["source"] == "padded":
         sharding["mask_of"] = sharding["x"]
     timeout = TIMEOUT_SECONDS * (5 if settings["num_workers"] else 1)  # processes are slow to start
+    if case.config["fault"] == "late":
+        timeout = SHORT_TIMEOUT_SECONDS
+    before = len(world.warnings() or ())
     try:
         feed = meshfeed.Feed(
             case.source(phase, host, faults),
@@ -92,22 +144,44 @@ def _play_phase(case: Case, phase: Phase, wanted: list[Event], host: int, world:
         return
     assert refused is None, f"not refused: {refused}"
     faults.armed = True
+    found = [tuple(entry) for entry in _warned(world, "records", after=before)]
+    wanted_warnings = case.warnings_at_first(phase) if world.warnings() is not None else []
+    assert found == wanted_warnings, f"warned of {found}, not {wanted_warnings}"
     with feed:
+        player = _Player(case, phase, host, world, feed, faults, name.rpartition("-")[0])
         for number, event in enumerate(wanted):
-            player = _Player(case, phase, host, world, feed, name.rpartition("-")[0])
             if case.config["start"] and (not number or wanted[number - 1].action[0] in ("set", "reset")):
                 feed.start()
             player.play(event, f"action {name.rpartition('-')[2]}.{number} {event.action}")
 
 
+_WARNINGS = {
+    "records": ("%.0f %% of the records will not be delivered", "the source has %d records in all epochs, fewer"),
+    "end": ("the stream ends with lane %d of %d",),
+}
+
+
+def _warned(world: World, of: str, after: int = 0) -> list[Any]:
+    """What this host has warned of: what is put into the texts of some warnings."""
+    records = (world.warnings() or [])[after:]
+    return [record.args for record in records if str(record.msg).startswith(_WARNINGS[of])]
+
+
 class _Player:
-    def __init__(self, case: Case, phase: Phase, host: int, world: World, feed: Any, name: str) -> None:
+    def __init__(
+        self, case: Case, phase: Phase, host: int, world: World, feed: Any, faults: Faults, name: str
+    ) -> None:
         self.case, self.phase, self.host, self.world, self.feed, self.name = case, phase, host, world, feed, name
+        self.faults = faults
+        self.left = False  # whether this host or another has closed its feed early
+        self.delivered = {"batches": 0, "records": 0, "bytes": 0, "skipped_records": 0}
+        self.has_structure = False  # whether this host has had a record since the feed began or was moved
+        self.moved = False  # whether a batch has been delivered since
 
     def play(self, event: Event, where: str) -> None:
         kind, *arguments = event.action
         getattr(self, f"_{kind}")(event, where, *arguments)
-        if event.failing is None:
+        if event.failing is None and not self.left:
             at = self.feed.step, self.feed.position
             assert at == (event.step, event.position), f"{where}: at {at}, not {(event.step, event.position)}"
 
@@ -121,13 +195,25 @@ class _Player:
 
     def _take_now(self, event: Event, where: str, count: int) -> None:
         mask_key = "mask" if self.case.config["mask"] else None
+        leaves, leaver = self.case.config["fault"] == "leaves", self.case.odd_host
+        leaves_at = self.case.config["taken"] if leaves else None
+        outside = self.host >= self.phase.topology.hosts and is_random(self.case.config["source"])
         for batch in event.batches:
             here = f"{where}, step {batch.step}"
+            if leaves and batch.step == leaves_at and self.host == leaver:
+                self.feed.close()
+                self.left = True
+                return
             try:
                 arrays = next(self.feed)
+            except meshfeed.PeerError as error:
+                if not leaves or outside or batch.step < leaves_at:
+                    raise AssertionError(f"{here}: raised {error!r}") from error
+                self._check_leaver(error, leaver, leaves_at, here)
+                return
             except Exception as error:
                 raise AssertionError(f"{here}: raised {error!r}") from error
-            wanted = {name: narrowed(leaf) for name, leaf in flat(batch.arrays(mask_key)).items()}
+            wanted = {name: narrowed(leaf, self.case.config["x64"]) for name, leaf in flat(batch.arrays(mask_key)).items()}
             arrays = flat(arrays)
             assert sorted(arrays) == sorted(wanted), f"{here}: leaves {sorted(arrays)}"
             for name, array in arrays.items():
@@ -137,27 +223,108 @@ class _Player:
                     raise AssertionError(f"{here}, leaf {name}: {error}") from None
             at = self.feed.step, self.feed.position
             assert at == (batch.step + 1, batch.position), f"{here}: at {at}, not {(batch.step + 1, batch.position)}"
+            self._count(batch)
+        self._check_stats(where)
         if event.end:
             for _ in range(2):
                 self._raises(where, ("StopIteration",))
+            if self.world.warnings() is not None:
+                wanted, found = self.case.warning_at_end(self.phase, self.host, event), _warned(self.world, "end")
+                # A host whose lanes are longer than those of others may have read ahead to their own end.
+                may = self.case.config["source"] in STREAMS and self.case.config["end"] == "drop"
+                assert wanted in found if wanted else may or not found, f"{where}: warned of {found}, not {wanted}"
         elif event.failing is not None:
-            if self.host in event.failing:
-                kinds: tuple[str, ...] = (event.kind,) if len(event.failing) == 1 else (event.kind, "PeerError")
-            elif self.host < self.phase.topology.hosts:
-                kinds = ("PeerError",)
-            elif is_random(self.case.config["source"]):  # reads alone
-                return
-            else:
-                kinds = (event.kind, "PeerError")
-            for _ in range(2):
-                self._raises(where, kinds)
+            self._fails(event, where)
 
-    def _raises(self, where: str, kinds: tuple[str, ...]) -> None:
+    def _fails(self, event: Event, where: str) -> None:
+        """What the hosts raise at a step that not all can deliver."""
+        assert event.failing is not None
+        is_follower = self.host >= self.phase.topology.hosts
+        if self.host in event.failing:
+            kinds: tuple[str, ...] = (event.kind,) if len(event.failing) == 1 else (event.kind, "PeerError")
+        elif is_follower and is_random(self.case.config["source"]):  # reads alone
+            return
+        elif event.loose:
+            self._goes_on(event, where)
+            return
+        elif not is_follower:
+            kinds = ("PeerError",)
+        else:
+            kinds = (event.kind, "PeerError")
+        for _ in range(2):
+            error = self._raises(where, kinds)
+            text = f"{error} {'; '.join(getattr(error, '__notes__', ()))}"
+            if not is_follower:
+                assert all(word in text for word in event.words), f"{where}: raised {error!r}, without {event.words}"
+            if isinstance(error, meshfeed.PeerError) and event.failing:
+                assert error.host in event.failing, f"{where}: raised {error!r}, host {error.host}"
+                assert f"host {error.host}" in text or f"hosts {error.host}" in text, f"{where}: raised {error!r}"
+                assert error.peer_message in text, f"{where}: raised {error!r}, {error.peer_message!r}"
+            if event.kind == "Fatal" and isinstance(error, meshfeed.PeerError):
+                assert f"in the read of step {event.step}: Fatal: " in text, f"{where}: raised {error!r}"
+                assert f"delivered the steps before {event.step}; see" in text, f"{where}: raised {error!r}"
+            if isinstance(error, meshfeed.StalledError):
+                late = self.case.odd_host if not is_follower else 0
+                assert error.hosts == (late,), f"{where}: raised {error!r}, of the hosts {error.hosts}"
+                assert error.waited_seconds >= SHORT_TIMEOUT_SECONDS, f"{where}: waited {error.waited_seconds} s"
+                assert f"timeout_seconds={SHORT_TIMEOUT_SECONDS:g}" in text, f"{where}: raised {error!r}"
+        if event.kind == "StalledError" and not is_follower:
+            self.world.put(f"{self.name}/stalled", self.host, None)
+            self.world.gather(f"{self.name}/stalled", self.phase.topology.hosts)
+            self.faults.released.set()
+
+    def _goes_on(self, event: Event, where: str) -> None:
+        """Of a host that has read its part: up to the end, or until it learns that the one that fails has left."""
+        try:
+            for _ in self.feed:
+                pass
+        except meshfeed.PeerError as error:
+            self._check_leaver(error, event.failing[0], event.step, where)
+        except Exception as error:
+            raise AssertionError(f"{where}: raised {error!r}") from error
+        self.left = True
+
+    def _check_leaver(self, error: meshfeed.PeerError, host: int, step: int, where: str) -> None:
+        assert error.host == host, f"{where}: raised {error!r}, host {error.host}"
+        assert f"host {host} closed its feed at step {step}" in str(error), f"{where}: raised {error!r}"
+        assert error.peer_message.startswith(f"closed its feed at step {step}"), error.peer_message
+        self.left = True
+
+    def _count(self, batch: Batch) -> None:
+        case = self.case
+        mine = case.rows_read(self.phase, self.host, len(batch.rows))
+        if case.config["source"] == "host_batches_vary":  # the size of its padding comes from others
+            self.has_structure = False
+        self.has_structure |= case.shows_structure(self.phase, self.host, batch)
+        arrays = flat(batch.arrays("mask" if case.config["mask"] else None))
+        each = sum(self._bytes_of_row(name, leaf) for name, leaf in arrays.items())
+        self.moved = True
+        self.delivered["batches"] += 1
+        self.delivered["records"] += batch.position - batch.before
+        self.delivered["bytes"] += each * len(mine) if self.has_structure else 0
+        self.delivered["skipped_records"] += case.num_replaced(self.phase, self.host, batch)
+
+    def _bytes_of_row(self, name: str, leaf: np.ndarray) -> int:
+        """Bytes of a row of a leaf that this host reads: of the memory's columns only those that it holds."""
+        if self.case.config["source"] != "memory" or self.phase.load != "sharded":
+            return leaf.nbytes // len(leaf)
+        held = np.zeros(leaf.shape[1:], bool)
+        for index in blocks_of(self.phase, name, self.host, leaf.shape).values():
+            held[index[1:]] = True
+        return int(held.sum()) * leaf.itemsize
+
+    def _check_stats(self, where: str) -> None:
+        stats = self.feed.stats()
+        found = {name: getattr(stats, name) for name in self.delivered}
+        assert found == self.delivered, f"{where}: stats {found}, not {self.delivered}"
+
+    def _raises(self, where: str, kinds: tuple[str, ...]) -> Exception:
         try:
             next(self.feed)
         except Exception as error:
             if type(error).__name__ not in kinds:
                 raise AssertionError(f"{where}: raised {error!r}, not {kinds}") from error
+            return error
         else:
             raise AssertionError(f"{where}: gave a batch after {self.feed.step - 1} steps, not {kinds}")
 
@@ -165,15 +332,62 @@ class _Player:
         state = self.feed.get_state()
         assert state == json.loads(json.dumps(state)), where
         assert state["position"] == event.position, f"{where}: position {state['position']}, not {event.position}"
+        self._check_state(state, event, where)
         self.world.put(f"{self.name}/{key}", self.host, state)
+
+    def _check_state(self, state: Any, event: Event, where: str) -> None:
+        """What a state says of the stream, beside where it is."""
+        case = self.case
+        source, fingerprint = case.config["source"], state["fingerprint"]
+        wanted = {"num_epochs": case.config["num_epochs"], "end": case.config["end"]}
+        names = {"source", *wanted}
+        if source in HOST_BATCHES:
+            wanted |= {"elastic": False, "processes": case.processes, "source": {"kind": "host_batches"}}
+            if source == "host_batches_vary":
+                wanted["end"] = "drop"
+            names |= wanted.keys()
+            assert set(state["hosts"] or {}) <= {str(self.host)}, f"{where}: hosts {sorted(state['hosts'])}"
+        else:
+            wanted["seed"] = SEED
+            names |= {"seed"}
+        if is_random(source):
+            names = set(fingerprint) | names | {"order"}
+            assert set(fingerprint["order"]) == {"algorithm", "version"}, f"{where}: order {fingerprint['order']}"
+        elif source in STREAMS:
+            wanted["num_lanes"] = case.num_lanes
+            names |= {"num_lanes"} | ({"mixture"} if source == "stream_mixture" else set())
+            lanes = case.lanes_of(self.phase, self.host) if self.moved else set(range(case.num_lanes))
+            assert set(state["lanes"]) == {str(lane) for lane in lanes}, f"{where}: lanes {sorted(state['lanes'])}"
+            fields = {"records", "epoch", "taken", "state", "skip", "ended", "digest"}
+            assert all(set(lane) == fields for lane in state["lanes"].values()), f"{where}: {state['lanes']}"
+        found = {name: fingerprint.get(name) for name in wanted}
+        assert found == wanted, f"{where}: the state is of {found}, not {wanted}"
+        assert set(fingerprint) == names, f"{where}: the fingerprint has {sorted(fingerprint)}, not {sorted(names)}"
+        assert state["segments"] == event.segments, f"{where}: segments {state['segments']}, not {event.segments}"
 
     def _set(self, event: Event, where: str, key: str) -> None:
         states = self.world.gather(f"{self.name}/{key}", self.case.savers(key))
         merged = meshfeed.merge_states(states)
         self._check_merged(merged, event, where)
+        self._refuses_wrong_states(merged, where)
         self.feed.set_state(merged)
+        self.has_structure = self.moved = False
         again = self.feed.get_state()
         assert again["position"] == merged["position"], where
+
+    def _refuses_wrong_states(self, state: Any, where: str) -> None:
+        """Whether the feed refuses what resembles a state, and is as before."""
+        before = self.feed.get_state()
+        lanes = self.case.lanes_of(self.phase, self.host) if self.case.config["source"] in STREAMS else set()
+        for field, wrong in wrong_states(state, self.host, lanes, self.case.total):
+            try:
+                self.feed.set_state(wrong)
+            except meshfeed.StateMismatchError as error:
+                assert error.field.startswith(field), f"{where}: {error!r}, not about {field!r}"
+            else:
+                raise AssertionError(f"{where}: took a state with another {field!r}: {wrong}")
+            at = self.feed.step, self.feed.position, self.feed.get_state()
+            assert at == (before.get("step", at[0]), before["position"], before), f"{where}: moved to {at}"
 
     def _check_merged(self, state: Any, event: Event, where: str) -> None:
         ledgers = (state.get("skipped") or {}).values()
@@ -186,6 +400,7 @@ class _Player:
 
     def _reset(self, event: Event, where: str) -> None:
         self.feed.reset()
+        self.has_structure = self.moved = False
 
     def _len(self, event: Event, where: str) -> None:
         try:
@@ -205,9 +420,45 @@ class _Player:
     def _spec(self, event: Event, where: str) -> None:
         if event.following is not None:
             batch = event.following.arrays("mask" if self.case.config["mask"] else None)
-            wanted = {name: (leaf.shape, narrowed(leaf).dtype) for name, leaf in flat(batch).items()}
-            found = {name: (leaf.shape, leaf.dtype) for name, leaf in flat(self.feed.element_spec).items()}
+            wanted = {name: (leaf.shape, narrowed(leaf, self.case.config["x64"]).dtype) for name, leaf in flat(batch).items()}
+            spec = flat(self.feed.element_spec)
+            found = {name: (leaf.shape, leaf.dtype) for name, leaf in spec.items()}
             assert found == wanted, f"{where}: element_spec {found}, not {wanted}"
+            for name, leaf in spec.items():
+                index = blocks_of(self.phase, name, self.host, leaf.shape)
+                of = leaf.sharding.devices_indices_map(leaf.shape)
+                blocks = {self._number(device): block for device, block in of.items() if self._is_mine(device)}
+                assert blocks.keys() == index.keys(), f"{where}: element_spec of {name} is on {sorted(blocks)}"
+                for number, block in blocks.items():
+                    whole = tuple(slice(*part.indices(size)[:2]) for part, size in zip(block, leaf.shape, strict=True))
+                    assert whole == index[number], f"{where}: element_spec of {name}: {whole}, not {index[number]}"
+
+    def _is_mine(self, device: Any) -> bool:
+        return self._number(device) // self.phase.topology.devices == self.host
+
+    def _number(self, device: Any) -> int:
+        devices = self.world.devices(self.case.processes, self.phase.topology.devices)
+        return next(number for number, one in enumerate(devices) if one.id == device.id)
+
+    def _read(self, event: Event, where: str) -> None:
+        if event.read is None:
+            return
+        ids, batch = event.read
+        for given in (ids, np.array(ids, np.uint64)):
+            found, wanted = flat(self.feed.read(given)), flat(batch.arrays(None))
+            assert sorted(found) == sorted(wanted), f"{where}: read({ids}) has the leaves {sorted(found)}"
+            for name, leaf in wanted.items():
+                assert _same(found[name], leaf), f"{where}: read({ids}), leaf {name}: {found[name]}, not {leaf}"
+        assert all(len(leaf) == 0 for leaf in flat(self.feed.read([])).values()), f"{where}: read([])"
+        far = -1 if self.case.config["source"] in DOCUMENTS else 1 << 61  # whose ids count on from epoch to epoch
+        for wrong, kind in (([-1], "SourceError"), ([ids[0], far], "SourceError"), ([ids], "SettingsError")):
+            try:
+                self.feed.read(wrong)
+            except meshfeed.MeshfeedError as error:
+                assert type(error).__name__ == kind, f"{where}: read({wrong}) raised {error!r}"
+                assert str(np.ravel(wrong)[-1]) in str(error), f"{where}: read({wrong}) raised {error!r}"
+            else:
+                raise AssertionError(f"{where}: read({wrong}) gave records")
 
     def _replay(self, event: Event, where: str) -> None:
         mask_key = "mask" if self.case.config["mask"] else None
@@ -215,8 +466,13 @@ class _Player:
             found, wanted = flat(self.feed.replay(batch.step)), flat(batch.arrays(mask_key))
             assert sorted(found) == sorted(wanted), f"{where}: replay({batch.step}) has the leaves {sorted(found)}"
             for name, leaf in wanted.items():
-                same = found[name].dtype == leaf.dtype and found[name].tobytes() == leaf.tobytes()
-                assert same, f"{where}: replay({batch.step}), leaf {name}: {found[name]}, not {leaf}"
+                assert _same(found[name], leaf), f"{where}: replay({batch.step}), leaf {name}: {found[name]}, not {leaf}"
+
+
+def _same(found: np.ndarray, wanted: np.ndarray) -> bool:
+    """Whether two arrays are the same bit for bit, but perhaps for the order of bytes, which numpy's stacking changes."""
+    found, wanted = narrowed(found, x64=True), narrowed(wanted, x64=True)
+    return found.dtype == wanted.dtype and found.shape == wanted.shape and found.tobytes() == wanted.tobytes()
 
 
 def flat(tree: Any, path: str = "") -> dict[str, Any]:

@@ -26,6 +26,9 @@ class _World:
     def __init__(self, folder: pathlib.Path) -> None:
         self._folder = folder
 
+    def warnings(self) -> None:
+        return None
+
     def devices(self, processes: int, per_host: int) -> list[Any]:
         import jax
 
@@ -65,10 +68,22 @@ def play_here(case: Any, folder: str) -> None:
     Raises:
       AssertionError: something is not as the model says.
     """
-    from driver import play_host
+    from driver import callers_settings, play_host, types_of
+
+    from meshfeed._src.arrays import device_put
+
+    def changed(*arguments: Any, **keywords: Any) -> Any:
+        raise TypeError("got an unexpected argument")
 
     assert case.processes == 1
-    play_host(case, 0, _World(pathlib.Path(tempfile.mkdtemp(dir=folder))), "case")
+    world, probe = _World(pathlib.Path(tempfile.mkdtemp(dir=folder))), device_put.probe_fast_call
+    calls = {"private": probe, "public": lambda: None, "changed": lambda: changed}
+    device_put.probe_fast_call = calls[case.config.get("put", "private")]
+    try:
+        with types_of(case), callers_settings(case):
+            play_host(case, 0, world, "case")
+    finally:
+        device_put.probe_fast_call = probe
 
 
 def play(numbered: Sequence[tuple[int, dict[str, Any]]], folder: str) -> list[tuple[int, str]]:

@@ -533,6 +533,8 @@ class Batch:
     tokens: list[Any] = dataclasses.field(
         default_factory=list
     )  # what each row was read as, to find where a fault falls
+    before: int = 0  # the position before it
+    replaced: list[int] = dataclasses.field(default_factory=list)  # rows with a record in the place of a bad one
 
     def arrays(self, mask_key: str | None) -> Record:
         """The global arrays; rows without a record are zeros like the others."""
@@ -560,6 +562,86 @@ class Refused(Exception):
         self.kind, self.when = kind, when
 
 
+# ---------------------------------------------------------------------- rows of about equal work
+
+_CHOSEN, _SWAPPED = 32, 32
+
+
+def balanced(costs: Sequence[float]) -> list[int]:
+    """The rows of a batch in balanced order: halves of about equal cost, and so on as long as a part is even."""
+    return _halved(list(range(len(costs))), lambda group: _halves(group, costs))
+
+
+def balanced_of_shards(costs: Sequence[Sequence[int]]) -> list[int]:
+    """The same where a row costs one number for each shard of the sequence: halves of about equal cost in all of them."""
+    return _halved(list(range(len(costs))), lambda group: _halves_of_shards(group, costs))
+
+
+def _halved(group: list[int], halves: Callable[[list[int]], tuple[list[int], list[int]]]) -> list[int]:
+    if len(group) < 2 or len(group) % 2:
+        return group
+    left, right = halves(group)
+    return _halved(left, halves) + _halved(right, halves)
+
+
+def _pairs(group: list[int], total: Callable[[int], float]) -> list[tuple[int, int]]:
+    by_cost = sorted(group, key=lambda row: -total(row))
+    return list(zip(by_cost[::2], by_cost[1::2], strict=True))
+
+
+def _halves(group: list[int], costs: Sequence[float]) -> tuple[list[int], list[int]]:
+    pairs = sorted(_pairs(group, costs.__getitem__), key=lambda pair: costs[pair[1]] - costs[pair[0]])
+    gaps = [costs[a] - costs[b] for a, b in pairs]
+    chosen = [i for i in range(len(pairs)) if not _CHOSEN <= i < max(_CHOSEN, len(pairs) - _CHOSEN)]
+    signs = [-1 if i % 2 else 1 for i in range(len(pairs))]  # of those that are not chosen
+    total = sum(sign * gap for i, (sign, gap) in enumerate(zip(signs, gaps, strict=True)) if i not in chosen)
+    for i in chosen:
+        signs[i] = -1 if total > 0 else 1
+        total += signs[i] * gaps[i]
+    left = [a if sign > 0 else b for (a, b), sign in zip(pairs, signs, strict=True)]
+    right = [b if sign > 0 else a for (a, b), sign in zip(pairs, signs, strict=True)]
+    for _ in range(3 if len(left) <= _SWAPPED else 0):
+        gap = sum(costs[row] for row in left) - sum(costs[row] for row in right)
+        after = {
+            (i, j): abs(gap - 2 * (costs[a] - costs[b])) for i, a in enumerate(left) for j, b in enumerate(right)
+        }
+        i, j = min(after, key=after.__getitem__)
+        if after[i, j] < abs(gap):
+            left[i], right[j] = right[j], left[i]
+    return left, right
+
+
+def _halves_of_shards(group: list[int], costs: Sequence[Sequence[int]]) -> tuple[list[int], list[int]]:
+    def minus(a: Sequence[int], b: Sequence[int]) -> list[int]:
+        return [x - y for x, y in zip(a, b, strict=True)]
+
+    def product(a: Sequence[int], b: Sequence[int]) -> int:
+        return sum(x * y for x, y in zip(a, b, strict=True))
+
+    def gap_of(pair: tuple[int, int]) -> list[int]:
+        return minus(costs[pair[0]], costs[pair[1]])
+
+    pairs = sorted(_pairs(group, lambda row: sum(costs[row])), key=lambda pair: -product(gap_of(pair), gap_of(pair)))
+    gap = [0] * len(costs[group[0]])
+    left, right = list[int](), list[int]()
+    for a, b in pairs:
+        if product(gap, gap_of((a, b))) > 0:
+            a, b = b, a
+        left, right, gap = [*left, a], [*right, b], [x + y for x, y in zip(gap, gap_of((a, b)), strict=True)]
+    for _ in range(8 if len(left) <= _SWAPPED else 0):
+        gap = minus([sum(costs[row][s] for row in left) for s in range(len(gap))], [sum(costs[row][s] for row in right) for s in range(len(gap))])
+        after = {
+            (i, j): [g - 2 * d for g, d in zip(gap, gap_of((a, b)), strict=True)]
+            for i, a in enumerate(left)
+            for j, b in enumerate(right)
+        }
+        i, j = min(after, key=lambda at: product(after[at], after[at]))
+        if product(after[i, j], after[i, j]) >= product(gap, gap):
+            break
+        left[i], right[j] = right[j], left[i]
+    return left, right
+
+
 # ---------------------------------------------------------------------- the kinds of stream
 
 
@@ -575,6 +657,8 @@ class RandomAccess:
     """Record id → what is read for it, to find where a fault falls."""
     first: int = 0
     """The record that shows the structure."""
+    cost: Callable[[int], float] | None = None
+    """Record id → cost of its row, by which the rows of a batch are balanced; None if they are not."""
 
     def batch(self, step: int, steps: Steps) -> Batch | None:
         start, size, total = steps.position_of(step), steps.size(step), self.order.total_of(steps)
@@ -584,8 +668,11 @@ class RandomAccess:
         rows: list[Record | None] = []
         planned: list[int] = []
         bad: list[tuple[int, int, int]] = []
-        for position in range(start, stop):
-            record_id, epoch = self.order.at(position, steps)
+        replaced: list[int] = []
+        ordered = [self.order.at(position, steps) for position in range(start, stop)]
+        if self.cost is not None:
+            ordered = [ordered[row] for row in balanced([self.cost(record_id) for record_id, _ in ordered])]
+        for row, (record_id, epoch) in enumerate(ordered):
             planned.append(record_id)
             read = record_id
             attempt = 0
@@ -594,10 +681,11 @@ class RandomAccess:
                 read = self.order.replacement(record_id, epoch, attempt)
                 if attempt == 1:
                     bad.append((record_id, epoch, step))
+                    replaced.append(row)
             rows.append(self.value(read, epoch))
         tokens = [self.origin(record_id) for record_id in planned]
         rows += [None] * (start + size - stop)
-        return Batch(step, rows, stop, planned, bad, tokens)
+        return Batch(step, rows, stop, planned, bad, tokens, start, replaced)
 
     def length(self, steps: Steps) -> int | None:
         if self.order.total_of(steps) is None:
@@ -657,15 +745,20 @@ class Lanes:
     def __post_init__(self) -> None:
         self._lanes = [LaneRecords(self.open(lane)) for lane in range(self.num_lanes)]
 
+    def upto(self, lane: int, count: int) -> list[Record]:
+        """The first records of a lane."""
+        return self._lanes[lane].upto(count)
+
     def batch(self, step: int, steps: Steps) -> Batch | None:
         start, size = steps.position_of(step) // self.num_lanes, steps.size(step) // self.num_lanes
         rows: list[Record | None] = []
         tokens: list[Any] = []
         short = False
-        position = 0
+        position = before = 0
         bad: list[tuple[int, int, int]] = []
         for number, lane in enumerate(self._lanes):
             records = lane.upto(start + size)
+            before += min(start, len(records))
             bad += [(one.record_id, one.epoch, step) for place, one in lane.bad if start <= place < start + size]
             here = records[start:]
             short |= len(here) < size
@@ -676,31 +769,35 @@ class Lanes:
             raise Refused("SourceError", "the first step of a stream without records")
         if (short and not self.pad) or all(row is None for row in rows):
             return None
-        return Batch(step, rows, position, bad=bad, tokens=tokens)
+        return Batch(step, rows, position, bad=bad, tokens=tokens, before=before)
 
 
 @dataclasses.dataclass
 class HostLists:
     """Host batches: each row shard has its own list of batches, of the same rows."""
 
-    batches: Sequence[Sequence[Sequence[Record]]]  # host → batch → its records, in the order of the host's rows
-    rows_of: Callable[[int], Sequence[int]]  # host → its rows of a batch
+    batches: Sequence[Callable[[int], Sequence[Record] | None]]  # host → step → the records of its batch, or None
+    rows_of: Callable[[int, int], Sequence[int]]  # host, size of a batch → its rows, in the order of its records
     pad: bool
+    empty: bool  # no host has a batch
 
     def batch(self, step: int, steps: Steps) -> Batch | None:
-        if not any(self.batches):
+        if self.empty:
             raise Refused("SourceError", "the first step of host batches without any")
-        rows: list[Record | None] = [None] * steps.size(step)
+        before = sum(len(self._rows(number, steps)[0]) for number in range(step))
+        rows, short = self._rows(step, steps)
+        if (short and not self.pad) or not rows:
+            return None
+        size = steps.size(step)
+        return Batch(step, [rows.get(row) for row in range(size)], before + len(rows), before=before)
+
+    def _rows(self, step: int, steps: Steps) -> tuple[dict[int, Record], bool]:
+        """The records of a step by row, and whether some host has too few."""
+        rows: dict[int, Record] = {}
         short = False
         for host, batches in enumerate(self.batches):
-            mine = self.rows_of(host)
-            records = batches[step] if step < len(batches) else []
+            mine = self.rows_of(host, steps.size(step))
+            records = batches(step) or []
             short |= len(records) < len(mine)
-            for row, record in zip(mine, records, strict=False):
-                rows[row] = record
-        if (short and not self.pad) or all(row is None for row in rows):
-            return None
-        return Batch(step, rows, self._before(step + 1))
-
-    def _before(self, step: int) -> int:
-        return sum(len(records) for batches in self.batches for records in batches[:step])
+            rows.update(zip(mine, records, strict=False))
+        return rows, short

@@ -10,6 +10,7 @@ import _thread
 import collections
 import contextlib
 import dataclasses
+import logging
 import sys
 import threading
 import time
@@ -23,9 +24,10 @@ import numpy as np
 sys.path.insert(0, str(Path(__file__).parent.parent / "chaos"))
 
 from configurations import Case, Phase
-from driver import Exchange, blocks_of, check_block, play_host
+from driver import Exchange, blocks_of, check_block, play_host, types_of
 from memory_store import MemoryStore
 
+from meshfeed._src.agreement import handshake, windows
 from meshfeed._src.arrays import device_put, load_once
 from meshfeed._src.base import coordination, threads
 from meshfeed._src.plan.topology import fake_devices
@@ -99,6 +101,19 @@ class Job:
         self.processes = processes
         self.store = MemoryStore()
         self.counts: dict[int, collections.Counter[str]] = collections.defaultdict(collections.Counter)
+        self.warnings: dict[int, list[logging.LogRecord]] = collections.defaultdict(list)  # by host
+
+
+class _Warnings(logging.Handler):
+    """Keeps the warnings of each host, instead of writing them."""
+
+    def __init__(self, here: _Here) -> None:
+        super().__init__(logging.WARNING)
+        self._here = here
+
+    def emit(self, record: logging.LogRecord) -> None:
+        if self._here.job is not None:
+            self._here.job.warnings[self._here.host].append(record)
 
 
 @contextlib.contextmanager
@@ -157,9 +172,14 @@ def simulation() -> Iterator[None]:
     for owner, name, value in patches:
         setattr(owner, name, value)
     _current.append(here)
+    log, handler = logging.getLogger("meshfeed"), _Warnings(here)
+    log.addHandler(handler)
+    propagates, log.propagate = log.propagate, False
     try:
         yield
     finally:
+        log.removeHandler(handler)
+        log.propagate = propagates
         _current.pop()
         for owner, name, value in saved:
             setattr(owner, name, value)
@@ -172,6 +192,9 @@ class _World(Exchange):
     def __init__(self, case: Case, here: _Here) -> None:
         super().__init__()
         self._case, self._here = case, here
+
+    def warnings(self) -> list[logging.LogRecord]:
+        return self._here.job.warnings[self._here.host]
 
     def devices(self, processes: int, per_host: int) -> list[Any]:
         return fake_devices(processes, per_host, this_process=self._here.host)
@@ -222,7 +245,7 @@ def _check_shape(shape: tuple[int, ...], dtype: Any, wanted: np.ndarray) -> None
 def run(
     processes: int,
     function: Callable[[int], Any],
-    seconds: float = JOIN_SECONDS,
+    seconds: float | None = None,
     *,
     job: Job | None = None,
     give_up: Callable[[], None] = lambda: None,
@@ -232,7 +255,7 @@ def run(
     Args:
       processes: of the job.
       function: what a host does.
-      seconds: that all calls may take.
+      seconds: that all calls may take; None for ``JOIN_SECONDS``.
       job: with the hosts' key-value store; None for one of its own.
       give_up: called after an error on some host.
 
@@ -254,7 +277,7 @@ def run(
     hosts = [threading.Thread(target=run_as, args=(host,), daemon=True) for host in range(processes)]
     for thread in hosts:
         thread.start()
-    deadline = time.monotonic() + seconds
+    deadline = time.monotonic() + (JOIN_SECONDS if seconds is None else seconds)
     for thread in hosts:
         thread.join(max(0.0, deadline - time.monotonic()))
     hanging = [host for host, thread in enumerate(hosts) if thread.is_alive()]
@@ -274,7 +297,10 @@ def play(case: Case) -> None:
     """
     world, job = _World(case, _current[-1]), Job(case.processes)
     assert case.events  # once for all hosts
-    run(case.processes, lambda host: play_host(case, host, world, "case"), job=job, give_up=world.give_up)
+    alone = case.config["fault"] in ("unopened", "leaves")  # which others find out after some time
+    handshake._GRACE_SECONDS, windows._ERROR_GRACE_SECONDS = (0.4, 0.4) if alone else (3.0, 4.0)
+    with types_of(case):
+        run(case.processes, lambda host: play_host(case, host, world, "case"), job=job, give_up=world.give_up)
     end = time.monotonic() + CLEANUP_SECONDS
     while (wrong := _unexpected(job.store.keys())) and time.monotonic() < end:
         time.sleep(0.01)

@@ -163,6 +163,14 @@ def test_a_short_batch_ends_an_epoch_and_is_an_error_before_its_end() -> None:
             list(wrong)
 
 
+def test_epochs_of_short_batches_alone_are_an_error_instead_of_an_endless_search() -> None:
+    with make_feed(meshfeed.sources.HostBatches(batches_of(6)), global_batch_size=8, num_epochs=None) as feed:
+        with pytest.raises(meshfeed.SourceError, match="only 6 rows in epoch 1; expected 8 rows.*would never end"):
+            next(feed)
+    with make_feed(meshfeed.sources.HostBatches(batches_of(6)), global_batch_size=8, num_epochs=3) as feed:
+        assert list(feed) == []
+
+
 def test_a_reader_at_the_end_of_an_epoch_takes_nothing_from_a_restore(monkeypatch: pytest.MonkeyPatch) -> None:
     at_the_end, may_go_on = threading.Event(), threading.Event()
 

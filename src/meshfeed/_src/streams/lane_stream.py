@@ -147,9 +147,11 @@ class LaneStream:
 
     def start(self, like: LaneCursor | None = None) -> LaneCursor:
         """Returns the cursor at step 0, every lane at its beginning; keeps the lanes and the added stages of ``like``."""
+        return self._start_under(StepSchedule(self.schedule), like)
+
+    def _start_under(self, step_schedule: StepSchedule, like: LaneCursor | None) -> LaneCursor:
         num_lanes, cut = (self.num_lanes, self._cut) if like is None else (like.num_lanes, like.cut)
         entries = {str(lane): LaneEntry() for lane in range(num_lanes)}
-        step_schedule = StepSchedule(self.schedule)
         source = self._source_under(step_schedule, cut, 0, () if like is None else _added_to(like))
         return LaneCursor(step_schedule, 0, 0, source, entries, cut=cut, num_lanes=num_lanes)
 
@@ -219,7 +221,11 @@ class LaneStream:
 
     def replay_from(self, current: LaneCursor, step: int, state: FeedState | None) -> LaneCursor:
         """Returns the cursor of ``state``, which must contain all lanes, or of the beginning."""
-        cursor = self.start(current) if state is None else self.restore(state)
+        delivered = current.step_schedule  # past steps have the batch sizes and weights of their delivery
+        cursor = self._start_under(delivered, current) if state is None else self.restore(state)
+        if cursor.step <= current.step and delivered.at(cursor.step)[0] == cursor.step_schedule.at(cursor.step)[0]:
+            source = self._source_under(delivered, cursor.cut, cursor.step, _added_to(current))
+            cursor = dataclasses.replace(cursor, step_schedule=delivered, source=source)
         if cursor.step > step:
             raise SettingsError(
                 f"replay of step {step} from a state taken at step {cursor.step}; it takes a state taken at or before "

@@ -170,6 +170,7 @@ class LocalBatchReader:
 
     def _take_to_deliver(self) -> PyTree | None:
         """The next batch, or None at the end. ``end="drop"`` drops the short batch at the end of each epoch."""
+        dropped = False
         while True:
             batch = call_with_retry(self._take, self._settings.retry, doing=f"taking batch {self._step}")
             if batch is None:
@@ -180,6 +181,13 @@ class LocalBatchReader:
             wanted = len(self._host_rows.rows(self._stream.size_for(num_rows)))
             if num_rows >= wanted or self._settings.end == "pad":
                 return batch
+            if dropped and self._settings.num_epochs is None:
+                raise SourceError(
+                    f"the iterable of host batches gave only {num_rows} rows in epoch {self._epoch}; expected {wanted} rows, "
+                    "this host's part of a global batch. With end='drop' such an epoch has no batch, so repeating it would "
+                    "never end. Use end='pad', or give this host more rows."
+                )
+            dropped = True
             epoch, step = self._epoch, self._step
             self._ready = call_with_retry(self._take, self._settings.retry, doing=f"taking batch {self._step}")
             if self._ready is None:
