@@ -21,7 +21,7 @@ from typing import NamedTuple
 
 from meshfeed._src.base import coordination
 from meshfeed._src.base.coordination import KeyValueStore, format_hosts, label_of
-from meshfeed._src.base.errors import AgreementError, Failure, MeshfeedError, PeerError
+from meshfeed._src.base.errors import AgreementError, Failure, MeshfeedError, PeerError, StalledError
 from meshfeed._src.base.reduction import Reduction
 from meshfeed._src.base.types import JsonValue
 
@@ -89,6 +89,7 @@ class Meetings:
         try:
             if here in participants:
                 calls.publish()
+                _forget_absent(reduction)
                 reduction.publish({"offer": offer})
             outcome = reduction.result(
                 lambda deadline: _attempt(reduction, participants, conclude, calls, deadline),
@@ -97,10 +98,11 @@ class Meetings:
                 hint=", or has not called reshard",
                 tick=lambda _: calls.check(),
             )
-        except BaseException:
+        except BaseException as error:
             if here in participants:
                 with contextlib.suppress(Exception):  # must not mask the error
-                    reduction.retract()
+                    # After a timeout, the reducer must not name this host among those that did not come.
+                    reduction.publish({"gone": True}) if isinstance(error, StalledError) else reduction.retract()
             raise
         if here in participants:
             calls.retract()
@@ -141,6 +143,14 @@ class Meetings:
             self._next[label] += 1  # the others gave up on this host, or it failed itself
 
 
+def _forget_absent(reduction: Reduction) -> None:
+    """On the reducer, before it waits: forgets hosts that came and gave up, which have to come again."""
+    if reduction.is_reducer:
+        for host, value in reduction.collect(0.0).items():
+            if "gone" in value:
+                reduction.retract(host)
+
+
 def _attempt(
     reduction: Reduction, participants: Sequence[int], conclude: Conclude, calls: _Calls, deadline: float
 ) -> dict[str, JsonValue] | None:
@@ -150,13 +160,16 @@ def _attempt(
 
     def done(values: Mapping[int, JsonValue]) -> bool:
         calls.check()
-        return len(values) == len(participants) or any("failure" in value for value in values.values())
+        return is_complete(values) or any("failure" in value for value in values.values())
+
+    def is_complete(values: Mapping[int, JsonValue]) -> bool:
+        return sum("offer" in value for value in values.values()) == len(participants)
 
     values = reduction.collect(deadline, done)
     failure = next((value["failure"] for value in values.values() if "failure" in value), None)
     if failure is not None:
         return reduction.announce({"failure": failure})
-    if len(values) < len(participants):
+    if not is_complete(values):
         return None
     try:
         outcome: JsonValue = {"result": conclude({host: value["offer"] for host, value in values.items()})}
