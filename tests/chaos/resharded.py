@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
+import os
 import pathlib
 import random
+import signal
 import tempfile
 import time
+from collections.abc import Sequence
 from typing import Any
 
 import real
@@ -65,103 +69,127 @@ def draw_plan(seed: int) -> Plan:
     return Plan(stream, hosts, tuple(losses))
 
 
-def train(plan: Plan, folder: str) -> dict[str, Any]:
-    """What each host runs: a collective a step and a log line a step; the process is never restarted."""
-    import os
-    import signal
+class Host:
+    """One host: takes a collective step with each batch, and logs the batch; its process is never restarted."""
 
-    import jax
-    import numpy as np
-    from jax.experimental import multihost_utils
-    from jax.sharding import AxisType, Mesh
+    def __init__(self, plan: Plan, folder: str) -> None:
+        import jax
 
-    import meshfeed
+        import meshfeed
 
-    host, stream = jax.process_index(), plan.stream
-    total = jax.jit(lambda x: x.sum())
-    log = open(f"{folder}/log-{host}.jsonl", "a")  # noqa: SIM115  until the end or SIGKILL
+        stream = plan.stream
+        self.host, self.folder = jax.process_index(), pathlib.Path(folder)
+        self.losses, self.lost = list(plan.losses), set[int]()
+        self.seconds: list[tuple[bool, float]] = []  # noticed, seconds from the kill to the next batch
+        self.killed: tuple[bool, float] | None = None  # noticed, time
+        self.total = jax.jit(lambda x: x.sum())
+        self.log = open(f"{folder}/log-{self.host}.jsonl", "a")  # noqa: SIM115  until the end or SIGKILL
+        self.feed = meshfeed.Feed(
+            stream.source(0, self.host),
+            mesh_of(jax.devices()),
+            global_batch_size=stream.batch,
+            shuffle=stream.kind == "random",
+            seed=stream.seed,
+            end="pad",
+            mask_key="mask",
+            num_lanes=stream.num_lanes if stream.kind == "stream" else None,
+            prefetch=stream.prefetch,
+            retry=meshfeed.Retry(attempts=60, initial_seconds=0.001, max_seconds=0.01),
+            timeout_seconds=30,
+            name="train",
+        )
+        self.state = self.feed.get_state()
 
-    def mesh_of(devices: Any) -> Any:
-        devices = sorted(devices, key=lambda device: device.process_index)
-        return Mesh(np.array(devices), ("data",), axis_types=(AxisType.Auto,))
-
-    def devices_left(lost: set[int]) -> list[Any]:
-        deadline = time.monotonic() + 60
-        while time.monotonic() < deadline:
-            try:
-                with multihost_utils.live_devices(jax.devices()) as live:
-                    if not lost & {device.process_index for device in live}:
-                        return list(live)
-                    time.sleep(0.1)
-            except Exception:  # a process failed in the block
+    def train(self) -> list[tuple[bool, float]]:
+        """Runs to the end of the stream."""
+        more = True
+        while more:
+            due = self.losses[0] if self.losses and self.feed.step >= self.losses[0].step else None
+            if due is not None and due.host == self.host:
+                self.marker(due.host).write_text(repr(time.time()))
+                os.kill(os.getpid(), signal.SIGKILL)
+            if due is not None and not due.noticed:
+                for _ in range(due.ahead[self.host]):
+                    next(self.feed, None)
+                self.go_on_without(due)
                 continue
-        raise TimeoutError(f"JAX has not noticed the loss of {lost}")
+            try:
+                more = self.step()
+            except Exception:
+                if due is None:
+                    raise
+                self.feed.set_state(self.state)  # after the last step that ended here
+                self.go_on_without(due)
+        self.feed.close()
+        return self.seconds
 
-    feed = meshfeed.Feed(
-        stream.source(0, host),
-        mesh_of(jax.devices()),
-        global_batch_size=stream.batch,
-        shuffle=stream.kind == "random",
-        seed=stream.seed,
-        end="pad",
-        mask_key="mask",
-        num_lanes=stream.num_lanes if stream.kind == "stream" else None,
-        prefetch=stream.prefetch,
-        retry=meshfeed.Retry(attempts=60, initial_seconds=0.001, max_seconds=0.01),
-        timeout_seconds=30,
-        name="train",
-    )
-    losses = list(plan.losses)
-    state = feed.get_state()
-    lost: set[int] = set()
-    seconds: list[tuple[bool, float]] = []
-    resumed: tuple[bool, float] | None = None
+    def step(self) -> bool:
+        """Takes a step; returns whether there was a batch."""
+        import numpy as np
 
-    def step(batch: Any) -> None:
-        float(total(batch["id"]))
+        batch = next(self.feed, None)
+        if batch is None:
+            return False
+        if self.killed is not None:
+            self.seconds.append((self.killed[0], time.time() - self.killed[1]))
+            self.killed = None
+        float(self.total(batch["id"]))
         rows = {}
         for shard, mask in zip(batch["id"].addressable_shards, batch["mask"].addressable_shards, strict=True):
             first = shard.index[0].start or 0
-            for i, (value, real_row) in enumerate(zip(np.asarray(shard.data), np.asarray(mask.data), strict=True)):
-                if real_row:
+            for i, (value, is_real) in enumerate(zip(np.asarray(shard.data), np.asarray(mask.data), strict=True)):
+                if is_real:
                     rows[str(first + i)] = int(value)
-        log.write(json.dumps({"step": feed.step - 1, "rows": rows}) + "\n")
-        log.flush()
+        self.log.write(json.dumps({"step": self.feed.step - 1, "rows": rows}) + "\n")
+        self.log.flush()
+        self.state = self.feed.get_state()
+        return True
 
-    while True:
-        due = losses[0] if losses and feed.step >= losses[0].step else None
-        try:
-            if due is not None and due.host == host:
-                pathlib.Path(f"{folder}/killed-{host}").write_text(repr(time.time()))
-                os.kill(os.getpid(), signal.SIGKILL)
-            if due is not None and not due.noticed:
-                for _ in range(due.ahead[host]):
-                    next(feed, None)
-                raise RuntimeError("the plan says so")
-            batch = next(feed, None)
-            if batch is None:
-                break
-            if resumed is not None:
-                seconds.append((resumed[0], time.time() - resumed[1]))
-                resumed = None
-            step(batch)
-            state = feed.get_state()
-        except Exception as error:
-            if due is None:
-                return {"error": f"{type(error).__name__}: {error}", "seconds": seconds}
-            losses.pop(0)
-            lost.add(due.host)
-            while not (marker := pathlib.Path(f"{folder}/killed-{due.host}")).exists() or not marker.read_text():
-                time.sleep(0.01)  # the victim has not come to its death yet
-            if due.noticed:
-                feed.set_state(state)  # the last step that all hosts have finished
-                left = devices_left(lost)
-            else:
-                left = [device for device in jax.devices() if device.process_index not in lost]
-            feed.reshard(mesh_of(left))
-            resumed = due.noticed, float(marker.read_text())
-    feed.close()
-    return {"error": None, "seconds": seconds}
+    def go_on_without(self, loss: Loss) -> None:
+        """Continues on the hosts that are left."""
+        import jax
+
+        self.losses.remove(loss)
+        self.lost.add(loss.host)
+        while not self.marker(loss.host).exists() or not self.marker(loss.host).read_text():
+            time.sleep(0.01)  # the victim has not come to its death yet
+        self.killed = loss.noticed, float(self.marker(loss.host).read_text())
+        devices = self.devices_left() if loss.noticed else jax.devices()
+        self.feed.reshard(mesh_of([device for device in devices if device.process_index not in self.lost]))
+
+    def devices_left(self) -> list[Any]:
+        """Waits until JAX has noticed the loss."""
+        import jax
+        from jax.experimental import multihost_utils
+
+        deadline = time.monotonic() + 60
+        while time.monotonic() < deadline:
+            with (
+                contextlib.suppress(Exception),
+                multihost_utils.live_devices(jax.devices()) as live,
+            ):  # a process failed
+                if not self.lost & {device.process_index for device in live}:
+                    return list(live)
+                time.sleep(0.1)
+        raise TimeoutError(f"JAX has not noticed the loss of {self.lost}")
+
+    def marker(self, host: int) -> pathlib.Path:
+        """The file in which a host writes when it kills itself."""
+        return self.folder / f"killed-{host}"
+
+
+def mesh_of(devices: Sequence[Any]) -> Any:
+    """A mesh over the devices, in the order of their hosts."""
+    import numpy as np
+    from jax.sharding import AxisType, Mesh
+
+    devices = sorted(devices, key=lambda device: device.process_index)
+    return Mesh(np.array(devices), ("data",), axis_types=(AxisType.Auto,))
+
+
+def train(plan: Plan, folder: str) -> list[tuple[bool, float]]:
+    """What each host runs; returns its :attr:`Host.seconds`."""
+    return Host(plan, folder).train()
 
 
 @dataclasses.dataclass
@@ -197,8 +225,8 @@ def play(plan: Plan) -> Outcome:
                 time.sleep(0.02)
             results = pool.poll()
         killed = {path.name.partition("-")[2] for path in pathlib.Path(folder).glob("killed-*")}
-        values = [result.value for result in results if result is not None and str(result.host) not in killed]
-        assert all(value is not None and value["error"] is None for value in values), (plan, results)
+        left = [result for result in results if result is not None and str(result.host) not in killed]
+        assert all(result.error is None for result in left), (plan, results)
         seen = []
         for path in pathlib.Path(folder).glob("log-*.jsonl"):
             for line in path.read_text().splitlines():
@@ -206,5 +234,5 @@ def play(plan: Plan) -> Outcome:
                     entry = json.loads(line)
                     seen.append(Seen(0, entry["step"], {int(row): record for row, record in entry["rows"].items()}))
         figures = audit(seen, plan.stream.expected())
-    times = [pair for value in values for pair in value["seconds"]]
+    times = [pair for result in left for pair in result.value]
     return Outcome(figures, len(killed), [s for n, s in times if not n], [s for n, s in times if n])

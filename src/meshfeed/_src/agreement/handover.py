@@ -94,7 +94,9 @@ class Handover:
         text = json.dumps([self._cut, self._step_schedule.delivered_json(self._step), lanes])
         if slot == "first" or len(text) <= _MAX_BYTES:
             self._store.set(f"{self._key}/{slot}", text, overwrite=True)
-        pause = max(_PAUSE_SECONDS, self._num_hosts / _HOSTS_PER_SECOND, len(text) * self._num_hosts / _BYTES_PER_SECOND)
+        pause = max(
+            _PAUSE_SECONDS, self._num_hosts / _HOSTS_PER_SECOND, len(text) * self._num_hosts / _BYTES_PER_SECOND
+        )
         self._next = time.monotonic() + pause
 
     def _publish_bad(self, window: Sequence[HostBatch]) -> None:

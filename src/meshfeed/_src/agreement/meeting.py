@@ -138,7 +138,9 @@ class Meetings:
             prefix = f"meshfeed/{self._name(label, number)}/meet"
             reduction = Reduction(store, prefix, participants, here)
             announced = reduction.announced()
-            if announced is None or "result" in announced and announced["result"].get("failure", {}).get("host") != here:
+            if announced is None or (
+                "result" in announced and announced["result"].get("failure", {}).get("host") != here
+            ):
                 return reduction
             self._next[label] += 1  # the others gave up on this host, or it failed itself
 

@@ -1,4 +1,4 @@
-"""A feed's membership in the hosts over one sharding: their handshakes, and the heartbeat that this host keeps up for them."""
+"""A feed's membership in the hosts over one sharding: their handshakes, and the heartbeat of this host."""
 
 from __future__ import annotations
 

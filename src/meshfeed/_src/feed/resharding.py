@@ -92,9 +92,7 @@ def _check_same_rows(
     stream: AnyStream, before: Placer, rows_before: HostRows, placer: Placer, host_rows: HostRows
 ) -> None:
     if stream.cannot_resume is not None:
-        raise SettingsError(
-            f"reshard drops what was read ahead, and {stream.cannot_resume}", setting="sharding"
-        )
+        raise SettingsError(f"reshard drops what was read ahead, and {stream.cannot_resume}", setting="sharding")
     shards = before.smallest_batch_size()
     same = before.participants == placer.participants and shards == placer.smallest_batch_size()
     if not same or rows_before.rows(shards).tolist() != host_rows.rows(shards).tolist():

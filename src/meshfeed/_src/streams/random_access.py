@@ -204,9 +204,7 @@ class RandomAccessStream:
         del entries
         return {}
 
-    def take_over(
-        self, current: RandomAccessCursor, state: FeedState, host_rows: HostRows
-    ) -> RandomAccessCursor:
+    def take_over(self, current: RandomAccessCursor, state: FeedState, host_rows: HostRows) -> RandomAccessCursor:
         """Returns the cursor at the state's position, in O(1)."""
         del current, host_rows
         return self.restore(state)
