@@ -32,7 +32,7 @@ class Loss:
       step: after which it kills itself.
       host: which.
       noticed: the others go on until a step or the feed fails, and then find out who is left; else they reshard at once.
-        Over Gloo, a step on more than three hosts does not fail: hosts without a connection to the lost one wait.
+        Over Gloo, a step fails only on hosts that wait for the lost one itself; those that wait for another host hang.
       ahead: batches that each host takes before it reshards at once.
     """
 
@@ -59,7 +59,8 @@ def draw_plan(seed: int) -> Plan:
     for _ in range(rng.randint(1, hosts - 1)):
         step += rng.randint(1, 9)
         victim = rng.choice([host for host in left if host])  # process 0 has the coordination service
-        noticed = len(left) <= 3 and rng.random() < 0.5
+        all_wait_for_it = len(left) == 2 or left[1:-1] == [victim]
+        noticed = all_wait_for_it and rng.random() < 0.7
         left.remove(victim)
         ahead = [rng.choice((0, 1, 3)) for _ in range(hosts)]
         ahead[rng.choice(left)] = 0
