@@ -44,6 +44,19 @@ def run(name: str, *arguments: str, devices: int = 8) -> str:
 
 
 @pytest.mark.slow
+def test_the_others_survive_the_loss_of_a_host() -> None:
+    out = run("survive_a_loss.py")
+    losses = {}
+    for host in (0, 2):
+        assert re.search(rf"host {host}, continues at step 20 on 2 devices", out)
+        losses[host] = re.findall(rf"host {host}, step (\d+), (\d) devices, loss (\S+)", out)
+    steps = [(step, devices) for step, devices, _ in losses[0]]
+    assert steps == [("20", "3"), ("40", "2"), ("60", "2")]
+    assert losses[0] == losses[2]
+    assert float(losses[0][-1][2]) < 0.01
+
+
+@pytest.mark.slow
 def test_the_first_lines() -> None:
     out = run("quickstart.py")
     *steps, last = out.splitlines()

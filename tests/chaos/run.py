@@ -9,6 +9,7 @@ import math
 import os
 import pathlib
 import random
+import statistics
 import sys
 import tempfile
 import time
@@ -26,6 +27,7 @@ import compositions
 import convert_cases
 import real
 import real_compositions
+import resharded
 import shared_cache
 import simulated
 from pairwise import any_configuration
@@ -48,6 +50,7 @@ def options_of(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--seed", type=int, default=0, help="of the first scenario; the others follow")
     parser.add_argument("--real", type=int, default=40, help="scenarios on real processes")
     parser.add_argument("--simulated", type=int, default=160, help="scenarios on simulated hosts")
+    parser.add_argument("--reshard", type=int, default=0, help="hosts of a job are killed, and the others continue")
     parser.add_argument("--caches", type=int, default=50, help="kills of a process that shares a shard cache")
     parser.add_argument("--checkpoints", type=int, default=100, help="checkpoints that are damaged and restored")
     parser.add_argument("--conversions", type=int, default=100, help="conversions with kills and changes of the input")
@@ -82,6 +85,34 @@ def play(kind: str, seed: int, scenario: Any, totals: collections.Counter[str]) 
         totals.update(kills=outcome.kills, restarts=outcome.restarts)
 
 
+def play_reshards(number: int, first_seed: int, until: float) -> list[str]:
+    """Plays scenarios of hosts that are killed while the others continue; prints and returns those that failed."""
+    totals: collections.Counter[str] = collections.Counter()
+    seconds: dict[str, list[float]] = {"planned": [], "noticed": []}
+    failed: list[str] = []
+    for seed in range(first_seed, first_seed + number):
+        if time.monotonic() > until:
+            break
+        plan = resharded.draw_plan(seed)
+        try:
+            outcome = resharded.play(plan)
+        except Exception:
+            failed.append(f"reshard {seed}")
+            print(f"--- reshard scenario {seed}: {plan}")
+            traceback.print_exc()
+            continue
+        totals.update(outcome.figures, kills=outcome.kills, scenarios=1)
+        seconds["planned"] += outcome.planned
+        seconds["noticed"] += outcome.noticed
+    if number:
+        print("reshard: " + ", ".join(f"{value:,} {name}" for name, value in sorted(totals.items())))
+        for kind, times in seconds.items():
+            if times:
+                shown = f"median {statistics.median(times):.2f}, worst {max(times):.2f}, of {len(times)}"
+                print(f"seconds from a kill to the next batch on each other host, {kind}: {shown}", flush=True)
+    return failed
+
+
 def main() -> int:
     """Plays scenarios until their number or the time is used up; 1 if any failed."""
     options = options_of()
@@ -92,6 +123,7 @@ def main() -> int:
         wrong = campaign.run(options.configurations, options.real_configurations, options.seed, options.seconds)
         failed += ["configurations"] * wrong
     failed += ["real compositions"] * real_compositions.run(options.real_compositions, options.seed)
+    failed += play_reshards(options.reshard, options.seed, begun + options.seconds)
     for kind in ("compositions", "simulated", "real", "caches", "checkpoints", "conversions"):
         totals: collections.Counter[str] = collections.Counter()
         for seed in range(options.seed, options.seed + vars(options)[kind]):

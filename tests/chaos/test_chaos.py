@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import real
+import resharded
 import shared_cache
 import simulated
 from audit import Seen, audit
@@ -49,3 +50,19 @@ def test_a_random_kill_of_real_processes_loses_and_repeats_nothing() -> None:
     outcome = real.play(draw(seed, hosts=(1, 2), kills=1), devices_per_host=2)
     assert outcome.kills >= 1
     assert outcome.restarts >= 1
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["random", "stream"])
+def test_hosts_that_are_killed_are_survived_without_a_restart(kind: str) -> None:
+    plan = next(
+        plan
+        for seed in range(3000, 4000)
+        if (plan := resharded.draw_plan(seed)).hosts == 3
+        and plan.stream.kind == kind
+        and [loss.noticed for loss in plan.losses] == [True, False]
+    )
+    outcome = resharded.play(plan)
+    assert outcome.kills == 2
+    assert len(outcome.noticed) == 2
+    assert len(outcome.planned) == 1

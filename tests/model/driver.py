@@ -168,9 +168,7 @@ def _warned(world: World, of: str, after: int = 0) -> list[Any]:
 
 
 class _Player:
-    def __init__(
-        self, case: Case, phase: Phase, host: int, world: World, feed: Any, faults: Faults, name: str
-    ) -> None:
+    def __init__(self, case: Case, phase: Phase, host: int, world: World, feed: Any, faults: Faults, name: str) -> None:
         self.case, self.phase, self.host, self.world, self.feed, self.name = case, phase, host, world, feed, name
         self.faults = faults
         self.left = False  # whether this host or another has closed its feed early
@@ -213,7 +211,9 @@ class _Player:
                 return
             except Exception as error:
                 raise AssertionError(f"{here}: raised {error!r}") from error
-            wanted = {name: narrowed(leaf, self.case.config["x64"]) for name, leaf in flat(batch.arrays(mask_key)).items()}
+            wanted = {
+                name: narrowed(leaf, self.case.config["x64"]) for name, leaf in flat(batch.arrays(mask_key)).items()
+            }
             arrays = flat(arrays)
             assert sorted(arrays) == sorted(wanted), f"{here}: leaves {sorted(arrays)}"
             for name, array in arrays.items():
@@ -420,7 +420,9 @@ class _Player:
     def _spec(self, event: Event, where: str) -> None:
         if event.following is not None:
             batch = event.following.arrays("mask" if self.case.config["mask"] else None)
-            wanted = {name: (leaf.shape, narrowed(leaf, self.case.config["x64"]).dtype) for name, leaf in flat(batch).items()}
+            wanted = {
+                name: (leaf.shape, narrowed(leaf, self.case.config["x64"]).dtype) for name, leaf in flat(batch).items()
+            }
             spec = flat(self.feed.element_spec)
             found = {name: (leaf.shape, leaf.dtype) for name, leaf in spec.items()}
             assert found == wanted, f"{where}: element_spec {found}, not {wanted}"
@@ -466,7 +468,9 @@ class _Player:
             found, wanted = flat(self.feed.replay(batch.step)), flat(batch.arrays(mask_key))
             assert sorted(found) == sorted(wanted), f"{where}: replay({batch.step}) has the leaves {sorted(found)}"
             for name, leaf in wanted.items():
-                assert _same(found[name], leaf), f"{where}: replay({batch.step}), leaf {name}: {found[name]}, not {leaf}"
+                assert _same(found[name], leaf), (
+                    f"{where}: replay({batch.step}), leaf {name}: {found[name]}, not {leaf}"
+                )
 
 
 def _same(found: np.ndarray, wanted: np.ndarray) -> bool:

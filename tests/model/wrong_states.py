@@ -63,7 +63,9 @@ def wrong_states(state: State, host: int, lanes: set[int], total: int | None) ->
         yield from _of_hosts(state, str(host), changed, put)
 
 
-def _of_lanes(state: State, needed: set[int], changed: Callable[..., Wrong], put: Callable[..., Any]) -> Iterator[Wrong]:
+def _of_lanes(
+    state: State, needed: set[int], changed: Callable[..., Wrong], put: Callable[..., Any]
+) -> Iterator[Wrong]:
     count = state["num_lanes"]
     yield changed("position", put("position", state["position"] + 1))
     if not all(entry["ended"] for entry in state["lanes"].values()):

@@ -417,3 +417,27 @@ def test_buckets_are_refused(mesh: Mesh) -> None:
     ):
         next(feed)
     assert error.value.setting == "make_source"
+
+
+@pytest.mark.parametrize("case", ["random access", "stream"])
+def test_it_continues_on_another_sharding(mesh: Mesh, case: str) -> None:
+    make, settings = CASES[case]
+    smaller = NamedSharding(Mesh(np.array(jax.devices()[:4]), ("data",), axis_types=AUTO[:1]), P("data"))
+    remote = RemoteFeed(make, NamedSharding(mesh, P("data")), **settings)
+    local = meshfeed.Feed(make(), NamedSharding(mesh, P("data")), **settings)
+    for _ in range(3):
+        assert digest(next(remote)) == digest(next(local))
+    with pytest.raises(meshfeed.PlanError):
+        remote.reshard(Mesh(np.array(jax.devices()[:3]), ("data",), axis_types=AUTO[:1]))
+    for feed in (remote, local):
+        feed.reshard(smaller)
+        assert feed.step == 3
+    assert remote.position == local.position
+    assert remote.element_spec == local.element_spec
+    assert remote.get_state() == local.get_state()
+    assert [digest(batch) for batch in remote] == [digest(batch) for batch in local]
+    remote.close()
+    local.close()
+    for feed in (remote, local):
+        with pytest.raises(meshfeed.MeshfeedError, match="is closed"):
+            feed.reshard(smaller)

@@ -20,7 +20,7 @@ import logging
 import queue
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 import jax
 
@@ -127,6 +127,10 @@ class SilenceLog:
     def __init__(self) -> None:
         self._known: dict[int, float] = {}
 
+    def forget_all_but(self, hosts: Collection[int]) -> None:
+        """Logs nothing further of other hosts that are silent."""
+        self._known = {host: seconds for host, seconds in self._known.items() if host in hosts}
+
     def update(self, silent: Mapping[int, float]) -> None:
         """Logs what has changed; ``silent`` is host → seconds."""
         new = [host for host in silent if host not in self._known]
@@ -160,7 +164,7 @@ def _what_follows() -> str:
     if getattr(jax.config, "jax_enable_recoverability", False):
         return (
             "jax_enable_recoverability is set, so JAX does not abort this process: the step or the feed raises an error. "
-            "Then restart the job; it resumes at the newest checkpoint."
+            "Then continue on the other hosts with feed.reshard, or restart the job; it resumes at the newest checkpoint."
         )
     return (
         "JAX will abort this process when its heartbeat times out (heartbeat_timeout_seconds of jax.distributed.initialize, "
@@ -187,7 +191,9 @@ class _Heart:
             now = time.monotonic()
             try:
                 participants = [host for member in list(self.members) for host in member.participants]
-                shown.update(self._pulse.beat(now - last, participants))
+                silent = self._pulse.beat(now - last, participants)
+                shown.forget_all_but(participants)  # no feed of this process waits for the others any more
+                shown.update({host: seconds for host, seconds in silent.items() if host in participants})
                 failing = False
             except Exception as error:
                 self._sleep()

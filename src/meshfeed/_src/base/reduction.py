@@ -94,9 +94,9 @@ class Reduction:
         """Publishes this host's value, in place of an earlier one."""
         self._store.set(self._value_key(self._host), json.dumps(value), overwrite=True)
 
-    def retract(self) -> None:
-        """Deletes this host's value."""
-        self._store.delete(self._value_key(self._host))
+    def retract(self, host: int | None = None) -> None:
+        """Deletes the value of this host, or on the reducer that of another."""
+        self._store.delete(self._value_key(self._host if host is None else host))
 
     def _stored(self, key: str) -> JsonValue | None:
         text = self._store.try_get(key)

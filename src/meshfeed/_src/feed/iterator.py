@@ -13,8 +13,8 @@ from collections.abc import Mapping, Sequence
 from types import TracebackType
 from typing import Literal, NamedTuple, NoReturn
 
-from meshfeed._src.agreement import heartbeat
-from meshfeed._src.agreement.handshake import Handshake, agreed_settings
+from meshfeed._src.agreement.handshake import agreed_settings
+from meshfeed._src.agreement.meeting import Meetings
 from meshfeed._src.agreement.windows import leave_notice
 from meshfeed._src.arrays.placer import make_placer
 from meshfeed._src.base import coordination
@@ -42,9 +42,11 @@ from meshfeed._src.base.turn import TURN, in_turn, in_use
 from meshfeed._src.base.types import JsonValue, PyTree, public
 from meshfeed._src.feed.inspection import Inspection
 from meshfeed._src.feed.local_iterator import LocalIterator
+from meshfeed._src.feed.membership import Membership
 from meshfeed._src.feed.parts import check_can_follow, make_pipeline, make_stream
 from meshfeed._src.feed.pipeline import Pipeline, PrefetchDepth, Ready
 from meshfeed._src.feed.startup import Startup, wait_until_open
+from meshfeed._src.feed.resharding import Place, conclude, make_offer, make_place, warn_of_going_back
 from meshfeed._src.feed.step_log import STEP_LOG, log_step
 from meshfeed._src.plan.plan import normalize_sharding, participants
 from meshfeed._src.sources.recognize import describe_source
@@ -79,13 +81,17 @@ class SecondPass:
 
 
 class _Generation(NamedTuple):
-    """The parts of a generation that must be closed; ``doing`` and ``because`` explain its end to the other hosts."""
+    """The parts of a generation that must be closed; ``doing`` and ``because`` explain its end to the other hosts.
+
+    ``membership`` is that in the hosts of the feed, if this host leaves them too.
+    """
 
     startup: Startup | None
     opening: SingleCall[AnyReader] | None
     finalizer: Finalizer | None
     doing: str
     because: BaseException | None
+    membership: Membership | None = None
 
 
 @public("meshfeed")
@@ -203,10 +209,11 @@ class Feed(Inspection, Checkpointable):
         self.name = name if isinstance(name, str) else coordination.next_name("feed", self._participants)
         self._stats = StatsRecorder(self.name)
         self._second_pass = SecondPass(self.name)
-        self._scope = coordination.next_scope(f"feed/{self.name}", self._participants)
-        self._handshake = Handshake(self._scope, self._participants)
+        scope = coordination.next_scope(f"feed/{self.name}", self._participants)
+        self._meetings = Meetings(scope)
+        self._membership = Membership(scope, self._participants)
+        self._handshake = self._membership.handshake
         self._hosts_agree = self._handshake.needed
-        self._heartbeat: heartbeat.Member | None = None
         self._follows = False  # a stream that only other hosts read
         try:
             if self._hosts_agree:
@@ -217,11 +224,7 @@ class Feed(Inspection, Checkpointable):
             self._handshake.fail(error)  # other hosts wait for this one in the handshake
             self._handshake.leave()
             raise
-        if self._hosts_agree:
-            # For a feed dropped without close; runs after the pipeline's finalizer, which is registered later.
-            finalize(self, self._handshake.leave, "dropped its feed")
-            self._heartbeat = heartbeat.Member(self._participants)
-            finalize(self, self._heartbeat.leave)
+        self._membership.join(self)
 
     def _make(self, source: object, sharding: PyTree, settings: FeedSettings) -> None:
         self._settings = settings
@@ -408,7 +411,7 @@ class Feed(Inspection, Checkpointable):
     def _make_startup(self) -> Startup:
         # Neither the startup nor what it calls may refer to the feed: a dropped feed closes it.
         cursor, settings, stream, handshake = self._cursor, self._settings, self._stream, self._handshake
-        hosts_agree, follows, name, scope = self._hosts_agree, self._follows, self.name, self._scope
+        hosts_agree, follows, name, scope = self._hosts_agree, self._follows, self.name, self._membership.scope
         placer, host_rows, prefetch, stats = self._placer, self._host_rows, self._prefetch, self._stats
 
         def agreed() -> dict[str, JsonValue]:
@@ -560,6 +563,83 @@ class Feed(Inspection, Checkpointable):
         if self._closed:  # nothing will read from what was opened to check a state
             self._leave(cursor, None, doing)
 
+    @hides_own_frames
+    @in_turn
+    def reshard(self, sharding: PyTree) -> None:
+        """Continues the same stream on another sharding, such as one without the devices of a lost host.
+
+        Call it on all hosts that have a device in ``sharding``, with the same sharding. It waits for them, and for no other
+        host. Works after an error, too: a ``PeerError``, a ``StalledError``, or one of the step. Global batches, state and
+        position continue as those of a feed built on ``sharding`` and set to the same state.
+
+        Hosts that have not delivered the same steps continue at the lowest one. Afterwards :attr:`step` is that step, so
+        compare it with the step of the training state; a warning names it on hosts that had received more.
+
+        A host without a device in ``sharding`` is left out. If it calls ``reshard`` too, it gets as many batches as the
+        others, without rows, like a host that builds a feed on such a sharding; else close its feed.
+
+        The lanes of a stream move with their rows. Those of a lost host are opened where they were last known, less than a
+        second before, and read forward. If ``load`` is a list, hosts that are not in ``sharding`` are left out of it.
+
+        Args:
+          sharding: as for the constructor; every batch size must be divisible over its row axes.
+
+        Raises:
+          SettingsError: the sharding is invalid, or the source is host batches and a host would get other rows.
+          PlanError: a batch size is not divisible over the mesh.
+          StalledError: a host with a device in ``sharding`` did not call ``reshard`` within ``timeout_seconds``.
+          PeerError: such a host cannot continue.
+          AgreementError: hosts called it for different sets of hosts, or are not hosts of one feed: they have different
+            settings, or steps further apart than reading ahead allows. Call ``set_state`` with the same state on all first.
+          SourceError: a lane cannot be read forward.
+          MeshfeedError: the feed is closed, or another call of ``next``, ``set_state``, ``reset`` or ``reshard`` is running.
+
+        After an error or an interrupt (Ctrl-C) the feed is as it was, and the call can be repeated on all hosts.
+        """
+        if self._closed:
+            self._raise_closed()
+        settings, stream, cursor = self._settings, self._stream, self._cursor
+        hosts = _participants(sharding)
+        try:
+            place = make_place(sharding, settings, stream, self._placer, self._host_rows)
+            offer = make_offer(settings, stream, cursor, self._membership.scope)
+        except Exception as error:
+            self._meetings.fail(hosts, error)
+            raise
+        depth = self._prefetch.depth
+        outcome = self._meetings.meet(
+            hosts, offer, lambda offers: conclude(offers, depth), timeout_seconds=settings.timeout_seconds
+        )
+        joined = Membership(outcome.scope, hosts)
+        try:
+            state = feed_state.parse_state(outcome.result["state"])
+            moving = SingleCall(
+                lambda: stream.take_over(cursor, state, place.host_rows), f"meshfeed-reshard-{self.name}"
+            )
+            moved = wait_until_open(moving, settings.timeout_seconds, hosts_agree=self._hosts_agree)
+        except BaseException as error:
+            joined.handshake.fail(error)  # the others wait for this host before their next batch
+            raise
+        warn_of_going_back(self.name, outcome.result["steps"], moved.step, self._host)
+        self._move(place, joined, moved)
+
+    def _move(self, place: Place, joined: Membership, cursor: Cursor) -> None:
+        """Starts a new generation of the feed at ``cursor``, with other hosts."""
+        self._stats.restart()
+        if self._left is not None:
+            self._close_left()
+        joined.join(self)
+        doing = "continued on another sharding"
+        left = _Generation(self._startup, self._opening, self._finalizer, doing, None, self._membership)
+        participants, agree = joined.handshake.participants, joined.handshake.needed
+        # As in _leave.
+        self._left, self._cursor, self._opening = left, cursor, None
+        self._startup = self._pipeline = self._finalizer = self._ready = self._failed = self._failed_at = None
+        self._placer, self._host_rows, self._follows = place.placer, place.host_rows, place.follows
+        self._participants, self._hosts_agree = participants, agree
+        self._membership, self._handshake = joined, joined.handshake
+        self._close_left()
+
     @property
     def local_iterator(self) -> LocalIterator:
         """The feed as the local iterator that MaxText expects, with its state after the last delivered batch."""
@@ -590,6 +670,8 @@ class Feed(Inspection, Checkpointable):
             left.opening.discard(lambda reader: reader.close())
         if not self._closed:
             self._handshake.withdraw()
+        if left.membership is not None:
+            left.membership.leave(leave_notice(left.doing, self._cursor.step, left.because))
         self._left = None
 
     def close(self, *, _because: BaseException | None = None) -> None:
@@ -605,9 +687,7 @@ class Feed(Inspection, Checkpointable):
         if self._last_opening is not None and not self._last_opening.join(_CLOSE_SECONDS):
             text = "%s: its source is still being opened %.0f s after close; the thread ends when that returns"
             _log.warning(text, self.name, _CLOSE_SECONDS)
-        self._handshake.leave(leave_notice(doing, self._cursor.step, because), awaited=awaited)
-        if self._heartbeat is not None:
-            self._heartbeat.leave()
+        self._membership.leave(leave_notice(doing, self._cursor.step, because), awaited=awaited)
         self._stream.close()
         self._stats.publish(self._cursor.step, self._cursor.position)
         self._released = True

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from meshfeed._src.agreement.followers import Follower, Summary
+from meshfeed._src.agreement.handover import Handover
 from meshfeed._src.agreement.window_report import WindowReports
 from meshfeed._src.agreement.windows import WindowAgreement
 from meshfeed._src.arrays.placer import Placer
@@ -127,6 +128,7 @@ def make_pipeline(
         learn_batch=functools.partial(_learn, stream, settings.mask_key),
     )
     agreement: WindowAgreement | Follower | None = None
+    handover: Handover | None = None
     num_followers = coordination.process_count() - len(placer.participants)
     if follows:
         agreement = Follower(
@@ -154,12 +156,23 @@ def make_pipeline(
             reduce=window_reports.reduce,
             summary=Summary(store, scope, round) if can_follow else None,
         )
+        handover = Handover(
+            store,
+            scope=scope,
+            host=coordination.process_index(),
+            num_hosts=len(placer.participants),
+            cursor=cursor,
+            state=stream.state(cursor),
+            to_json=stream.handover,
+            prefetch=prefetch.depth,
+        )
     return Pipeline(
         reader,
         placer.put,
         prefetch=prefetch,
         agreement=agreement,
         window_reports=window_reports,
+        handover=handover,
         cursor=cursor,
         timeout_seconds=settings.timeout_seconds,
         stats=stats,

@@ -19,6 +19,7 @@ from collections.abc import Callable, Mapping
 import jax
 
 from meshfeed._src.agreement.followers import Follower
+from meshfeed._src.agreement.handover import Handover
 from meshfeed._src.agreement.messages import ReportContents, Stop, WindowReport
 from meshfeed._src.agreement.window_report import WindowReports
 from meshfeed._src.agreement.windows import WindowAgreement, leave_notice
@@ -107,6 +108,7 @@ class Pipeline:
       prefetch: number of global batches to keep ready, possibly 0.
       agreement: agreement with other hosts, also as seen by one that only follows; None in a single process.
       window_reports: makes and checks window reports.
+      handover: publishes what hosts need that continue without this one; None if no other host takes part.
       cursor: where the reader starts.
       timeout_seconds: longest wait for this host's own reader.
       stats: ``peer_wait_seconds`` is added to.
@@ -122,6 +124,7 @@ class Pipeline:
         prefetch: PrefetchDepth,
         agreement: WindowAgreement | Follower | None,
         window_reports: WindowReports,
+        handover: Handover | None = None,
         cursor: Cursor,
         timeout_seconds: float,
         stats: StatsRecorder,
@@ -133,6 +136,7 @@ class Pipeline:
         self._put = put
         self._agreement = agreement
         self._window_reports = window_reports
+        self._handover = handover
         self._cursor = cursor
         self._step: int = cursor.step
         self._delivered = self._step
@@ -186,6 +190,8 @@ class Pipeline:
             unprepared, contents = caught, ReportContents(failed=Failure.of(caught, self._host).to_json())
         if self._reader.empty:
             contents["empty"] = True
+        if self._handover is not None:  # before the report: others may deliver the window without this host
+            self._handover.publish(self._window)
         self._window = []
         failure = None if error is None else Failure.of(error, self._host)
         self._agreement.publish(WindowReport(self._read_step, final, failure, contents=contents))

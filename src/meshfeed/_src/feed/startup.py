@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping
+from typing import TypeVar
 
 from meshfeed._src.agreement.handshake import Handshake
 from meshfeed._src.agreement.windows import leave_notice
@@ -24,15 +25,16 @@ from meshfeed._src.streams.protocol import AnyReader
 
 _log = logging.getLogger("meshfeed.feed")
 _JOIN_SECONDS = 5.0
+T = TypeVar("T")
 
 
 def wait_until_open(
-    opening: SingleCall[AnyReader],
+    opening: SingleCall[T],
     timeout_seconds: float,
     *,
     hosts_agree: bool,
     check: Callable[[], object] = lambda: None,
-) -> AnyReader:
+) -> T:
     """Waits for the data to be opened, for as long as dropping records makes progress.
 
     Args:

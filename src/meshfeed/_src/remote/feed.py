@@ -172,7 +172,16 @@ class RemoteFeed(Checkpointable):
         arguments = locals()  # must be first: only the arguments are defined
         self._closed = self._ended = False
         FeedSettings.of(arguments)  # fails here rather than on the hosts
-        settings = {name: arguments[name] for name in SETTINGS}
+        self._make_source = make_source
+        self._settings = {name: arguments[name] for name in SETTINGS}
+        self._client, self._memory_kind = self._make_client(sharding)
+        self._turn = self._client.turn
+        self._client.know_spec()
+        self._settings["name"] = self.name = str(self._client.call("config")[0]["name"])
+        self._second_pass = SecondPass(self.name)
+
+    def _make_client(self, sharding: PyTree) -> tuple[RemoteClient, str | None]:
+        """Creates the feeds on the hosts; also returns the memory kind of the arrays on the accelerators."""
         prefix = normalize_sharding(sharding)
         meshes = list(dict.fromkeys(leaf.mesh for leaf in sharding_leaves(prefix)))
         if len(meshes) > 1:
@@ -182,12 +191,8 @@ class RemoteFeed(Checkpointable):
             )
         # The memory kind belongs to the accelerators: apply it in the transfer from the CPU mesh.
         kinds = {leaf.memory_kind for leaf in sharding_leaves(prefix)}
-        self._memory_kind = kinds.pop() if len(kinds) == 1 else None
-        self._client = RemoteClient(make_feed_payload(make_source, prefix, settings), meshes[0])  # pyright: ignore[reportArgumentType] # of real devices
-        self._turn = self._client.turn
-        self._client.know_spec()
-        self.name = str(self._client.call("config")[0]["name"])
-        self._second_pass = SecondPass(self.name)
+        client = RemoteClient(make_feed_payload(self._make_source, prefix, self._settings), meshes[0])  # pyright: ignore[reportArgumentType] # of real devices
+        return client, kinds.pop() if len(kinds) == 1 else None
 
     def __repr__(self) -> str:
         known = vars(self)  # the constructor may have failed before setting these
@@ -266,6 +271,32 @@ class RemoteFeed(Checkpointable):
         self._check_open()
         self._client.call("set_weights", weights, from_step)
         self._ended = False
+
+    @hides_own_frames
+    @in_turn
+    def reshard(self, sharding: PyTree) -> None:
+        """Continues the same stream on another sharding: creates the feeds on its hosts, at the state of the current ones.
+
+        Call it on all controllers, after the same step. With several controllers, a stream cannot move, because each
+        controller has the lanes of its own hosts only: save a checkpoint, and restore it in a new feed.
+
+        Raises:
+          StateMismatchError: the state of this controller lacks lanes that its hosts need.
+          SettingsError, PlanError: as for the constructor. The feed is unchanged.
+          MeshfeedError: the feed is closed, or another call of ``next``, ``set_state`` or ``reset`` is running.
+        """
+        self._check_open()
+        state = self.get_state()
+        client, memory_kind = self._make_client(sharding)
+        try:
+            client.call("set_state", json.dumps(state))
+            client.know_spec()
+        except BaseException:
+            client.close()
+            raise
+        left, self._client = self._client, client
+        self._memory_kind, self._turn, self._ended = memory_kind, client.turn, False
+        left.close()
 
     # ------------------------------------------------------------------ inspection
 

@@ -25,6 +25,7 @@ from meshfeed._src.reading.identity import identify_within, kind_of
 from meshfeed._src.reading.stacking import RecordSpec
 from meshfeed._src.state.state import FeedState, Ledgers, count_skipped
 from meshfeed._src.streams.lane import Lane, LaneEntry, LaneSettings
+from meshfeed._src.streams.lane_moves import read_forward
 from meshfeed._src.streams.lane_reader import LaneCursor, LaneReader
 from meshfeed._src.streams.lane_rows import needed_lanes
 from meshfeed._src.streams.protocol import (
@@ -245,6 +246,42 @@ class LaneStream:
         """See :meth:`LaneCursor.records_after`."""
         return cursor.records_after(step, ended)
 
+    # ------------------------------------------------------------------ moves between hosts
+
+    def handover(self, entries: Mapping[str, LaneEntry]) -> dict[str, JsonValue]:
+        """Returns the lanes of a batch as a state has them."""
+        return {lane: entry.to_json() for lane, entry in entries.items()}
+
+    def take_over(self, current: LaneCursor, state: FeedState, host_rows: HostRows) -> LaneCursor:
+        """Reads the lanes that this host needs forward to the state's step; a lane without an entry from its start."""
+        del current
+        lanes = state.lanes or {}
+        cursor = self.restore(dataclasses.replace(state, lanes={}))
+        records = cursor.step_schedule.at(cursor.step)[0] // cursor.num_lanes
+        entries: dict[int, LaneEntry] = {}
+        for lane in self._lanes_of(cursor, host_rows):
+            known = lanes.get(str(lane))
+            entries[lane] = LaneEntry() if known is None else LaneEntry.from_json(known, lane)
+        unknown = [lane for lane in entries if str(lane) not in lanes]
+        if unknown and records:
+            _log.warning(
+                "the state of lanes %s was known only to a host that is gone: reading them again from the start of the "
+                "stream, %d records each",
+                unknown,
+                records,
+            )
+        settings, num_threads = self.lane_settings(cursor.num_lanes), self._settings.num_threads or 1
+        entries = read_forward(cursor.source, settings, entries, records, num_threads)
+        ended = {lane: entry.records for lane, entry in entries.items() if entry.ended}
+        return dataclasses.replace(cursor, entries={str(lane): entries[lane] for lane in entries}, ended=ended)
+
+    def _lanes_of(self, cursor: LaneCursor, host_rows: HostRows) -> list[int]:
+        """The lanes that this host needs from a cursor on."""
+        # Lanes cannot be opened later: at the step where the size changes, only the host that read a lane so far has its
+        # state. With load="once" a host's share of the rows, and so its lanes, may depend on the size.
+        sizes = cursor.step_schedule.sizes_from(cursor.step)
+        return sorted({lane for size in sizes for lane in needed_lanes(host_rows.rows(size), size // cursor.num_lanes)})
+
     # ------------------------------------------------------------------ reading
 
     def open_reader(self, cursor: LaneCursor, host_rows: HostRows, *, hosts_agree: bool) -> LaneReader:
@@ -253,12 +290,7 @@ class LaneStream:
         Raises:
           StateMismatchError: the state lacks lanes that this host needs.
         """
-        # Lanes cannot be opened later: at the step where the size changes, only the host that read a lane so far has its
-        # state. With load="once" a host's share of the rows, and so its lanes, may depend on the size.
-        sizes = cursor.step_schedule.sizes_from(cursor.step)
-        needed = sorted(
-            {lane for size in sizes for lane in needed_lanes(host_rows.rows(size), size // cursor.num_lanes)}
-        )
+        needed = self._lanes_of(cursor, host_rows)
         missing = [lane for lane in needed if str(lane) not in cursor.entries]
         if missing:
             raise StateMismatchError(

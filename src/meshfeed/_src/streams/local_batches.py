@@ -573,6 +573,16 @@ class LocalBatchStream:
         hosts = {host: seal(dict(entry)) for host, entry in cursor.entries.items()}
         return cursor.to_state(self.kind, self.fingerprint(cursor), step=cursor.step, hosts=hosts)
 
+    def handover(self, entries: Mapping[str, object]) -> dict[str, JsonValue]:
+        """Returns nothing: no host can make the batches of another."""
+        del entries
+        return {}
+
+    def take_over(self, current: LocalBatchCursor, state: FeedState, host_rows: HostRows) -> LocalBatchCursor:
+        """Returns the current cursor: hosts keep their rows."""
+        del state, host_rows
+        return current
+
     def records_after(self, cursor: LocalBatchCursor, step: int, ended: Mapping[int, int]) -> int:
         """Returns 0: only the count of bad records needs it, and the code that makes the batches handles those."""
         del cursor, step, ended

@@ -239,6 +239,28 @@ class FeedStream(Protocol[C]):
         """Returns the state of a cursor."""
         ...
 
+    def handover(self, entries: Mapping[str, Any]) -> dict[str, JsonValue]:
+        """Returns, as a state has them, the lanes whose states other hosts need to read this host's rows in its place.
+
+        Args:
+          entries: :attr:`HostBatch.entries` of a batch of this host.
+        """
+        ...
+
+    def take_over(self, current: C, state: FeedState, host_rows: HostRows) -> C:
+        """Returns the cursor at a state whose lanes may be behind its step, or missing. May read many records.
+
+        Args:
+          current: the feed's cursor.
+          state: of all hosts of the feed.
+          host_rows: the rows that this host reads from there on; the cursor has the lanes that they need.
+
+        Raises:
+          StateMismatchError: the state belongs to a different stream.
+          SourceError: a lane cannot be read.
+        """
+        ...
+
     def open_reader(self, cursor: C, host_rows: HostRows, *, hosts_agree: bool) -> HostReader[C]:
         """Opens the data at a cursor.
 

@@ -231,6 +231,16 @@ class RandomAccessStream:
         """Returns the state, which is the same on every host."""
         return cursor.to_state(self.kind, self.fingerprint(cursor))
 
+    def handover(self, entries: Mapping[str, object]) -> dict[str, JsonValue]:
+        """Returns nothing: every host can read every record."""
+        del entries
+        return {}
+
+    def take_over(self, current: RandomAccessCursor, state: FeedState, host_rows: HostRows) -> RandomAccessCursor:
+        """Returns the cursor at the state's position, in O(1)."""
+        del current, host_rows
+        return self.restore(state)
+
     def records_after(self, cursor: RandomAccessCursor, step: int, ended: Mapping[int, int]) -> int:
         """Returns the records of the stream up to and including ``step``."""
         del ended

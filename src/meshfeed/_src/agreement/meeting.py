@@ -1,0 +1,224 @@
+"""Hosts of a feed meet to continue on another sharding: the first agreement of other participants than before.
+
+Hosts come to a meeting from different pasts: one has failed, one was restored from a state, one only followed. What they
+have in common is the feed's first scope, the new participants, and the number of meetings of these participants. A meeting
+is a reduction (:mod:`meshfeed._src.base.reduction`) below a scope made of these three, and the scope is also that of the
+generations that follow. A meeting that fails is concluded too, and the next attempt is the next meeting, so hosts may call
+again without an agreement on who called how often.
+
+Hosts with different new participants would wait for each other in different scopes. Each host therefore also publishes for
+which participants it has come, and a host that waits compares.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import NamedTuple
+
+from meshfeed._src.base import coordination
+from meshfeed._src.base.coordination import KeyValueStore, format_hosts, label_of
+from meshfeed._src.base.errors import AgreementError, Failure, MeshfeedError, PeerError, StalledError
+from meshfeed._src.base.reduction import Reduction
+from meshfeed._src.base.types import JsonValue
+
+_GRACE_SECONDS = 3.0  # for a host that calls again with other participants
+_log = logging.getLogger("meshfeed.agree")
+Conclude = Callable[[dict[int, JsonValue]], JsonValue]
+"""Host → offer, of all participants → the result. An error that it raises is raised on all of them."""
+
+
+class Outcome(NamedTuple):
+    """What a meeting came to.
+
+    Attributes:
+      scope: key prefix of the generations that follow, unique in the job.
+      result: JSON, the same on all hosts.
+    """
+
+    scope: str
+    result: JsonValue
+
+
+def result_of(store: KeyValueStore, scope: str) -> JsonValue | None:
+    """Returns the result of the meeting with which ``scope`` began; None for the scope that a feed has first."""
+    text = store.try_get(f"meshfeed/{scope}/meet/out")
+    return None if text is None else json.loads(text)["result"]["result"]
+
+
+class Meetings:
+    """The meetings of one feed on this host.
+
+    Args:
+      scope: the feed's first scope, the same on all hosts of the job that have the feed.
+    """
+
+    def __init__(self, scope: str) -> None:
+        self._scope = scope
+        self._next: dict[str, int] = {}  # participants → number of the next meeting
+
+    def meet(
+        self, participants: Sequence[int], offer: JsonValue, conclude: Conclude, *, timeout_seconds: float
+    ) -> Outcome:
+        """Waits for all participants and returns the result. A host that does not participate only waits for the result.
+
+        An interrupted or failed call changes nothing and can be repeated.
+
+        Args:
+          participants: process indices of the hosts that continue.
+          offer: this host's value, JSON.
+          conclude: see :data:`Conclude`; runs on the lowest participant.
+          timeout_seconds: longest wait.
+
+        Raises:
+          PeerError: a participant cannot continue.
+          StalledError: a participant did not arrive.
+          AgreementError: hosts came for different participants.
+          MeshfeedError: any error of ``conclude``; there is no key-value store.
+        """
+        here, label = coordination.process_index(), label_of(participants) or "all"
+        if coordination.process_count() == 1:
+            value = json.loads(json.dumps(offer))
+            return Outcome(self._name(label, 0), json.loads(json.dumps(conclude({here: value}))))
+        store = coordination.require_store()
+        calls = _Calls(store, self._scope, participants, here)
+        reduction = self._open(store, label, participants)
+        try:
+            if here in participants:
+                calls.publish()
+                _forget_absent(reduction)
+                reduction.publish({"offer": offer})
+            outcome = reduction.result(
+                lambda deadline: _attempt(reduction, participants, conclude, calls, deadline),
+                timeout_seconds=timeout_seconds,
+                doing=f"continuing {self._scope.removeprefix('feed/')} on {format_hosts(participants)}",
+                hint=", or has not called reshard",
+                tick=lambda _: calls.check(),
+            )
+        except BaseException as error:
+            if here in participants:
+                with contextlib.suppress(Exception):  # must not mask the error
+                    # After a timeout, the reducer must not name this host among those that did not come.
+                    reduction.publish({"gone": True}) if isinstance(error, StalledError) else reduction.retract()
+            raise
+        if here in participants:
+            calls.retract()
+        scope = self._name(label, self._next[label])
+        self._next[label] += 1
+        if "failure" in outcome:
+            raise _exception(Failure.from_json(outcome["failure"]))
+        return Outcome(scope, outcome["result"])
+
+    def fail(self, participants: Sequence[int], error: BaseException) -> None:
+        """Publishes that this host cannot continue with these participants."""
+        here, label = coordination.process_index(), label_of(participants) or "all"
+        if coordination.process_count() == 1 or here not in participants:
+            return
+        try:
+            reduction = self._open(coordination.require_store(), label, participants)
+            failure = Failure.of(error, here).to_json()
+            if reduction.is_reducer:
+                reduction.announce({"failure": failure})
+            else:
+                reduction.publish({"failure": failure})
+        except Exception as unpublished:  # must not mask ``error``, which the caller raises
+            _log.warning("cannot report this host's failure to the other hosts: %s", unpublished)
+
+    def _name(self, label: str, number: int) -> str:
+        return f"{self._scope}-on-{label}-{number}"
+
+    def _open(self, store: KeyValueStore, label: str, participants: Sequence[int]) -> Reduction:
+        """Returns the first meeting of these participants that this host has not seen the end of."""
+        here = coordination.process_index()
+        while True:
+            number = self._next.setdefault(label, 0)
+            prefix = f"meshfeed/{self._name(label, number)}/meet"
+            reduction = Reduction(store, prefix, participants, here)
+            announced = reduction.announced()
+            if announced is None or (
+                "result" in announced and announced["result"].get("failure", {}).get("host") != here
+            ):
+                return reduction
+            self._next[label] += 1  # the others gave up on this host, or it failed itself
+
+
+def _forget_absent(reduction: Reduction) -> None:
+    """On the reducer, before it waits: forgets hosts that came and gave up, which have to come again."""
+    if reduction.is_reducer:
+        for host, value in reduction.collect(0.0).items():
+            if "gone" in value:
+                reduction.retract(host)
+
+
+def _attempt(
+    reduction: Reduction, participants: Sequence[int], conclude: Conclude, calls: _Calls, deadline: float
+) -> dict[str, JsonValue] | None:
+    early = reduction.announced()  # by a reducer that failed before
+    if early is not None:
+        return early
+
+    def done(values: Mapping[int, JsonValue]) -> bool:
+        calls.check()
+        return is_complete(values) or any("failure" in value for value in values.values())
+
+    def is_complete(values: Mapping[int, JsonValue]) -> bool:
+        return sum("offer" in value for value in values.values()) == len(participants)
+
+    values = reduction.collect(deadline, done)
+    failure = next((value["failure"] for value in values.values() if "failure" in value), None)
+    if failure is not None:
+        return reduction.announce({"failure": failure})
+    if not is_complete(values):
+        return None
+    try:
+        outcome: JsonValue = {"result": conclude({host: value["offer"] for host, value in values.items()})}
+    except MeshfeedError as error:
+        outcome = {"failure": Failure.exact(error).to_json()}
+    announcement = reduction.announce(outcome)
+    reduction.discard_values()
+    return announcement
+
+
+def _exception(failure: Failure) -> Exception:
+    if failure.host is None:
+        return failure.exception()
+    return PeerError(
+        f"host {failure.host} cannot continue on this sharding: {str(failure).removesuffix('.')}. See the log of host "
+        f"{failure.host}.",
+        host=failure.host,
+        peer_message=str(failure),
+    )
+
+
+class _Calls:
+    """For which participants each host has come."""
+
+    def __init__(self, store: KeyValueStore, scope: str, participants: Sequence[int], host: int) -> None:
+        self._store, self._key, self._host = store, f"meshfeed/{scope}-calls", host
+        self._participants = sorted(participants)
+        self._since: float | None = None
+
+    def publish(self) -> None:
+        self._store.set(f"{self._key}/{self._host}", json.dumps(self._participants), overwrite=True)
+
+    def retract(self) -> None:
+        self._store.delete(f"{self._key}/{self._host}")
+
+    def check(self) -> None:
+        """Raises AgreementError once a participant has come for others than this host for some time."""
+        found = {int(host): json.loads(text) for host, text in self._store.directory(self._key).items()}
+        other = next((host for host in found if host in self._participants and found[host] != self._participants), None)
+        if other is None:
+            self._since = None
+            return
+        now = time.monotonic()
+        self._since = now if self._since is None else self._since
+        if now - self._since > _GRACE_SECONDS:
+            raise AgreementError(
+                f"hosts called reshard with shardings over different hosts (host {self._host}: "
+                f"{format_hosts(self._participants)}; host {other}: {format_hosts(found[other])}). Find out on one of them "
+                "which hosts are left, and call reshard again with the same sharding on all of these."
+            )

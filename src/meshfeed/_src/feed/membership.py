@@ -1,0 +1,43 @@
+"""A feed's membership in the hosts over one sharding: their handshakes, and the heartbeat of this host."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from meshfeed._src.agreement import heartbeat
+from meshfeed._src.agreement.handshake import Handshake
+from meshfeed._src.base.fork import finalize
+
+
+class Membership:
+    """Membership of this host, which may also be none: with a single host, and on a host outside the sharding.
+
+    Args:
+      scope: key prefix of the feed over these hosts.
+      participants: process indices of the hosts.
+    """
+
+    def __init__(self, scope: str, participants: Sequence[int]) -> None:
+        self.scope = scope
+        self.handshake = Handshake(scope, participants)
+        self._heartbeat: heartbeat.Member | None = None
+
+    def join(self, feed: object) -> None:
+        """Begins the heartbeat; the membership ends with ``feed``, if it is dropped without close."""
+        if not self.handshake.needed:
+            return
+        # Runs after the pipeline's finalizer, which is registered later.
+        finalize(feed, self.handshake.leave, "dropped its feed")
+        self._heartbeat = heartbeat.Member(self.handshake.participants)
+        finalize(feed, self._heartbeat.leave)
+
+    def leave(self, notice: str, *, awaited: bool = False) -> None:
+        """Ends the membership. Idempotent.
+
+        Args:
+          notice: why, for hosts that wait for this one in the next handshake.
+          awaited: whether another host has left this generation, and may wait there.
+        """
+        self.handshake.leave(notice, awaited=awaited)
+        if self._heartbeat is not None:
+            self._heartbeat.leave()

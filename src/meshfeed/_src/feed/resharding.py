@@ -1,0 +1,234 @@
+"""What ``Feed.reshard`` decides: whether a feed can continue on a sharding, and at which step its hosts do.
+
+Hosts may have delivered different steps when one of them was lost: one has received a batch, another has failed before it.
+No step after the lowest of these has been taken by all of them, so all continue there. The hosts' states, and what lost
+hosts have published (:mod:`meshfeed._src.agreement.handover`), are merged to one state at that step.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+from collections.abc import Iterable, Mapping, Sequence
+from typing import NamedTuple
+
+from meshfeed._src.agreement.handover import HandedOver
+from meshfeed._src.agreement.meeting import result_of
+from meshfeed._src.agreement.windows import full_window
+from meshfeed._src.arrays.placer import Placer, make_placer
+from meshfeed._src.base import coordination
+from meshfeed._src.base.coordination import format_differences, format_hosts
+from meshfeed._src.base.errors import AgreementError, SettingsError
+from meshfeed._src.base.settings import FeedSettings
+from meshfeed._src.base.types import JsonValue, PyTree
+from meshfeed._src.feed.parts import check_can_follow
+from meshfeed._src.order.steps import parse_segments, position_at
+from meshfeed._src.plan.plan import HostRows, normalize_sharding, participants
+from meshfeed._src.state.state import FeedState, Ledgers, flatten, parse_state
+from meshfeed._src.streams.lane_moves import furthest_entries
+from meshfeed._src.streams.protocol import AnyStream, Cursor
+
+_log = logging.getLogger("meshfeed.feed")
+_SHOWN_CHARACTERS = 120  # of a setting in a message
+_NAMED_DIFFERENCES = 4
+
+
+class Place(NamedTuple):
+    """What a sharding determines for a feed on this host.
+
+    Attributes:
+      placer: places batches in the sharding.
+      host_rows: what this host reads.
+      follows: whether this host only follows the hosts that read the stream.
+    """
+
+    placer: Placer
+    host_rows: HostRows
+    follows: bool
+
+
+def make_place(
+    sharding: PyTree, settings: FeedSettings, stream: AnyStream, before: Placer, rows_before: HostRows
+) -> Place:
+    """Returns the place of a feed on another sharding.
+
+    Args:
+      sharding: as passed by the user.
+      settings: the feed's settings.
+      stream: the feed's stream.
+      before: the feed's current placer.
+      rows_before: what this host reads now.
+
+    Raises:
+      SettingsError: the sharding is invalid, or this kind of stream cannot continue on it.
+      PlanError: a batch size is not divisible over the mesh.
+    """
+    placer = make_placer(sharding, _with_hosts_left(settings, sharding))
+    host_rows = placer.host_rows(stream.record_spec if stream.in_columns else None)
+    if stream.hosts_make_batches:
+        _check_same_rows(stream, before, rows_before, placer, host_rows)
+    follows = not stream.length_is_known and coordination.process_index() not in placer.participants
+    if follows:
+        check_can_follow(stream, placer.participants)
+    return Place(placer, host_rows, follows)
+
+
+def _with_hosts_left(settings: FeedSettings, sharding: PyTree) -> FeedSettings:
+    """Leaves the hosts out of ``load=[…]`` that are not in the sharding."""
+    if isinstance(settings.load, str):
+        return settings
+    everyone = participants(normalize_sharding(sharding))
+    left = [host for host in settings.load if host in everyone]
+    if not left:
+        raise SettingsError(
+            f"load={list(settings.load)!r}: none of these hosts has a device in the sharding passed to reshard, so no host "
+            'would read. Use load="once" to read on any hosts.',
+            setting="load",
+        )
+    return dataclasses.replace(settings, load=left)
+
+
+def _check_same_rows(
+    stream: AnyStream, before: Placer, rows_before: HostRows, placer: Placer, host_rows: HostRows
+) -> None:
+    if stream.cannot_resume is not None:
+        raise SettingsError(f"reshard drops what was read ahead, and {stream.cannot_resume}", setting="sharding")
+    shards = before.smallest_batch_size()
+    same = before.participants == placer.participants and shards == placer.smallest_batch_size()
+    if not same or rows_before.rows(shards).tolist() != host_rows.rows(shards).tolist():
+        raise SettingsError(
+            "the sharding passed to reshard gives hosts other rows, but the source is host batches, which are not elastic: "
+            "each host makes its own rows, and no other can make them. Restart the job on as many hosts as before, or "
+            "pass a source of records.",
+            setting="sharding",
+        )
+
+
+# ------------------------------------------------------------------ the meeting
+
+
+def make_offer(settings: FeedSettings, stream: AnyStream, cursor: Cursor, scope: str) -> dict[str, JsonValue]:
+    """Returns what this host brings to the meeting: its state, its settings, and the scope of its generations so far."""
+    return {
+        "step": cursor.step,
+        "state": stream.state(cursor).to_json(),
+        "settings": {**flatten(dict(stream.fingerprint(cursor))), **settings.agreed()},
+        "scope": scope,
+    }
+
+
+def conclude(offers: Mapping[int, JsonValue], prefetch: int) -> dict[str, JsonValue]:
+    """Returns the state at which all hosts continue, and the steps that they have delivered.
+
+    Args:
+      offers: host → its offer.
+      prefetch: global batches that a host may have ready.
+
+    Returns:
+      ``state``: JSON, with lanes that may be behind its step, or missing; ``steps``: host → step.
+
+    Raises:
+      AgreementError: hosts differ in settings or data, or are further apart than hosts of one feed can be.
+    """
+    steps = {host: int(offer["step"]) for host, offer in sorted(offers.items())}
+    states = {host: parse_state(offer["state"]) for host, offer in sorted(offers.items())}
+    step = min(steps.values())
+    there = [host for host in steps if steps[host] == step]
+    _check_alike({host: offer["settings"] for host, offer in sorted(offers.items())})
+    base = states[there[0]]
+    _check_alike({host: {"position": states[host].position} for host in there})
+    past = len(base.segments)
+    _check_alike({host: {"the batch sizes so far": state.segments[:past]} for host, state in states.items()})
+    _check_apart(steps, prefetch, base.kind)
+    handed_over = _handed_over([str(offer["scope"]) for offer in offers.values()])
+    for one in states.values():
+        handed_over.add(one)
+    lanes = None
+    if base.lanes is not None:
+        lanes = furthest_entries(handed_over.lanes_for(base), _records_per_lane(base))
+    skipped = max((states[host].num_skipped or 0 for host in there), default=0)
+    ledgers = _merge_ledgers(handed_over.ledgers, step)
+    state = dataclasses.replace(base, lanes=lanes, num_skipped=skipped or None, **ledgers.state_fields())
+    return {"state": state.to_json(), "steps": steps}
+
+
+def warn_of_going_back(name: str, steps: Mapping[str, int], step: int, host: int) -> None:
+    """Warns if this host continues before a step that it has delivered.
+
+    Args:
+      name: of the feed.
+      steps: host → step that it had delivered; the keys are texts.
+      step: where all continue.
+      host: this host.
+    """
+    mine = steps.get(str(host), step)
+    if mine > step:
+        behind = [int(other) for other, at in steps.items() if at == step]
+        _log.warning(
+            "%s: this host had received the batches up to step %d, but %s only those before step %d, where all hosts "
+            "continue: the batches from step %d on are delivered again. Continue with the training state that belongs to "
+            "feed.step = %d.",
+            name, mine - 1, format_hosts(behind), step, step, step,
+        )  # fmt: skip
+
+
+def _check_alike(values: Mapping[int, Mapping[str, JsonValue]]) -> None:
+    fields = dict.fromkeys(name for value in values.values() for name in value)
+    differences = [
+        f"{field} ({shown})"
+        for field in fields
+        if (shown := format_differences({h: str(value.get(field)) for h, value in values.items()}, _SHOWN_CHARACTERS))
+    ]
+    if differences:
+        raise AgreementError(
+            f"hosts that call reshard differ in {', and in '.join(differences[:_NAMED_DIFFERENCES])}. They must be hosts of "
+            "one feed: call set_state with the same state on all of them first, or restart the job from its last checkpoint."
+        )
+
+
+def _check_apart(steps: Mapping[int, int], prefetch: int, kind: str) -> None:
+    # As far as the fastest host of a generation can be ahead of the slowest.
+    most = 2 * full_window(coordination.process_count(), 0, 1 << 62) + prefetch + 2
+    if max(steps.values()) - min(steps.values()) <= (0 if kind == "host_batches" else most):
+        return
+    shown = format_differences({host: f"step {step}" for host, step in steps.items()})
+    raise AgreementError(
+        f"hosts that call reshard have delivered different steps ({shown}), "
+        + (
+            "and host batches cannot be delivered again. "
+            if kind == "host_batches"
+            else f"more than {most} apart, which hosts of one feed cannot be. "
+        )
+        + "Call set_state with the same state on all of them first, or restart the job from its last checkpoint."
+    )
+
+
+def _handed_over(scopes: Sequence[str]) -> HandedOver:
+    """What hosts of these scopes have published; also what earlier meetings gathered and nobody may have read since."""
+    if coordination.process_count() == 1:
+        return HandedOver()
+    store, scopes = coordination.require_store(), list(dict.fromkeys(scopes))
+    found = HandedOver.read(store, scopes)
+    for scope in scopes:
+        if (result := result_of(store, scope)) is not None:
+            found.add(parse_state(result["state"]))
+    return found
+
+
+def _records_per_lane(state: FeedState) -> int:
+    """Records that each lane without an end has delivered at a state of a stream."""
+    return position_at(parse_segments(state.segments), state.step or 0) // (state.num_lanes or 1)
+
+
+def _merge_ledgers(ledgers: Iterable[Ledgers], step: int) -> Ledgers:
+    """Merges ledgers of any steps to those at ``step``. A host only appends to its own, so the longest is complete."""
+    listed: dict[str, Sequence[JsonValue]] = {}
+    unlisted: dict[str, int] = {}
+    for one in ledgers:
+        for host, entries in one.listed.items():
+            delivered = [entry for entry in entries if entry[3] < step]
+            if len(delivered) > len(listed.get(host, ())):
+                listed[host] = delivered
+        for host, count in one.num_unlisted.items():
+            unlisted[host] = max(count, unlisted.get(host, 0))
+    return Ledgers(listed, unlisted)

@@ -1,0 +1,537 @@
+"""``Feed.reshard`` on simulated hosts: the others continue exactly without a lost host, with every kind of source."""
+
+from __future__ import annotations
+
+import dataclasses
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+from resharding import Job, Numbers, job_of, join, reference, rows_of
+
+import meshfeed
+from meshfeed._src.agreement import handover
+
+BATCH = 12
+
+
+@dataclasses.dataclass
+class Kind:
+    """A source, and the settings that it needs."""
+
+    make: Callable[[], Any]
+    settings: dict[str, Any] = dataclasses.field(default_factory=dict)
+
+
+def memory(count: int, offset: int = 0) -> Any:
+    return meshfeed.sources.Memory({"id": np.arange(offset, offset + count, dtype=np.int32)})
+
+
+def mixture_of_streams() -> Any:
+    parts = {"a": meshfeed.sources.Stream(Numbers([40] * 12).open, fingerprint="a"), "b": memory(500, 1 << 20)}
+    return meshfeed.sources.Mixture(parts, weights=[(0, {"a": 1, "b": 1}), (9, {"a": 1, "b": 3})])
+
+
+UNEVEN = [31, 7, 25, 40, 0, 19, 33, 28, 16, 22, 37, 30]
+PADDED = {"end": "pad", "mask_key": "mask"}
+LANES = {"num_lanes": 12}
+KINDS = {
+    "random access": Kind(lambda: memory(400), {"shuffle": True, "seed": 3}),
+    "padded end": Kind(lambda: memory(397), {"shuffle": 50, **PADDED}),
+    "batch schedule": Kind(
+        lambda: memory(700), {"global_batch_size": meshfeed.BatchSchedule([(0, 12), (6, 24), (14, 12)])}
+    ),
+    "load once": Kind(lambda: memory(400), {"load": "once"}),
+    "mixture": Kind(
+        lambda: meshfeed.sources.Mixture({"a": memory(200), "b": memory(300, 1 << 20)}, weights={"a": 1, "b": 2}),
+        {"shuffle": True},
+    ),
+    "lanes": Kind(lambda: Numbers([34] * 12), LANES),
+    "lanes without a state": Kind(lambda: Numbers([34] * 12, resumable=False), LANES),
+    "uneven lanes": Kind(lambda: Numbers(UNEVEN), {**LANES, **PADDED}),
+    "lanes in epochs": Kind(
+        lambda: Numbers([5, 4, 5, 5, 6, 5, 5, 5, 7, 5, 5, 5]), {**LANES, **PADDED, "num_epochs": 6}
+    ),
+    "lanes under a schedule": Kind(
+        lambda: Numbers([60] * 12), {**LANES, "global_batch_size": meshfeed.BatchSchedule([(0, 12), (6, 24)])}
+    ),
+    "mixture of streams": Kind(mixture_of_streams, LANES),
+    "lanes in threads": Kind(lambda: Numbers([34] * 12), {**LANES, "num_threads": 3}),
+}
+
+
+def settings_of(kind: Kind) -> dict[str, Any]:
+    return {"global_batch_size": BATCH, "timeout_seconds": 20, "name": "train", **kind.settings}
+
+
+@pytest.fixture(params=["published often", "published once"])
+def slots(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Lanes are read forward from a recent window, or from the start of the generation."""
+    monkeypatch.setattr(handover, "_PAUSE_SECONDS", 0.0 if request.param == "published often" else 1e9)
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_the_others_continue_exactly_without_a_lost_host(name: str, slots: None) -> None:
+    kind = KINDS[name]
+    settings = settings_of(kind)
+    expected = reference(kind.make, **settings)
+    before, hosts, left = 11, [0, 1, 2], [0, 2]
+
+    with job_of(3) as job:
+
+        def host_job(host: int) -> list[Any]:
+            feed = meshfeed.Feed(kind.make(), job.mesh(host, hosts), **settings)
+            delivered = [rows_of(next(feed)) for _ in range(before)]
+            if host not in left:
+                job.kill(host, feed)
+                return delivered
+            feed.reshard(job.mesh(host, left))
+            assert feed.step == before
+            assert feed.config()["participants"] == left
+            state = feed.get_state()
+            delivered += [rows_of(batch) for batch in feed]
+            feed.close()
+            return [*delivered, state]
+
+        (*found,) = job.run(host_job)
+    first = join([part[:before] for part in found])
+    rest = join([found[host][before:-1] for host in left])
+    assert first + rest == expected
+
+    # The states are those of a feed on the new sharding.
+    state = meshfeed.merge_states([found[host][-1] for host in left])
+    with job_of(1) as job:
+
+        def resume(host: int) -> list[Any]:
+            with meshfeed.Feed(kind.make(), job.mesh(0, [0]), **settings) as feed:
+                feed.set_state(state)
+                return [rows_of(batch) for batch in feed]
+
+        assert job.run(resume)[0] == expected[before:]
+
+
+def expected_of(name: str) -> tuple[Kind, dict[str, Any], list[dict[int, int]]]:
+    kind = KINDS[name]
+    settings = settings_of(kind)
+    return kind, settings, reference(kind.make, **settings)
+
+
+BOTH = ["random access", "uneven lanes"]
+
+
+@pytest.mark.parametrize("name", BOTH)
+def test_hosts_that_have_delivered_different_steps_continue_at_the_lowest(
+    name: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    kind, settings, expected = expected_of(name)
+    steps, left = {0: 13, 1: 14, 2: 11, 3: 12}, [0, 2, 3]
+
+    with job_of(4) as job:
+
+        def host_job(host: int) -> list[Any]:
+            feed = meshfeed.Feed(kind.make(), job.mesh(host, range(4)), **settings)
+            delivered = [rows_of(next(feed)) for _ in range(steps[host])]
+            if host not in left:
+                job.kill(host, feed)
+                return delivered
+            feed.reshard(job.mesh(host, left))
+            assert feed.step == 11
+            assert feed.position == sum(map(len, expected[:11]))
+            with feed:
+                return [*delivered[:11], *(rows_of(batch) for batch in feed)]
+
+        found = job.run(host_job)
+    assert join([part[:11] for part in found]) + join([found[host][11:] for host in left]) == expected
+    warned = sorted(record.getMessage() for record in caplog.records if "delivered again" in record.getMessage())
+    assert len(warned) == 2
+    assert warned[0] == (
+        "train: this host had received the batches up to step 11, but host 2 only those before step 11, where all hosts "
+        "continue: the batches from step 11 on are delivered again. Continue with the training state that belongs to "
+        "feed.step = 11."
+    )
+
+
+@pytest.mark.parametrize("name", ["random access", "uneven lanes", "mixture of streams"])
+def test_hosts_leave_and_come_back_while_all_are_well(name: str) -> None:
+    """A host outside the sharding gets as many batches, without rows."""
+    kind, settings, expected = expected_of(name)
+    shardings = [([0, 1, 2], 5), ([1, 2], 4), ([0, 1, 2], 6), ([0, 2], 3), ([0, 1], None)]
+
+    with job_of(3) as job:
+
+        def host_job(host: int) -> list[list[dict[int, int]]]:
+            parts: list[list[dict[int, int]]] = []
+            feed = None
+            for hosts, steps in shardings:
+                if feed is None:
+                    feed = meshfeed.Feed(kind.make(), job.mesh(host, hosts), **settings)
+                else:
+                    feed.reshard(job.mesh(host, hosts))
+                batches = feed if steps is None else (next(feed) for _ in range(steps))
+                parts.append([rows_of(batch) for batch in batches])
+                assert host in hosts or not any(parts[-1])
+            feed.close()
+            return parts
+
+        found = job.run(host_job)
+        left = simulated_keys(job)
+    assert [step for number in range(len(shardings)) for step in join([part[number] for part in found])] == expected
+    assert not left
+
+
+def simulated_keys(job: Job) -> list[str]:
+    import simulated_hosts
+
+    job.job.store = job.store._store
+    return simulated_hosts._unexpected(job.job.store.keys())
+
+
+def test_a_host_that_is_left_out_closes_its_feed() -> None:
+    kind, settings, expected = expected_of("uneven lanes")
+
+    with job_of(3) as job:
+
+        def host_job(host: int) -> list[dict[int, int]]:
+            with meshfeed.Feed(kind.make(), job.mesh(host, [0, 1, 2]), **settings) as feed:
+                delivered = [rows_of(next(feed)) for _ in range(9)]
+                if host == 0:
+                    return delivered
+                feed.reshard(job.mesh(host, [1, 2]))
+                return [*delivered, *(rows_of(batch) for batch in feed)]
+
+        found = job.run(host_job)
+    assert join([part[:9] for part in found]) + join([part[9:] for part in found[1:]]) == expected
+
+
+@pytest.mark.parametrize("name", BOTH)
+@pytest.mark.parametrize("steps_between", [0, 1, 7])
+def test_a_second_host_is_lost_soon_after(name: str, steps_between: int, slots: None) -> None:
+    kind, settings, expected = expected_of(name)
+    end = 9 + steps_between
+
+    with job_of(4) as job:
+
+        def host_job(host: int) -> list[dict[int, int]]:
+            feed = meshfeed.Feed(kind.make(), job.mesh(host, range(4)), **settings)
+            delivered = [rows_of(next(feed)) for _ in range(9)]
+            if host == 1:
+                job.kill(host, feed)
+                return delivered
+            feed.reshard(job.mesh(host, [0, 2, 3]))
+            delivered += [rows_of(next(feed)) for _ in range(steps_between)]
+            if host == 3:
+                job.kill(host, feed)
+                return delivered
+            feed.reshard(job.mesh(host, [0, 2]))
+            with feed:
+                return [*delivered, *(rows_of(batch) for batch in feed)]
+
+        found = job.run(host_job)
+    parts = [part[:9] for part in found], [found[h][9:end] for h in (0, 2, 3)], [found[h][end:] for h in (0, 2)]
+    assert [step for part in parts for step in join(part)] == expected
+
+
+@pytest.mark.parametrize("name", BOTH)
+def test_it_works_after_an_error_and_from_a_state_of_this_host_alone(name: str) -> None:
+    kind, settings, expected = expected_of(name)
+
+    with job_of(3) as job:
+
+        def host_job(host: int) -> list[dict[int, int]]:
+            feed = meshfeed.Feed(kind.make(), job.mesh(host, range(3)), **{**settings, "timeout_seconds": 4})
+            delivered = [rows_of(next(feed)) for _ in range(9)]
+            state = feed.get_state()
+            if host == 2:
+                job.kill(host, feed)
+                return delivered
+            error = error_of(lambda: [*feed])
+            assert isinstance(error, meshfeed.StalledError)
+            assert error.hosts == (2,)
+            feed.set_state(state)  # the step that the training state belongs to
+            feed.reshard(job.mesh(host, [0, 1]))
+            with feed:
+                return [*delivered, *(rows_of(batch) for batch in feed)]
+
+        found = job.run(host_job)
+    assert join([part[:9] for part in found]) + join([part[9:] for part in found[:2]]) == expected
+
+
+def test_after_it_state_and_reset_work_as_before() -> None:
+    kind, settings, expected = expected_of("uneven lanes")
+
+    with job_of(2) as job:
+
+        def host_job(host: int) -> None:
+            with meshfeed.Feed(kind.make(), job.mesh(host, [0, 1]), **settings) as feed:
+                early = [rows_of(next(feed)) for _ in range(4)]
+                feed.reshard(job.mesh(host, [1, 0]))
+                state = feed.get_state()
+                rest = [rows_of(batch) for batch in feed]
+                feed.set_state(state)
+                assert [rows_of(batch) for batch in feed] == rest
+                feed.reset()
+                assert len([rows_of(batch) for batch in feed]) == len(early + rest) == len(expected)
+
+        job.run(host_job)
+
+
+def test_lost_lanes_are_read_forward_from_a_recent_window_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(handover, "_PAUSE_SECONDS", 0.0)
+    steps, lanes = 200, 12
+
+    with job_of(2) as job:
+
+        def host_job(host: int) -> list[int]:
+            source = Numbers([10_000] * lanes)
+            feed = meshfeed.Feed(source, job.mesh(host, [0, 1]), global_batch_size=BATCH, num_lanes=lanes, name="train")
+            for _ in range(steps):
+                next(feed)
+            if host == 1:
+                job.kill(host, feed)
+                return []
+            feed.reshard(job.mesh(host, [0]))
+            feed.close()
+            assert len(feed.get_state()["lanes"]) == lanes
+            return source.given[lanes // 2 :]
+
+        given = job.run(host_job)[0]
+    # Two windows are read ahead, two batches are ready, and two windows may have begun.
+    assert min(given) > 0
+    assert max(given) <= 4 * 8 + 2
+
+
+def test_bad_records_of_a_lost_host_stay_in_the_ledger(monkeypatch: pytest.MonkeyPatch) -> None:
+    def decode(record: Any) -> Any:
+        if int(record["id"]) % 17 == 5:
+            raise ValueError("not nice")
+        return record
+
+    def make() -> Any:
+        return meshfeed.sources.Map(memory(300), decode)
+
+    settings: dict[str, Any] = {"global_batch_size": BATCH, "name": "train", "shuffle": True}
+    settings["bad_records"] = meshfeed.SkipBad(max_fraction=0.5)
+
+    def states(hosts: int, lost: int | None) -> list[Any]:
+        with job_of(hosts) as job:
+
+            def host_job(host: int) -> Any:
+                feed = meshfeed.Feed(make(), job.mesh(host, range(hosts)), **settings)
+                for _ in range(11):
+                    next(feed)
+                if host == lost:
+                    job.kill(host, feed)
+                    return None
+                if lost is not None:
+                    feed.reshard(job.mesh(host, [host for host in range(hosts) if host != lost]))
+                state = feed.get_state()
+                feed.close()
+                return state
+
+            return [state for state in job.run(host_job) if state is not None]
+
+    whole, left = (meshfeed.merge_states(states(3, lost)) for lost in (None, 1))
+    assert whole["num_skipped"] > 3
+    assert len(whole["skipped"]) == 3
+    assert left == whole
+
+
+# ------------------------------------------------------------------ refusals
+
+
+def error_of(function: Callable[[], object]) -> Exception:
+    with pytest.raises(meshfeed.MeshfeedError) as caught:
+        function()
+    return caught.value
+
+
+def test_hosts_that_mean_different_hosts_are_told_and_can_call_again() -> None:
+    kind, settings, expected = expected_of("random access")
+
+    with job_of(3) as job:
+
+        def host_job(host: int) -> Any:
+            feed = meshfeed.Feed(kind.make(), job.mesh(host, range(3)), **settings)
+            for _ in range(5):
+                next(feed)
+            if host == 1:
+                job.kill(host, feed)
+                return None
+            error = None if host else error_of(lambda: feed.reshard(job.mesh(host, [0, 1, 2])))
+            while feed.config()["participants"] != [0, 2]:
+                try:
+                    feed.reshard(job.mesh(host, [0, 2]))
+                except meshfeed.AgreementError:  # of the other's first call
+                    assert host == 2
+            with feed:
+                return error, [rows_of(batch) for batch in feed]
+
+        found = job.run(host_job)
+    assert join([found[0][1], found[2][1]]) == expected[5:]
+    assert isinstance(found[0][0], meshfeed.AgreementError)
+    assert str(found[0][0]).startswith(
+        "hosts called reshard with shardings over different hosts (host 0: hosts 0, 1, 2; host 2: hosts 0, 2). Find out"
+    )
+
+
+def test_a_host_that_does_not_call_is_named_and_the_call_can_be_repeated() -> None:
+    kind, settings, expected = expected_of("uneven lanes")
+    import threading
+
+    gave_up = threading.Barrier(3)
+
+    with job_of(3) as job:
+
+        def host_job(host: int) -> Any:
+            feed = meshfeed.Feed(kind.make(), job.mesh(host, range(3)), **{**settings, "timeout_seconds": 2})
+            for _ in range(5):
+                next(feed)
+            if host != 1:
+                error = error_of(lambda: feed.reshard(job.mesh(host, range(3), 1)))
+                assert isinstance(error, meshfeed.StalledError)
+                assert error.hosts == (1,)
+                assert "or has not called reshard" in str(error)
+            gave_up.wait(30)
+            feed.reshard(job.mesh(host, range(3)))
+            with feed:
+                return [rows_of(batch) for batch in feed]
+
+        assert join(job.run(host_job)) == expected[5:]
+
+
+def test_a_sharding_that_does_not_fit_is_refused_on_all_hosts_and_changes_nothing() -> None:
+    kind, settings, expected = expected_of("random access")
+
+    with job_of(2) as job:
+
+        def host_job(host: int) -> Any:
+            feed = meshfeed.Feed(kind.make(), job.mesh(host, [0, 1]), **settings)
+            for _ in range(5):
+                next(feed)
+            per_host = 5 if host else 1
+            error = error_of(lambda: feed.reshard(job.mesh(host, [0, 1], per_host)))
+            rest = [rows_of(next(feed)) for _ in range(3)]
+            feed.reshard(job.mesh(host, [0, 1], 3))
+            with feed:
+                return error, rest + [rows_of(batch) for batch in feed]
+
+        (peer, zero), (own, one) = job.run(host_job)
+    assert isinstance(own, meshfeed.PlanError)
+    assert isinstance(peer, meshfeed.PeerError)
+    assert peer.host == 1
+    assert str(peer).startswith(
+        "host 1 cannot continue on this sharding: PlanError: the global batch of size 12 cannot"
+    )
+    assert join([zero, one]) == expected[5:]
+
+
+def test_hosts_of_different_pasts_are_refused() -> None:
+    kind, settings, _ = expected_of("random access")
+
+    with job_of(2) as job:
+
+        def host_job(host: int) -> Exception:
+            with meshfeed.Feed(kind.make(), job.mesh(host, [0, 1]), **settings) as feed:
+                state = feed.get_state()
+                for _ in range(30):
+                    next(feed)
+                if host:
+                    feed.set_state(state)
+                return error_of(lambda: feed.reshard(job.mesh(host, [0, 1])))
+
+        errors = job.run(host_job)
+    assert {type(error) for error in errors} == {meshfeed.AgreementError}
+    assert "different steps (host 0: step 30; host 1: step 0), more than 20 apart" in str(errors[1])
+    assert "Call set_state with the same state on all of them first" in str(errors[1])
+
+
+def test_feeds_with_different_settings_are_refused() -> None:
+    with job_of(2) as job:
+
+        def host_job(host: int) -> Exception:
+            settings: dict[str, Any] = {"global_batch_size": BATCH, "name": "train", "seed": host, "shuffle": True}
+            with meshfeed.Feed(memory(400), job.mesh(host, [0, 1]), **settings) as feed:
+                return error_of(lambda: feed.reshard(job.mesh(host, [0, 1])))
+
+        errors = job.run(host_job)
+    assert {type(error) for error in errors} == {meshfeed.AgreementError}
+    assert "hosts that call reshard differ in seed (host 0: 0; host 1: 1)" in str(errors[0])
+
+
+def test_readers_that_are_gone_are_left_out_of_load() -> None:
+    kind = Kind(lambda: memory(400), {"load": [0, 1]})
+    settings = settings_of(kind)
+    expected = reference(kind.make, **{**settings, "load": "once"})
+
+    with job_of(3) as job:
+
+        def host_job(host: int) -> Any:
+            feed = meshfeed.Feed(kind.make(), job.mesh(host, range(3)), **settings)
+            for _ in range(5):
+                next(feed)
+            if host == 0:
+                job.kill(host, feed)
+                return None
+            feed.reshard(job.mesh(host, [1, 2]))
+            rest = [rows_of(next(feed)) for _ in range(5)]
+            assert bool(any(rest)) == (host == 1)
+            error = error_of(lambda: feed.reshard(job.mesh(host, [2])))
+            feed.close()
+            return error, rest
+
+        found = job.run(host_job)
+    assert join([found[1][1], found[2][1]]) == expected[5:10]
+    assert "load=[0, 1]: none of these hosts has a device in the sharding passed to reshard" in str(found[2][0])
+
+
+class Batches:
+    """Host batches that can be read again."""
+
+    def __init__(self, host: int, rows: int) -> None:
+        self._host, self._rows = host, rows
+
+    def __iter__(self) -> Any:
+        for number in range(8):
+            yield {"id": np.full(self._rows, self._host << 16 | number, np.int32)}
+
+
+def test_host_batches_keep_their_rows() -> None:
+    from jax.sharding import NamedSharding, PartitionSpec
+
+    with job_of(2) as job:
+
+        def host_job(host: int) -> Any:
+            source = meshfeed.sources.HostBatches(Batches(host, 6))
+            with meshfeed.Feed(source, job.mesh(host, [0, 1], 2), timeout_seconds=10) as feed:
+                delivered = [rows_of(next(feed)) for _ in range(3)]
+                error = error_of(lambda: feed.reshard(job.mesh(host, [0])))
+                from jax.sharding import AxisType, Mesh
+
+                devices = np.array(job.devices(host, [0, 1], 2)).reshape(2, 2)
+                mesh = Mesh(devices, ("data", "model"), axis_types=(AxisType.Auto,) * 2)
+                feed.reshard(NamedSharding(mesh, PartitionSpec(("data", "model"))))
+                return error, delivered + [rows_of(batch) for batch in feed]
+
+        found = job.run(host_job)
+        iterator = meshfeed.sources.HostBatches(iter(Batches(0, 12)))
+
+        def once(_: int) -> Exception:
+            with meshfeed.Feed(iterator, job.mesh(0, [0])) as feed:
+                next(feed)
+                return error_of(lambda: feed.reshard(job.mesh(0, [0])))
+
+    for error, _ in found:
+        assert isinstance(error, meshfeed.SettingsError)
+        assert "the source is host batches, which are not elastic" in str(error)
+    steps = join([rows for _, rows in found])
+    assert steps == [{row: (row // 6) << 16 | number for row in range(12)} for number in range(8)]
+
+    with job_of(1) as job:
+        error = job.run(once)[0]
+    assert "reshard drops what was read ahead, and the batches come from a" in str(error)
