@@ -90,7 +90,7 @@ class Job:
 
 @contextlib.contextmanager
 def job_of(processes: int) -> Iterator[Job]:
-    with simulated_hosts.simulation():
+    with simulated_hosts.simulation(quiet=False):
         job = Job(processes)
         yield job
         job.clean_up()

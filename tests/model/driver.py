@@ -12,6 +12,7 @@ from typing import Any, Protocol
 
 import jax
 import numpy as np
+import pytest
 from configurations import (
     DOCUMENTS,
     HOST_BATCHES,
@@ -380,12 +381,10 @@ class _Player:
         before = self.feed.get_state()
         lanes = self.case.lanes_of(self.phase, self.host) if self.case.config["source"] in STREAMS else set()
         for field, wrong in wrong_states(state, self.host, lanes, self.case.total):
-            try:
+            with pytest.raises(meshfeed.StateMismatchError) as raised:
                 self.feed.set_state(wrong)
-            except meshfeed.StateMismatchError as error:
-                assert error.field.startswith(field), f"{where}: {error!r}, not about {field!r}"
-            else:
                 raise AssertionError(f"{where}: took a state with another {field!r}: {wrong}")
+            assert raised.value.field.startswith(field), f"{where}: {raised.value!r}, not about {field!r}"
             at = self.feed.step, self.feed.position, self.feed.get_state()
             assert at == (before.get("step", at[0]), before["position"], before), f"{where}: moved to {at}"
 
@@ -454,13 +453,11 @@ class _Player:
         assert all(len(leaf) == 0 for leaf in flat(self.feed.read([])).values()), f"{where}: read([])"
         far = -1 if self.case.config["source"] in DOCUMENTS else 1 << 61  # whose ids count on from epoch to epoch
         for wrong, kind in (([-1], "SourceError"), ([ids[0], far], "SourceError"), ([ids], "SettingsError")):
-            try:
+            with pytest.raises(meshfeed.MeshfeedError) as raised:
                 self.feed.read(wrong)
-            except meshfeed.MeshfeedError as error:
-                assert type(error).__name__ == kind, f"{where}: read({wrong}) raised {error!r}"
-                assert str(np.ravel(wrong)[-1]) in str(error), f"{where}: read({wrong}) raised {error!r}"
-            else:
                 raise AssertionError(f"{where}: read({wrong}) gave records")
+            assert type(raised.value).__name__ == kind, f"{where}: read({wrong}) raised {raised.value!r}"
+            assert str(np.ravel(wrong)[-1]) in str(raised.value), f"{where}: read({wrong}) raised {raised.value!r}"
 
     def _replay(self, event: Event, where: str) -> None:
         mask_key = "mask" if self.case.config["mask"] else None

@@ -117,8 +117,12 @@ class _Warnings(logging.Handler):
 
 
 @contextlib.contextmanager
-def simulation() -> Iterator[None]:
-    """Makes threads hosts; see :func:`play`."""
+def simulation(*, quiet: bool = True) -> Iterator[None]:
+    """Makes threads hosts; see :func:`play`.
+
+    Args:
+      quiet: whether the hosts' log is kept from other handlers.
+    """
     here = _Here()
     old_start = threading.Thread.start
 
@@ -174,7 +178,7 @@ def simulation() -> Iterator[None]:
     _current.append(here)
     log, handler = logging.getLogger("meshfeed"), _Warnings(here)
     log.addHandler(handler)
-    propagates, log.propagate = log.propagate, False
+    propagates, log.propagate = log.propagate, not quiet
     try:
         yield
     finally:

@@ -35,7 +35,7 @@ def some(rng: random.Random, shape: tuple[int, ...], name: str) -> np.ndarray:
     """Any bits that a value of the dtype may have."""
     dtype = dtype_of(name)
     bits = np.frombuffer(rng.randbytes(int(np.prod(shape)) * dtype.itemsize), np.uint8)
-    if dtype == bool:
+    if dtype == np.bool_:
         return (bits % 2 == 1).reshape(shape)
     if name in WIDTHS:
         values = bits.astype(np.int32) % 2 ** WIDTHS[name]

@@ -88,7 +88,7 @@ def _of_lanes(
         yield changed(f"{field}.records", put("lanes", key, sealed(before)))
         yield changed("position", put("lanes", key, sealed({**before, "ended": True})))
     for lane in sorted(needed)[:1]:
-        yield changed("lanes", lambda other: other["lanes"].pop(str(lane)))
+        yield changed("lanes", lambda other, lane=lane: other["lanes"].pop(str(lane)))
 
 
 def _of_hosts(state: State, host: str, changed: Callable[..., Wrong], put: Callable[..., Any]) -> Iterator[Wrong]:

@@ -45,8 +45,8 @@ from meshfeed._src.feed.local_iterator import LocalIterator
 from meshfeed._src.feed.membership import Membership
 from meshfeed._src.feed.parts import check_can_follow, make_pipeline, make_stream
 from meshfeed._src.feed.pipeline import Pipeline, PrefetchDepth, Ready
-from meshfeed._src.feed.startup import Startup, wait_until_open
 from meshfeed._src.feed.resharding import Place, conclude, make_offer, make_place, warn_of_going_back
+from meshfeed._src.feed.startup import Startup, wait_until_open
 from meshfeed._src.feed.step_log import STEP_LOG, log_step
 from meshfeed._src.plan.plan import normalize_sharding, participants
 from meshfeed._src.sources.recognize import describe_source
