@@ -383,7 +383,6 @@ class _Player:
         for field, wrong in wrong_states(state, self.host, lanes, self.case.total):
             with pytest.raises(meshfeed.StateMismatchError) as raised:
                 self.feed.set_state(wrong)
-                raise AssertionError(f"{where}: took a state with another {field!r}: {wrong}")
             assert raised.value.field.startswith(field), f"{where}: {raised.value!r}, not about {field!r}"
             at = self.feed.step, self.feed.position, self.feed.get_state()
             assert at == (before.get("step", at[0]), before["position"], before), f"{where}: moved to {at}"
@@ -455,7 +454,6 @@ class _Player:
         for wrong, kind in (([-1], "SourceError"), ([ids[0], far], "SourceError"), ([ids], "SettingsError")):
             with pytest.raises(meshfeed.MeshfeedError) as raised:
                 self.feed.read(wrong)
-                raise AssertionError(f"{where}: read({wrong}) gave records")
             assert type(raised.value).__name__ == kind, f"{where}: read({wrong}) raised {raised.value!r}"
             assert str(np.ravel(wrong)[-1]) in str(raised.value), f"{where}: read({wrong}) raised {raised.value!r}"
 
