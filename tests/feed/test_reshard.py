@@ -301,9 +301,8 @@ def test_lost_lanes_are_read_forward_from_a_recent_window_only(monkeypatch: pyte
             return source.given[lanes // 2 :]
 
         given = job.run(host_job)[0]
-    # Two windows are read ahead, two batches are ready, and two windows may have begun.
     assert min(given) > 0
-    assert max(given) <= 4 * 8 + 2
+    assert max(given) <= (handover._SLOTS + 2) * 8  # what is kept, in windows of 8 steps; a busy host publishes fewer
 
 
 def test_bad_records_of_a_lost_host_stay_in_the_ledger(monkeypatch: pytest.MonkeyPatch) -> None:
