@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from meshfeed._src.sources.array_record.source import ArrayRecord
+    from meshfeed._src.sources.chat.tokenize import TokenizeChat
     from meshfeed._src.sources.concat import Concat
     from meshfeed._src.sources.decode import DecodeExample, DecodeRaw
     from meshfeed._src.sources.decode_image import DecodeImage
@@ -54,6 +55,7 @@ _HOME = {
     "TFDS": "tfds",
     "TFData": "tf_data",
     "TensorStore": "tensorstore",
+    "TokenizeChat": "chat.tokenize",
     "Tokens": "tokens.source",
     "WebDataset": "webdataset",
     "Zip": "zip",
@@ -86,6 +88,7 @@ __all__ = [
     "TFDS",
     "TFData",
     "TensorStore",
+    "TokenizeChat",
     "Tokens",
     "WebDataset",
     "Zip",
