@@ -11,7 +11,9 @@ if TYPE_CHECKING:
     from meshfeed._src.sources.concat import Concat
     from meshfeed._src.sources.decode import DecodeExample, DecodeRaw
     from meshfeed._src.sources.decode_image import DecodeImage
+    from meshfeed._src.sources.folder import Folder
     from meshfeed._src.sources.host_batches import HostBatches
+    from meshfeed._src.sources.join import Join
     from meshfeed._src.sources.map import Map
     from meshfeed._src.sources.mds import MDS
     from meshfeed._src.sources.memory import Memory
@@ -38,9 +40,11 @@ _HOME = {
     "DecodeExample": "decode",
     "DecodeImage": "decode_image",
     "DecodeRaw": "decode",
+    "Folder": "folder",
     "Grain": "recognize",
     "HostBatches": "host_batches",
     "HuggingFace": "recognize",
+    "Join": "join",
     "MDS": "mds",
     "Map": "map",
     "Memory": "memory",
@@ -71,9 +75,11 @@ __all__ = [
     "DecodeExample",
     "DecodeImage",
     "DecodeRaw",
+    "Folder",
     "Grain",
     "HostBatches",
     "HuggingFace",
+    "Join",
     "MDS",
     "Map",
     "Memory",
