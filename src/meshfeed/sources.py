@@ -11,6 +11,7 @@ if TYPE_CHECKING:
     from meshfeed._src.sources.concat import Concat
     from meshfeed._src.sources.decode import DecodeExample, DecodeRaw
     from meshfeed._src.sources.decode_image import DecodeImage
+    from meshfeed._src.sources.decode_video import DecodeVideo
     from meshfeed._src.sources.folder import Folder
     from meshfeed._src.sources.host_batches import HostBatches
     from meshfeed._src.sources.join import Join
@@ -40,6 +41,7 @@ _HOME = {
     "DecodeExample": "decode",
     "DecodeImage": "decode_image",
     "DecodeRaw": "decode",
+    "DecodeVideo": "decode_video",
     "Folder": "folder",
     "Grain": "recognize",
     "HostBatches": "host_batches",
@@ -75,6 +77,7 @@ __all__ = [
     "DecodeExample",
     "DecodeImage",
     "DecodeRaw",
+    "DecodeVideo",
     "Folder",
     "Grain",
     "HostBatches",
