@@ -112,6 +112,71 @@ def test_marks_are_not_needed_if_the_beginning_stays_the_same(pairs: list[tuple[
     assert decoded(found["tokens"][found["loss_mask"]]) == learned
 
 
+# What published templates use: namespaces, macros, loop controls, white space control, filters and tests of Jinja.
+PUBLISHED = """
+{%- macro date() %}{{ strftime_now('%d %b %Y') if with_date is defined else 'no date' }}{% endmacro %}
+{{- bos_token }}
+{%- set ns = namespace(system='You help.', count=0) %}
+{%- if messages[0]['role'] == 'system' %}
+    {%- set ns.system = messages[0]['content'] | trim %}
+    {%- set messages = messages[1:] %}
+{%- endif %}
+{{- '<|im_start|>system\\n' ~ ns.system ~ ' ' ~ date() ~ '<|im_end|>\\n' }}
+{%- if tools is not none %}
+{{- '# Tools\\n' }}
+    {%- for tool in tools %}
+        {{- tool | tojson(indent=2) }}
+        {{- '\\n' if not loop.last }}
+    {%- endfor %}
+{%- endif %}
+{%- for message in messages %}
+    {%- if message.role == 'tool' and not loop.first and loop.previtem.role == 'tool' %}
+        {%- continue %}
+    {%- endif %}
+    {%- set ns.count = ns.count + 1 %}
+    {{- '<|im_start|>' + message.role + '\\n' }}
+    {%- if message.tool_calls is defined and message.tool_calls %}
+        {%- for call in message.tool_calls %}
+            {{- '[' ~ call.function.name ~ ' ' ~ call.function.arguments | tojson ~ ']' }}
+        {%- endfor %}
+    {%- else %}
+        {{- message.content if message.content is string else message.content | map(attribute='text') | join(' ') }}
+    {%- endif %}
+    {{- '<|im_end|>\\n' }}
+{%- endfor %}
+{%- if add_generation_prompt %}
+    {{- '<|im_start|>assistant\\n' }}
+{%- endif %}
+"""
+TOOLS = [
+    {
+        "type": "function",
+        "function": {"name": "add", "description": "Adds <b> & 'c' \"é\".", "parameters": {"a": [1, 2]}},
+    }
+]
+CALL = {
+    "role": "assistant",
+    "tool_calls": [{"type": "function", "function": {"name": "add", "arguments": {"a": "<é>"}}}],
+}
+
+
+@pytest.mark.parametrize("tools", [None, TOOLS])
+@pytest.mark.parametrize("template", [PUBLISHED, CHATML, MARKED])
+def test_text_is_what_transformers_renders(template: str, tools: Any) -> None:
+    transformers = pytest.importorskip("transformers")
+    theirs = transformers.PreTrainedTokenizerFast(
+        tokenizer_object=bpe(), bos_token="<s>", eos_token="</s>", chat_template=template
+    )
+    answers = [turn("tool", "3"), turn("tool", "again"), turn("assistant", " It is <3>. ")]
+    for messages in (CHAT, CHAT[1:3], [*CHAT[:2], CALL | {"content": ""}, *answers]):
+        wanted = theirs.apply_chat_template(messages, tools=tools, tokenize=False)
+        own = TokenizeChat(theirs)._template
+        assert own is not None
+        assert own.render(messages, tools)[0] == wanted
+        prompt = theirs.apply_chat_template(messages, tools=tools, tokenize=False, add_generation_prompt=True)
+        assert own.render(messages, tools, add_generation_prompt=True)[0] == prompt
+
+
 def test_a_template_whose_beginning_changes_is_refused_unless_it_has_marks() -> None:
     messages = [*CHAT[:2], turn("assistant", "<think>hm</think>Two."), *CHAT[3:]]
     with pytest.raises(ValueError, match=r"first 3 of 5 messages .* \(from character 90: .*generation %") as error:

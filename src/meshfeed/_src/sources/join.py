@@ -19,8 +19,8 @@ from meshfeed._src.sources.checks import check_ids
 from meshfeed._src.sources.documents import in_record, read_items
 from meshfeed._src.sources.host_batches import HostBatches
 from meshfeed._src.sources.key_index import KeyIndex, index_of, key_at, key_leaf, key_of
-from meshfeed._src.sources.lists import plain_records
-from meshfeed._src.sources.map import Map, MappedStream
+from meshfeed._src.sources.lists import plain_records, select
+from meshfeed._src.sources.map import Map
 from meshfeed._src.sources.recognize import as_source, describe_source
 
 Key = str | Callable[[Record], Any]
@@ -36,7 +36,7 @@ def Join(
     other_key: str | None = None,
     into: str | None = None,
     index_file: str | os.PathLike[str] | None = None,
-) -> JoinedRecords | MappedStream:
+) -> Any:
     """Adds to each record the record of another source with the same key, such as the images that a text names.
 
     The leaf ``key`` of a record is one key, or a list of keys; it is replaced by the record of ``others`` with that key, or
@@ -81,23 +81,28 @@ def Join(
     for name, value in (("other_key", other_key), ("into", into)):
         if value is not None and not (isinstance(value, str) and value):
             raise SettingsError(f"{name}={value!r}; it takes the name of a leaf, or None.", setting=name)
-    records = hooks.unconverted(as_source(source))
+    records = as_source(source)
     if isinstance(records, HostBatches):
         raise SourceError(
             "Join got batches of this host. Expected a source of records. Join them in your own iterable."
         )
-    kept = hooks.unconverted(plain_records(others, "Join"))
-    streams = not hasattr(records, "__getitem__")
-    if not streams:
-        records = hooks.unconverted(plain_records(records, "Join"))
-    for name, of in (("source", records), ("others", kept)):
-        if (not streams and wants_rng(of)) or (of is kept and wants_rng(kept)):
-            raise SettingsError(
-                f"Join got {name} whose decoder takes rng=. Decode afterwards: Map(Join(…), function).", setting=name
-            )
+    kept = _stored(plain_records(others, "Join"), "others")
     leaf = key_leaf(kept, other_key)
     found = _Lookup(kept, leaf, index_of(kept, leaf, index_file), key, key if into is None else into)
-    return Map(records, found.join_one) if streams else JoinedRecords(records, found)  # type: ignore[return-value]
+    if hooks.is_stream(records):
+        return Map(records, found.join_one)
+    return select(records, "Join", lambda listed: JoinedRecords(_stored(listed, "source"), found))
+
+
+def _stored(records: Any, setting: str) -> Any:
+    """Returns records as they are stored; refuses those that need random numbers."""
+    if wants_rng(records):
+        raise SettingsError(
+            f"Join got {setting} whose decoder takes rng=, and reads records before they are decoded at random. Decode "
+            "afterwards: Map(Join(…), function).",
+            setting=setting,
+        )
+    return hooks.unconverted(records)
 
 
 class _Lookup:
