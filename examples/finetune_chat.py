@@ -1,6 +1,6 @@
 """Fine-tunes on chats of a Hugging Face dataset on disk: the loss covers only the assistant's turns, and chats are packed.
 
-Needs ``pip install '.[hf]' optax`` in a checkout. Without ``--dataset`` it first writes a small one. The model is two
+Needs ``pip install '.[chat,hf]' optax`` in a checkout. Without ``--dataset`` it first writes a small one. The model is two
 matrices, which predict a token from the one before it; replace it with your own.
 """
 
@@ -13,15 +13,19 @@ import pathlib
 import datasets
 import jax
 import jax.numpy as jnp
-import numpy as np
 import optax
+import tokenizers
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import meshfeed
 
-VOCABULARY = 256 + 3  # bytes, then one token that begins each role's turn
-ROLES = {"system": 256, "user": 257, "assistant": 258}
+VOCABULARY = 256 + 2  # of byte_tokenizer
+TEMPLATE = """
+{%- for message in messages %}<|im_start|>{{ message.role }}
+{{ message.content }}<|im_end|>
+{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant
+{% endif %}"""
 OPTIMIZER = optax.adam(1e-2)
 
 
@@ -37,18 +41,15 @@ def write_dataset(folder: pathlib.Path, num_chats: int) -> None:
     datasets.Dataset.from_dict({"messages": chats}).save_to_disk(folder)
 
 
-def tokenize(record: dict[str, list[dict[str, str]]]) -> dict[str, np.ndarray]:
-    """Tokens of a chat, int32 ``[n]``, and which of them the model must learn to write, int32 ``[n]``.
-
-    A tokenizer of ``transformers`` does the same by ``apply_chat_template(messages, return_assistant_tokens_mask=True)``.
-    """
-    tokens: list[int] = []
-    mask: list[int] = []
-    for turn in record["messages"]:
-        content = [*turn["content"].encode(), ord("\n")]
-        tokens += [ROLES[turn["role"]], *content]
-        mask += [0, *[int(turn["role"] == "assistant")] * len(content)]
-    return {"tokens": np.array(tokens, np.int32), "loss_mask": np.array(mask, np.int32)}
+def byte_tokenizer() -> tokenizers.Tokenizer:
+    """A token for each byte, and two around each turn; replace it with that of your model."""
+    letters = sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet())
+    tokenizer = tokenizers.Tokenizer(
+        tokenizers.models.BPE({letter: number for number, letter in enumerate(letters)}, [])
+    )
+    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.add_special_tokens(["<|im_start|>", "<|im_end|>"])
+    return tokenizer
 
 
 def loss_of(params: dict[str, jax.Array], batch: dict[str, jax.Array]) -> jax.Array:
@@ -56,7 +57,7 @@ def loss_of(params: dict[str, jax.Array], batch: dict[str, jax.Array]) -> jax.Ar
     logits = params["in"][batch["tokens"][:, :-1]] @ params["out"]
     losses = optax.softmax_cross_entropy_with_integer_labels(logits, batch["tokens"][:, 1:])
     segments = batch["segment_ids"]
-    counts = (segments[:, 1:] == segments[:, :-1]) & (batch["loss_mask"][:, 1:] > 0)  # padding has mask 0
+    counts = (segments[:, 1:] == segments[:, :-1]) & batch["loss_mask"][:, 1:]  # False on padding
     return (losses * counts).sum() / jnp.maximum(counts.sum(), 1)
 
 
@@ -91,6 +92,7 @@ def main() -> None:
         write_dataset(path, num_chats=400)
 
     mesh = jax.make_mesh((jax.device_count(),), ("data",), axis_types=(AxisType.Auto,))
+    tokenize = meshfeed.sources.TokenizeChat(byte_tokenizer(), chat_template=TEMPLATE)
     chats = meshfeed.sources.Map(datasets.load_from_disk(path), tokenize)
     packed = meshfeed.sources.Packed(chats, options.sequence_length, method="fit", long="truncate")
     feed = meshfeed.Feed(

@@ -206,6 +206,17 @@ def test_training_learns_and_resumes(name: str, tmp_path: pathlib.Path) -> None:
     assert second[50] < first[10] / 2
 
 
+@pytest.mark.slow
+def test_a_model_learns_to_see(tmp_path: pathlib.Path) -> None:
+    pytest.importorskip("flax")
+    pytest.importorskip("datasets")
+    first, *steps = run("caption_images.py", "--folder", str(tmp_path / "data"), "--steps", "120").splitlines()
+    assert re.fullmatch(r"\d+ rows, \d+\.\d% padding", first)
+    right = [float(percent) for percent in re.findall(r"right ([\d.]+)%", "\n".join(steps))]
+    # One letter of each color cannot be known without its image: then at most 91 % are right, of four colors.
+    assert max(right[-4:]) > 97
+
+
 @pytest.mark.multihost
 def test_a_job_restarts_on_another_number_of_hosts(tmp_path: pathlib.Path) -> None:
     from meshfeed._src.demo.demo import build_corpus

@@ -7,10 +7,14 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from meshfeed._src.sources.array_record.source import ArrayRecord
+    from meshfeed._src.sources.chat.tokenize import TokenizeChat
     from meshfeed._src.sources.concat import Concat
     from meshfeed._src.sources.decode import DecodeExample, DecodeRaw
     from meshfeed._src.sources.decode_image import DecodeImage
+    from meshfeed._src.sources.decode_video import DecodeVideo
+    from meshfeed._src.sources.folder import Folder
     from meshfeed._src.sources.host_batches import HostBatches
+    from meshfeed._src.sources.join import Join
     from meshfeed._src.sources.map import Map
     from meshfeed._src.sources.mds import MDS
     from meshfeed._src.sources.memory import Memory
@@ -37,9 +41,12 @@ _HOME = {
     "DecodeExample": "decode",
     "DecodeImage": "decode_image",
     "DecodeRaw": "decode",
+    "DecodeVideo": "decode_video",
+    "Folder": "folder",
     "Grain": "recognize",
     "HostBatches": "host_batches",
     "HuggingFace": "recognize",
+    "Join": "join",
     "MDS": "mds",
     "Map": "map",
     "Memory": "memory",
@@ -54,6 +61,7 @@ _HOME = {
     "TFDS": "tfds",
     "TFData": "tf_data",
     "TensorStore": "tensorstore",
+    "TokenizeChat": "chat.tokenize",
     "Tokens": "tokens.source",
     "WebDataset": "webdataset",
     "Zip": "zip",
@@ -69,9 +77,12 @@ __all__ = [
     "DecodeExample",
     "DecodeImage",
     "DecodeRaw",
+    "DecodeVideo",
+    "Folder",
     "Grain",
     "HostBatches",
     "HuggingFace",
+    "Join",
     "MDS",
     "Map",
     "Memory",
@@ -86,6 +97,7 @@ __all__ = [
     "TFDS",
     "TFData",
     "TensorStore",
+    "TokenizeChat",
     "Tokens",
     "WebDataset",
     "Zip",

@@ -23,7 +23,9 @@ from meshfeed.sources import (
     Buckets,
     Concat,
     HostBatches,
+    Join,
     Map,
+    Memory,
     Mixture,
     Packed,
     Padded,
@@ -77,6 +79,12 @@ def _mixture(a: Any, b: Any, stages: bool = False) -> Any:
     return Mixture({"a": a, "b": b}, [(0, weights), (3, {"a": 1, "b": 1})] if stages else weights, 6)
 
 
+def _key(record: dict[str, Any]) -> int:
+    return int(record["tokens"][0]) % 4
+
+
+OTHERS = Memory({"k": np.arange(4), "y": np.arange(4)})
+
 BELOW: dict[str, Callable[[], Any]] = {
     "files": Records,
     "view": lambda: Subset(Records(), slice(2, None, 2)),
@@ -101,6 +109,7 @@ OVER: dict[str, Callable[[Callable[[], Any]], Any]] = {
     "`random_split`": lambda below: random_split(below(), {"a": 0.8, "b": 0.2}, by="shard")["a"],
     "`Concat`": lambda below: Concat([below(), below()]),
     "`Zip`": lambda below: Zip({"a": below(), "b": below()}),
+    "`Join`": lambda below: Join(below(), OTHERS, key=_key, other_key="k", into="other"),
     "`Map`": lambda below: Map(below(), _negated),
     "`Padded`": lambda below: Padded(below(), 12),
     "`Packed` split": lambda below: Packed(below(), 8, block=16),
@@ -151,6 +160,10 @@ REASONS: dict[str, tuple[str, str]] = {
     "i": (
         "needs a source whose files|whose records are not in files",
         "By shards: the view leaves the order of the files, so its shards do not follow one another.",
+    ),
+    "j": (
+        "reads records before they are decoded at random",
+        "`Join` reads records as they are stored; decode them at random afterwards.",
     ),
 }
 

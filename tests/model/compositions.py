@@ -22,6 +22,7 @@ from lists import (
     buckets,
     concat,
     default_num_lanes,
+    joined,
     mapped,
     mixture,
     negated,
@@ -153,7 +154,7 @@ def _rows(rng: random.Random, depth: int, kind: str | None = None) -> Node:
 
 
 def _over(rng: random.Random, below: Callable[[], Node]) -> Node:
-    kind = rng.choice(["slice", "ids", "sample", "concat", "map", "mixture", "split", "split by shards"])
+    kind = rng.choice(["slice", "ids", "sample", "concat", "map", "mixture", "split", "split by shards", "join"])
     if kind == "concat":
         return concat([below() for _ in range(rng.randint(1, 3))])
     if kind == "mixture":
@@ -165,6 +166,8 @@ def _over(rng: random.Random, below: Callable[[], Node]) -> Node:
     if kind == "ids":
         ids = [rng.randrange(node.count) for _ in range(rng.randint(1, node.count))]
         return subset(node, sorted(ids) if rng.random() < 0.5 else ids)
+    if kind == "join":
+        return joined(node)
     if kind == "split by shards" and node.shards is not None:
         return split_by_shards(node, rng.choice([0.5, 0.7]), rng.randrange(9))
     if kind.startswith("split"):

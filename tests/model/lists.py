@@ -17,7 +17,20 @@ import numpy as np
 import reference
 from reference import Mixed, MixedLanes, Plain, Record, Sequences, ShardLanes, Shards, key_of, permuted, table
 
-from meshfeed.sources import Buckets, Concat, Map, Mixture, Packed, Padded, Sample, Subset, Zip, random_split
+from meshfeed.sources import (
+    Buckets,
+    Concat,
+    Join,
+    Map,
+    Memory,
+    Mixture,
+    Packed,
+    Padded,
+    Sample,
+    Subset,
+    Zip,
+    random_split,
+)
 
 Draw = tuple[int, int, int]
 """Seed, epoch and record id of the feed, by which random numbers are drawn."""
@@ -307,6 +320,34 @@ def mapped(
         packed=False,
         grouped=grouped,
     )
+
+
+def joined(node: Node) -> Node:
+    """Each record joined to one of five others by its tokens, which are then added to it."""
+    listed = view(
+        node,
+        list(range(node.count)),
+        node.shards,
+        lambda source: Join(source, OTHERS, key=key_of_tokens, other_key="key", into="other"),
+        f"Join({node.text})",
+    )
+    return mapped(listed, plus_its_key, lambda source: Map(source, plus_other), "Map({}, plus_other)")
+
+
+OTHERS = Memory({"key": np.arange(5) * 3, "add": np.arange(5, dtype=np.int32) * 3})
+
+
+def key_of_tokens(record: Record) -> int:
+    return int(np.abs(record["tokens"]).sum()) % 5 * 3
+
+
+def plus_its_key(record: Record) -> Record:
+    return {**record, "tokens": record["tokens"] + np.int32(key_of_tokens(record))}
+
+
+def plus_other(record: Record) -> Record:
+    kept = {name: leaf for name, leaf in record.items() if name != "other"}
+    return {**kept, "tokens": record["tokens"] + record["other"]["add"]}
 
 
 def negated(record: Record) -> Record:

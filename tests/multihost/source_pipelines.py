@@ -46,6 +46,10 @@ def write_files(folder: str) -> None:
                 writer.write(int(i).to_bytes(8, "little"))
             writer.close()
     np.arange(240, dtype=np.uint16).tofile(root / "tokens.bin")
+    (root / "pictures").mkdir(exist_ok=True)
+    for number in range(len(DOCUMENT_LENGTHS)):
+        for picture in range(number % 3):
+            (root / "pictures" / f"{number}-{picture}.raw").write_bytes(bytes([number + 1] * 2))
     ids = np.arange(200, dtype=np.int32)
     for name, array in (("id", ids), ("tokens", np.arange(200 * 8, dtype=np.int32).reshape(200, 8))):
         spec = {"driver": "zarr3", "kvstore": {"driver": "file", "path": str(root / f"{name}.zarr")}}
@@ -141,6 +145,42 @@ def _packed_within_limits(folder: str) -> Any:
     limits: dict[str, Any] = {"max_segments": 3, "align": 2, "bos_id": 0, "cumulative_lengths": "starts"}
     order = ("zigzag", 2)
     return sources.Packed(documents, 8, method="fit", block=32, sequence_order=order, side={"images": 4}, **limits)
+
+
+def _packed_join(folder: str) -> Any:
+    """Documents whose images are files."""
+    from meshfeed import sources
+
+    documents = [
+        {"tokens": [number + 1] * int(length), "images": [f"{number}-{picture}.raw" for picture in range(number % 3)]}
+        for number, length in enumerate(DOCUMENT_LENGTHS)
+    ]
+    joined = sources.Join(documents, sources.Folder(f"{folder}/pictures"), key="images")
+    return sources.Packed(sources.Map(joined, _with_pictures), 8, method="fit", block=32, side={"images": 4})
+
+
+def _with_pictures(record: dict[str, Any]) -> dict[str, Any]:
+    pixels = b"".join(image["bytes"] for image in record["images"])
+    images = np.frombuffer(pixels, np.uint8).reshape(-1, 2)
+    return {"tokens": np.array(record["tokens"], np.int32), "images": images}
+
+
+def _join(make: Callable[[str], Any], folder: str) -> Any:
+    """Records joined to those of other files."""
+    from meshfeed import sources
+
+    key: Any = _number_of_many
+    others = _array_record(folder, "many")
+    return sources.Map(sources.Join(make(folder), others, key=key, other_key="id", into="other"), _with_other)
+
+
+def _number_of_many(record: dict[str, Any]) -> int:
+    return int(record["id"]) % len(MANY)
+
+
+def _with_other(record: dict[str, Any]) -> dict[str, Any]:
+    assert record["other"]["id"] == _number_of_many(record)
+    return {"id": record["id"], "x": record["other"]["id"] + 1000}
 
 
 def _ragged(make: Callable[[Any, list[Any]], Any], folder: str) -> Any:
@@ -301,6 +341,8 @@ RANDOM: dict[str, tuple[Callable[[str], Any], bool | int, Sequence[int] | None]]
         True,
         range(120),
     ),
+    "packed over a join": (_packed_join, True, None),
+    "join": (_part(_join, _memory), True, FEW),
     "map": (lambda folder: _mapped(_memory(folder)), True, [i + 7 for i in FEW]),
 }
 """name → (maker, the feed's ``shuffle``, ids of all records)."""
@@ -309,6 +351,7 @@ STREAMS: dict[str, tuple[Callable[[str], Any], Sequence[int] | None]] = {
     "stream": (_part(_stream, open_counter), FEW),
     "stream without state": (_part(_stream, open_plain), FEW),
     "mapped stream": (lambda folder: _mapped(_stream(open_counter, folder)), [i + 7 for i in FEW]),
+    "joined stream": (_part(_join, _part(_stream, open_counter)), FEW),
     "shuffle buffer": (_shuffled, FEW),
     "grain filter": (
         _part(_grain, lambda grain, records: records.filter(lambda r: r["id"] % 3 != 0)),
@@ -367,6 +410,7 @@ PACKED = (
     "packed",
     "packed by best fit",
     "packed within limits",
+    "packed over a join",
 )
 NAMES = (*RANDOM, *STREAMS)
 

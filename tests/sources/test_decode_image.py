@@ -19,7 +19,7 @@ from PIL import Image
 
 import meshfeed
 from meshfeed._src.convert.example import encode_examples
-from meshfeed._src.sources.decode_image import _center_box, _random_box, _reduced
+from meshfeed._src.sources.decode_image import _reduced, center_box, random_box
 from meshfeed.sources import ArrayRecord, DecodeExample, DecodeImage, Map, Memory
 
 MESH = jax.make_mesh((jax.device_count(),), ("data",), axis_types=(AxisType.Auto,))
@@ -104,7 +104,7 @@ def test_colors_change_as_the_factors_say() -> None:
 @given(st.integers(1, 5000), st.integers(1, 5000), st.integers(1, 900), st.integers(1, 900), st.integers(0, 9))
 def test_boxes_are_inside_the_image(height: int, width: int, rows: int, columns: int, seed: int) -> None:
     aspect = columns / rows
-    for box in (_center_box(height, width, aspect), _random_box(height, width, aspect, np.random.default_rng(seed))):
+    for box in (center_box(height, width, aspect), random_box(height, width, aspect, np.random.default_rng(seed))):
         for by in (1, 2, 4, 8):
             size = -(-height // by), -(-width // by)
             top, left, box_rows, box_columns = _reduced(box, by, *size)
@@ -112,9 +112,9 @@ def test_boxes_are_inside_the_image(height: int, width: int, rows: int, columns:
             assert 0 <= left < left + box_columns <= size[1]
 
 
-def test_random_boxes_have_the_area_and_aspect_of_the_paper() -> None:
+def testrandom_boxes_have_the_area_and_aspect_of_the_paper() -> None:
     rng = np.random.default_rng(0)
-    boxes = np.array([_random_box(400, 600, 1.0, rng) for _ in range(2000)], float)
+    boxes = np.array([random_box(400, 600, 1.0, rng) for _ in range(2000)], float)
     shares, aspects = boxes[:, 2] * boxes[:, 3] / 240_000, boxes[:, 3] / boxes[:, 2]
     assert 0.07 < shares.min() < 0.1
     assert 0.85 < shares.max() <= 1

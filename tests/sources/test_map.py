@@ -14,7 +14,7 @@ from jax.sharding import AxisType
 import meshfeed
 from meshfeed import SourceError
 from meshfeed._src.reading.records import SourceReader
-from meshfeed.sources import Map, Memory, Mixture, ShuffleBuffer, Stream
+from meshfeed.sources import Map, Memory, Mixture, ShuffleBuffer, Stream, Subset
 from meshfeed.testing import check_resumable
 
 NUM = 96
@@ -420,3 +420,32 @@ def test_ids_that_a_mixture_does_not_have_are_not_reported_as_unreadable(caplog:
     fingerprint = Map(Mixture({"a": few, "b": many}, {"a": 1, "b": 1}, 8), lambda r: {"x": r["x"] + 1}).fingerprint()
     assert not caplog.records
     assert fingerprint["content"] == "bd50075e75846690"  # as in states saved until now
+
+
+class Texts:
+    """Records that only a function turns into arrays, without an identity of their own."""
+
+    def __init__(self, texts: list[str]) -> None:
+        self.texts = texts
+
+    def __len__(self) -> int:
+        return len(self.texts)
+
+    def __getitem__(self, record_id: int) -> dict[str, Any]:
+        text = self.texts[record_id]
+        return {"text": text, "more": [text.encode(), None, 1.5, {"x": np.arange(3)}]}
+
+
+def count(record: dict[str, Any]) -> dict[str, Any]:
+    return {"x": np.int32(len(record["text"]))}
+
+
+def test_a_source_of_text_has_an_identity() -> None:
+    texts = ["a", "bb", "ccc", "dddd"]
+    first = Map(Texts(texts), count).fingerprint()
+    assert first == Map(Texts(texts), count).fingerprint()
+    assert first != Map(Texts(["x", *texts[1:]]), count).fingerprint(), "of the same length"
+    twice = Map(Map(Subset(Texts(texts), slice(3)), lambda record: {"text": record["text"] * 2}), count)
+    mesh = jax.make_mesh((1,), ("data",), devices=jax.devices()[:1], axis_types=(AxisType.Auto,))
+    with meshfeed.Feed(twice, mesh, global_batch_size=3) as feed:
+        assert np.asarray(next(feed)["x"]).tolist() == [2, 4, 6]

@@ -50,14 +50,15 @@ def test_no_token_is_lost_or_repeated_by_packing(topologies: SourceTopologies) -
         assert counts == expected, name
 
 
-def test_no_image_is_lost_or_repeated_by_packing(topologies: SourceTopologies) -> None:
+@pytest.mark.parametrize("name", ["packed within limits", "packed over a join"])
+def test_no_image_is_lost_or_repeated_by_packing(topologies: SourceTopologies, name: str) -> None:
     found = []
-    for step in topologies.steps["packed within limits"]:
+    for step in topologies.steps[name]:
         for text in step.values():
             if "mask=True" in text:
                 images, mask, segments = (
-                    json.loads(re.search(rf"{name}=(.*?);", text)[1].lower())  # type: ignore[index]
-                    for name in ("images", "images_mask", "images_segment")
+                    json.loads(re.search(rf"{leaf}=(.*?);", text)[1].lower())  # type: ignore[index]
+                    for leaf in ("images", "images_mask", "images_segment")
                 )
                 assert [segment > 0 for segment in segments] == mask
                 found += [image[0] for image, real in zip(images, mask, strict=True) if real]

@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import inspect
 import types
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from typing import Any, Protocol, Self, TypedDict, TypeVar, Unpack, cast
 
 import numpy as np
@@ -326,6 +326,14 @@ class StoredLengths(Protocol):
 
     def stored_lengths(self, key: str) -> np.ndarray | None:
         """Returns the length of the leaf ``key`` of every record, integers ``[len(source)]``; None if unknown."""
+
+
+class StoredKeys(Protocol):
+    """May know a leaf that identifies its records without reading them, such as the names of files."""
+
+    def stored_keys(self, key: str) -> Iterable[object] | None:
+        """Returns the leaf ``key`` of all records in order, text, bytes or ints; None if unknown."""
+        ...
 
 
 class SlicesReader(Protocol):

@@ -43,10 +43,10 @@ from meshfeed._src.convert.writers import (
     load_tokenizer,
     manifest_details,
     read_example,
-    read_tokenizer,
     token_format,
 )
 from meshfeed._src.reading.workers import WorkerPool
+from meshfeed._src.sources.chat import tokenizer as tokenizer_files
 from meshfeed._src.sources.decode import BYTES, FLOAT, INT64
 from meshfeed._src.sources.files.manifest import NAME, digest_of, read_manifest, write_manifest
 from meshfeed._src.sources.files.paths import identify_files, in_threads, is_url
@@ -178,7 +178,7 @@ def _check(settings: Settings) -> bytes | None:
     tokenizer = load_tokenizer(settings.tokenizer)
     if settings.eod is not None:
         eod_id(tokenizer, settings.eod)
-    return read_tokenizer(settings.tokenizer)
+    return tokenizer_files.read(settings.tokenizer)
 
 
 # ------------------------------------------------------------------------ the folder

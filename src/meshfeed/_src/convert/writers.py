@@ -6,19 +6,18 @@ import abc
 import collections
 import contextlib
 import dataclasses
-import functools
 import json
-import os
 import struct
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from meshfeed._src.base.errors import MeshfeedError, SettingsError, SourceError, missing_package
+from meshfeed._src.base.errors import SettingsError, SourceError, missing_package
 from meshfeed._src.convert.example import encode_examples, flatten, is_text_or_bytes
 from meshfeed._src.convert.inputs import flags, to_bytes
 from meshfeed._src.convert.values import Measure, measure, merge
+from meshfeed._src.sources.chat import tokenizer as tokenizer_files
 from meshfeed._src.sources.decode import parse_example
 from meshfeed._src.sources.files.formats import LLM_C_BYTES, LLM_C_DTYPES
 
@@ -209,36 +208,12 @@ def load_tokenizer(path: str) -> tokenizers.Tokenizer:
 
     Raises:
       SourceError: tokenizers is not installed.
-      SettingsError: the file is not a tokenizer.
+      SettingsError: there is no such file, or it is not a tokenizer.
     """
     try:
-        return _parse_tokenizer(read_tokenizer(path))
+        return tokenizer_files.parse(tokenizer_files.read(path), path)
     except ImportError as error:
         raise missing_package("--encoding tokens", error, "convert") from error
-    except MeshfeedError:
-        raise
-    except Exception as error:  # tokenizers raises a bare Exception
-        raise SettingsError(
-            f"{path} is not a tokenizer of Hugging Face tokenizers: {error}. Give a tokenizer.json.",
-            setting="tokenizer",
-        ) from error
-
-
-def read_tokenizer(path: str) -> bytes:
-    """Returns the content of a tokenizer's file; raises SettingsError if there is none."""
-    if not os.path.isfile(path):
-        raise SettingsError(
-            f"there is no tokenizer file {path!r}. Give the path of a tokenizer.json.", setting="tokenizer"
-        )
-    with open(path, "rb") as file:
-        return file.read()
-
-
-@functools.lru_cache(1)
-def _parse_tokenizer(content: bytes) -> tokenizers.Tokenizer:
-    import tokenizers
-
-    return tokenizers.Tokenizer.from_str(content.decode())
 
 
 def token_format(tokenizer: tokenizers.Tokenizer) -> tuple[int, int, np.dtype[Any]]:

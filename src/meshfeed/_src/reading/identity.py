@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Callable, Iterable, Sized
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sized
 from typing import cast
 
 import jax
@@ -114,15 +114,49 @@ def _exists(record_ids: np.ndarray, numbers: hooks.NumbersRecords | None) -> boo
     return True
 
 
-def content_digest(source: RandomAccessSource, retry: Retry) -> str | None:
-    """Returns the digest of the probed records, from raw bytes if available; None if decoding needs random numbers."""
+def content_digest(source: RandomAccessSource, retry: Retry, *, arrays: bool = False) -> str | None:
+    """Returns the digest of the probed records, from raw bytes if available; None if decoding needs random numbers.
+
+    ``arrays`` states that the records must be arrays already; otherwise a function above may make arrays of text.
+    """
     raw_reader = find(source, hooks.RawReader)
     if raw_reader is not None:
         return probe_digest(len(source), lambda ids: digest_raw(raw_reader.read_raw(ids)), retry)
     if wants_rng(source):
         return None
     numbers = find(source, hooks.NumbersRecords)
-    return probe_digest(len(source), lambda ids: digest_tree(SourceReader(source).read(ids)), retry, numbers)
+    return probe_digest(len(source), lambda ids: _digest_records(source, ids, arrays), retry, numbers)
+
+
+def _digest_records(source: RandomAccessSource, ids: np.ndarray, arrays: bool) -> str:
+    try:
+        return digest_tree(SourceReader(source).read(ids))
+    except SourceError:
+        if arrays or len(ids) > 1:  # several may differ only in shape
+            raise
+    return digest_raw(_encode(source[int(ids[0])]))
+
+
+def _encode(value: object) -> Iterator[bytes]:
+    """Yields the parts of a record of any Python objects; of those that are not data, the type."""
+    if isinstance(value, Mapping):
+        for name in sorted(value, key=str):
+            yield f"key {name!r}".encode("utf-8", "surrogatepass")
+            yield from _encode(value[name])
+    elif isinstance(value, list | tuple):
+        yield f"{len(value)} items".encode()
+        for item in value:
+            yield from _encode(item)
+    elif isinstance(value, np.ndarray | np.generic) and value.dtype != object:
+        array = np.ascontiguousarray(value)
+        yield f"{array.dtype}{array.shape}".encode()
+        yield array.tobytes()
+    elif isinstance(value, bytes):
+        yield value
+    elif value is None or isinstance(value, str | int | float | complex):
+        yield repr(value).encode("utf-8", "surrogatepass")
+    else:
+        yield type(value).__qualname__.encode()
 
 
 def digest_raw(records: Iterable[bytes]) -> str:
@@ -134,8 +168,12 @@ def digest_raw(records: Iterable[bytes]) -> str:
     return hasher.hexdigest()
 
 
-def source_identity(source: RandomAccessSource | StreamSource, retry: Retry = Retry()) -> dict[str, JsonValue]:
+def source_identity(
+    source: RandomAccessSource | StreamSource, retry: Retry = Retry(), *, arrays: bool = False
+) -> dict[str, JsonValue]:
     """Returns the part of the fingerprint that identifies the source, as JSON. May read records.
+
+    ``arrays`` states that its records must be arrays, as those of a feed.
 
     A source's own ``fingerprint()`` replaces the probe of four records. The kind is always included, and the number of
     records if the source has a length.
@@ -161,7 +199,7 @@ def source_identity(source: RandomAccessSource | StreamSource, retry: Retry = Re
         first = identity if "records" in value else {"kind": identity["kind"]}
         return {**first, **value, **{name: identity[name] for name in identity if name not in value}}
     if isinstance(source, Sized):  # streams are not probed: opening may be slow, and the first records identify little
-        identity["content"] = content_digest(cast("RandomAccessSource", source), retry)
+        identity["content"] = content_digest(cast("RandomAccessSource", source), retry, arrays=arrays)
     return identity
 
 
@@ -201,7 +239,7 @@ def identify_within(
     Raises:
       StalledError: it takes longer than ``timeout_seconds``.
     """
-    identity = SingleCall(lambda: source_identity(source, retry), "meshfeed-identify")
+    identity = SingleCall(lambda: source_identity(source, retry, arrays=True), "meshfeed-identify")
 
     def tick(waited: float) -> None:
         if waited >= timeout_seconds:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import operator
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, SupportsIndex, TypeVar
 
 import jax
@@ -200,6 +201,17 @@ class ConcatenatedRecords:
                 for known, stored in sources
             ]
             return None if any(part is None for part in parts) else np.concatenate([p for p in parts if p is not None])
+
+        return of_all
+
+    @property
+    def stored_keys(self) -> Callable[[str], Iterable[object] | None]:
+        """A leaf that identifies the records, if all sources know theirs; see ``hooks.StoredKeys``."""
+        sources = self._all(hooks.StoredKeys)
+
+        def of_all(key: str) -> Iterable[object] | None:
+            parts = [source.stored_keys(key) for source in sources]
+            return None if None in parts else itertools.chain.from_iterable(part for part in parts if part is not None)
 
         return of_all
 

@@ -69,15 +69,15 @@ class DecodeImage:
         color: float = 0.0,
         key: str | None = None,
     ) -> None:
-        self.height, self.width = _as_size(size)
+        self.height, self.width = as_size(size, "DecodeImage")
         if crop not in ("center", "random"):
-            raise _refused("crop", crop, '"center" or "random"')
+            raise refused("DecodeImage", "crop", crop, '"center" or "random"')
         if not isinstance(flip, bool):
-            raise _refused("flip", flip, "True or False")
+            raise refused("DecodeImage", "flip", flip, "True or False")
         if isinstance(color, bool) or not isinstance(color, int | float) or not 0 <= color < 1:
-            raise _refused("color", color, "a number from 0 to less than 1")
+            raise refused("DecodeImage", "color", color, "a number from 0 to less than 1")
         if key is not None and not isinstance(key, str):
-            raise _refused("key", key, "the name of a leaf, or None")
+            raise refused("DecodeImage", "key", key, "the name of a leaf, or None")
         self.crop, self.flip, self.color, self.key = crop, flip, color, key
         self._random = crop == "random" or flip or color > 0
         _libraries()
@@ -140,9 +140,9 @@ class DecodeImage:
             raise ValueError(f"{_describe(data)} cannot be decoded as an image: {error}") from error
         height, width = shape if pixels is None else pixels.shape[:2]
         box = (
-            _center_box(height, width, self.width / self.height)
+            center_box(height, width, self.width / self.height)
             if self.crop == "center" or rng is None
-            else _random_box(height, width, self.width / self.height, rng)
+            else random_box(height, width, self.width / self.height, rng)
         )
         if pixels is None:
             reduced_by = next((by for by in _REDUCTIONS if box[2] >= by * self.height and box[3] >= by * self.width), 1)
@@ -153,13 +153,7 @@ class DecodeImage:
             except ValueError as error:
                 raise ValueError(f"{_describe(data)} cannot be decoded as an image: {error}") from error
             box = _reduced(box, reduced_by, *pixels.shape[:2])
-        top, left, rows, columns = box
-        shrinks = rows > 2 * self.height or columns > 2 * self.width
-        # The exact variant: the ordinary one rounds differently from one processor to another.
-        method = cv2.INTER_AREA if shrinks else cv2.INTER_LINEAR_EXACT
-        cv2.resize(
-            pixels[top : top + rows, left : left + columns], (self.width, self.height), dst=out, interpolation=method
-        )
+        resize_box(cv2, pixels, box, out)
         if rng is not None:
             self._augment(cv2, rng, out)
 
@@ -177,6 +171,17 @@ class DecodeImage:
         cv2.transform(out, np.hstack([matrix, offset]), dst=out)
 
 
+def resize_box(cv2: types.ModuleType, pixels: np.ndarray, box: tuple[int, int, int, int], out: np.ndarray) -> None:
+    """Resizes a box (top, left, height, width) of pixels, uint8 ``[height, width, 3]``, to those of ``out``."""
+    top, left, rows, columns = box
+    shrinks = rows > 2 * out.shape[0] or columns > 2 * out.shape[1]
+    # The exact variant: the ordinary one rounds differently from one processor to another.
+    method = cv2.INTER_AREA if shrinks else cv2.INTER_LINEAR_EXACT
+    cv2.resize(
+        pixels[top : top + rows, left : left + columns], (out.shape[1], out.shape[0]), dst=out, interpolation=method
+    )
+
+
 def _libraries() -> tuple[types.ModuleType, types.ModuleType]:
     try:
         import cv2
@@ -186,17 +191,18 @@ def _libraries() -> tuple[types.ModuleType, types.ModuleType]:
     return cv2, simplejpeg
 
 
-def _refused(setting: str, value: object, what: str) -> SettingsError:
-    return SettingsError(f"DecodeImage got {setting}={value!r}; it takes {what}.", setting=setting)
+def refused(name: str, setting: str, value: object, what: str) -> SettingsError:
+    """Returns the error for a setting of the decoder ``name``."""
+    return SettingsError(f"{name} got {setting}={value!r}; it takes {what}.", setting=setting)
 
 
-def _as_size(size: Any) -> tuple[int, int]:
+def as_size(size: Any, name: str) -> tuple[int, int]:
     try:
         height, width = map(operator.index, size if isinstance(size, Sequence) else (size, size))
     except (TypeError, ValueError):
         height = width = 0
     if min(height, width) < 1 or isinstance(size, bool):
-        raise _refused("size", size, "pixels as an int of at least 1, or (height, width)")
+        raise refused(name, "size", size, "pixels as an int of at least 1, or (height, width)")
     return height, width
 
 
@@ -235,14 +241,14 @@ def _open(cv2: types.ModuleType, data: bytes) -> np.ndarray:
     return pixels
 
 
-def _center_box(height: int, width: int, aspect: float) -> tuple[int, int, int, int]:
+def center_box(height: int, width: int, aspect: float) -> tuple[int, int, int, int]:
     """Top, left, height and width of the largest box in the middle with this width / height."""
     rows, columns = min(height, round(width / aspect)), min(width, round(height * aspect))
     rows, columns = max(rows, 1), max(columns, 1)
     return (height - rows) // 2, (width - columns) // 2, rows, columns
 
 
-def _random_box(height: int, width: int, aspect: float, rng: np.random.Generator) -> tuple[int, int, int, int]:
+def random_box(height: int, width: int, aspect: float, rng: np.random.Generator) -> tuple[int, int, int, int]:
     """A box of a random area and aspect ratio at a random place; the middle one if ten of them are too large."""
     shares = rng.uniform(*_AREA, _ATTEMPTS)
     aspects = aspect * np.exp(rng.uniform(math.log(_ASPECT[0]), math.log(_ASPECT[1]), _ATTEMPTS))
@@ -251,7 +257,7 @@ def _random_box(height: int, width: int, aspect: float, rng: np.random.Generator
         rows, columns = (round(math.sqrt(share * height * width * by)) for by in (1 / ratio, ratio))
         if 0 < rows <= height and 0 < columns <= width:
             return int(down * (height - rows + 1)), int(right * (width - columns + 1)), rows, columns
-    return _center_box(height, width, aspect)
+    return center_box(height, width, aspect)
 
 
 def _reduced(box: tuple[int, int, int, int], by: int, height: int, width: int) -> tuple[int, int, int, int]:

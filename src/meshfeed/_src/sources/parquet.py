@@ -194,6 +194,35 @@ class Parquet(ShardReader[ParquetShard, _CheckedFile]):
 
         check_types(self._types)
 
+    def stored_keys(self, key: str) -> Iterator[object] | None:
+        """Returns a column of text, bytes or ints; reads no other column. See ``hooks.StoredKeys``."""
+        import pyarrow as pa
+
+        kind = self._types.get(key)
+        if kind is None or pa.types.is_nested(kind):
+            return None
+        return (value for column in self._column(key) for value in column.to_pylist())
+
+    def stored_lengths(self, key: str) -> np.ndarray | None:
+        """Returns the length of each list of a column, from a manifest or by reading the column; see ``StoredLengths``."""
+        import pyarrow as pa
+        import pyarrow.compute as pc
+
+        listed, kind = super().stored_lengths(key), self._types.get(key)
+        if listed is not None or kind is None or not (pa.types.is_list(kind) or pa.types.is_large_list(kind)):
+            return listed
+        lengths = [pc.list_value_length(column) for column in self._column(key)]  # type: ignore[attr-defined]
+        if any(part.null_count for part in lengths):
+            return None  # reading names the record
+        return np.concatenate([part.to_numpy() for part in lengths])
+
+    def _column(self, name: str) -> Iterator[pa.ChunkedArray]:
+        """Yields a column of all row groups in order."""
+        for shard in self._shards.files:
+            file = self._checked(shard).index
+            for group in range(len(file.group_ends)):
+                yield _decode_group(file, group, (name,), self._cache)[0].column(name)
+
     def _check_footer(self, shard: ParquetShard, _open_file: OpenFile) -> tuple[_CheckedFile, int]:
         direct = shard.is_direct(self._cache)
         with contextlib.ExitStack() as stack:

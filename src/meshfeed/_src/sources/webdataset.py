@@ -13,7 +13,7 @@ import os
 import pathlib
 import stat
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar, SupportsIndex
 
 import numpy as np
@@ -130,6 +130,13 @@ class WebDataset(ShardReader[TarShard, tar.TarIndex]):
           OSError: if a file cannot be read.
         """
         return self._read_by_spans(record_ids, tar.TarIndex.bounds, _build)
+
+    def stored_keys(self, key: str) -> Iterator[str] | None:
+        """Returns the keys of all samples, from the indexes; see ``hooks.StoredKeys``."""
+        if key != "__key__":
+            return None
+        indexes = (self._checked(shard).index for shard in self._shards.files)
+        return (index.key(row) for index in indexes for row in range(index.num_samples))
 
     def fingerprint(self) -> JsonValue:
         """Returns the identity: files, number of records, and a digest of 4 records spread over the source."""

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import hashlib
 import operator
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, SupportsIndex, cast
 
 import jax
 import numpy as np
 import pyarrow as pa
+import pyarrow.compute as pc
 from datasets import Dataset
 from datasets.table import MemoryMappedTable
 
@@ -28,6 +29,12 @@ from meshfeed._src.sources.huggingface.arrow import (
     value_to_numpy,
 )
 from meshfeed._src.sources.huggingface.internals import function_name, require_decoding, row_indices
+
+_ROWS_PER_READ = 4096
+
+
+def _is_list(kind: pa.DataType) -> bool:
+    return pa.types.is_list(kind) or pa.types.is_large_list(kind)
 
 
 class _Records:
@@ -79,6 +86,27 @@ class StoredRows(_Records):
         """
         check_ids(record_ids, len(self), "dataset")
         return self.read_stored(record_ids) if len(record_ids) else []
+
+    def stored_keys(self, key: str) -> Iterator[object] | None:
+        """Returns a column of text, bytes or ints; reads no other column. See ``hooks.StoredKeys``."""
+        columns = self._column(key)
+        return None if columns is None else (value for column in columns for value in column.to_pylist())
+
+    def stored_lengths(self, key: str) -> np.ndarray | None:
+        """Returns the length of each list of a column; reads no other column. See ``hooks.StoredLengths``."""
+        columns = self._column(key)
+        lists = None if columns is None else [column for column in columns if _is_list(column.type)]
+        lengths = [pc.list_value_length(column) for column in lists or ()]  # type: ignore[attr-defined]
+        if not lengths or any(part.null_count for part in lengths):
+            return None  # reading names the record
+        return np.concatenate([part.to_numpy() for part in lengths])
+
+    def _column(self, name: str) -> Iterator[pa.ChunkedArray] | None:
+        """Yields a column in order; None if there is no such column, or a transform makes the records."""
+        if name not in self._dataset.column_names or self._dataset.format["type"] == "custom":
+            return None
+        parts = self._dataset.select_columns([name]).with_format("arrow").iter(_ROWS_PER_READ)
+        return (cast("pa.Table", part).column(name) for part in parts)
 
 
 class HuggingFaceTable(_Records):

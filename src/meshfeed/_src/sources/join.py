@@ -1,0 +1,230 @@
+"""Records joined to those of another source by a key."""
+
+from __future__ import annotations
+
+import itertools
+import operator
+import os
+from collections.abc import Callable, Sequence
+from typing import Any, SupportsIndex
+
+import numpy as np
+
+from meshfeed._src.base import hooks
+from meshfeed._src.base.errors import SettingsError, SourceError, hides_own_frames
+from meshfeed._src.base.types import JsonValue, RandomAccessSource, Record, RecordIds, public
+from meshfeed._src.reading.identity import source_identity
+from meshfeed._src.reading.records import wants_rng
+from meshfeed._src.sources.checks import check_ids
+from meshfeed._src.sources.documents import in_record, read_items
+from meshfeed._src.sources.host_batches import HostBatches
+from meshfeed._src.sources.key_index import KeyIndex, index_of, key_at, key_leaf, key_of
+from meshfeed._src.sources.lists import plain_records, select
+from meshfeed._src.sources.map import Map
+from meshfeed._src.sources.recognize import as_source, describe_source
+
+Key = str | Callable[[Record], Any]
+
+
+@public("meshfeed.sources")
+@hides_own_frames
+def Join(
+    source: object,
+    others: object,
+    *,
+    key: Key,
+    other_key: str | None = None,
+    into: str | None = None,
+    index_file: str | os.PathLike[str] | None = None,
+) -> Any:
+    """Adds to each record the record of another source with the same key, such as the images that a text names.
+
+    The leaf ``key`` of a record is one key, or a list of keys; it is replaced by the record of ``others`` with that key, or
+    by a list of them. A key that is None is replaced by None. Put :class:`Map` around it, which makes arrays::
+
+        texts = Parquet("captions-*.parquet")  # {"text": "…", "images": ["a/1.jpg", "a/2.jpg"]}
+        joined = Join(texts, Folder("images"), key="images")  # {"text": "…", "images": [{"path": …, "bytes": …}, …]}
+        source = Map(joined, to_arrays)
+
+    An index of all keys is made when the source is created. ``Folder``, ``WebDataset`` (by ``"__key__"``) and Parquet files
+    know their keys; other records are read once, or not at all if ``index_file`` has their index. It takes 16 bytes of memory
+    per record. The keys of a batch are looked up together, and the other records are read with one call.
+
+    Args:
+      source: dicts with the leaf ``key``, random access or a stream, or any object that the feed accepts as such.
+      others: random-access records, each with a key of its own, or any object that the feed accepts as such.
+      key: a leaf of ``source`` with text, bytes or ints, or lists of them; or a function of a record that returns the keys.
+      other_key: the leaf of ``others`` with the keys; None for ``"__key__"`` of WebDataset, ``"path"`` of Folder.
+      into: the leaf that gets the other records; None for ``key``.
+      index_file: a local file in which the index is kept for the next time. It is made again if ``others`` change.
+
+    Returns:
+      A random-access source if ``source`` is one, otherwise a stream source.
+
+    Raises:
+      SettingsError: a setting is invalid, or records depend on random numbers.
+      SourceError: a source is of the wrong kind, or two of ``others`` have the same key. Reads raise it for a record whose
+        key is missing in ``others``; names both.
+
+    Examples:
+      >>> import numpy as np
+      >>> from meshfeed.sources import Join
+      >>> texts = [{"text": "a dog", "image": 7}, {"text": "a cat", "image": 5}]
+      >>> images = [{"id": 5, "pixels": np.zeros(4)}, {"id": 7, "pixels": np.ones(4)}]
+      >>> Join(texts, images, key="image", other_key="id")[0]["image"]["pixels"].tolist()
+      [1.0, 1.0, 1.0, 1.0]
+    """
+    if not callable(key) and not (isinstance(key, str) and key):
+        raise SettingsError(f"key={key!r}; it takes the name of a leaf, or a function of a record.", setting="key")
+    if into is None and callable(key):
+        raise SettingsError("key is a function and into=None. Name the leaf that gets the records.", setting="into")
+    for name, value in (("other_key", other_key), ("into", into)):
+        if value is not None and not (isinstance(value, str) and value):
+            raise SettingsError(f"{name}={value!r}; it takes the name of a leaf, or None.", setting=name)
+    records = as_source(source)
+    if isinstance(records, HostBatches):
+        raise SourceError(
+            "Join got batches of this host. Expected a source of records. Join them in your own iterable."
+        )
+    kept = _stored(plain_records(others, "Join"), "others")
+    leaf = key_leaf(kept, other_key)
+    found = _Lookup(kept, leaf, index_of(kept, leaf, index_file), key, key if into is None else into)
+    if hooks.is_stream(records):
+        return Map(records, found.join_one)
+    return select(records, "Join", lambda listed: JoinedRecords(_stored(listed, "source"), found))
+
+
+def _stored(records: Any, setting: str) -> Any:
+    """Returns records as they are stored; refuses those that need random numbers."""
+    if wants_rng(records):
+        raise SettingsError(
+            f"Join got {setting} whose decoder takes rng=, and reads records before they are decoded at random. Decode "
+            "afterwards: Map(Join(…), function).",
+            setting=setting,
+        )
+    return hooks.unconverted(records)
+
+
+class _Lookup:
+    """Finds and reads the other records."""
+
+    def __init__(self, others: RandomAccessSource, leaf: str, index: KeyIndex, key: Key, into: Any) -> None:
+        self.others, self.leaf, self.index, self.key, self.into = others, leaf, index, key, into
+
+    def join_one(self, record: Record) -> Record:
+        """Returns a record joined to those with its keys."""
+        return self.join([record], lambda _, reason: SourceError(str(reason)))[0]
+
+    def join(self, records: Sequence[Record], name: Callable[[int, Exception], SourceError]) -> list[Record]:
+        """Returns records joined to those with their keys.
+
+        Args:
+          records: dicts.
+          name: returns the error for a row.
+
+        Raises:
+          SourceError: a key is missing.
+        """
+        ids: list[np.ndarray] = []  # of the other records, for each record
+        alone: list[bool] = []  # whether its key was not in a list
+        for row, record in enumerate(records):
+            try:
+                value: Any = self.key(record) if callable(self.key) else key_of(record, self.key)
+                several = isinstance(value, list | tuple) or (isinstance(value, np.ndarray) and value.ndim > 0)
+                own = list(value) if several else [] if value is None else [value]
+                found = self.index.find(own)
+                if (found < 0).any():
+                    raise ValueError(self._missing(own[int(np.argmax(found < 0))]))
+            except ValueError as error:
+                raise name(row, error) from error
+            ids.append(found)
+            alone.append(not several)
+        others = iter(self._read(np.concatenate(ids)) if sum(map(len, ids)) else [])
+        joined: list[Record] = []
+        for record, own_ids, is_alone in zip(records, ids, alone, strict=True):
+            found = list(itertools.islice(others, len(own_ids)))
+            joined.append({**record, self.into: (found[0] if found else None) if is_alone else found})
+        return joined
+
+    def _read(self, ids: RecordIds) -> Sequence[Record]:
+        try:
+            return read_items(self.others, ids)
+        except Exception as error:
+            error.add_note(f"in the records that Join adds, of {self.others!r:.80}")
+            raise
+
+    def _missing(self, key: object) -> str:
+        example = key_at(self.others, self.leaf, 0)
+        leaf = "its key" if callable(self.key) else f"its leaf {self.key!r}"
+        return (
+            f"{leaf} is {key!r:.120}, which is the key {self.leaf!r} of none of the {len(self.others):,} records of "
+            f"{self.others!r:.120} (whose keys look like {example!r:.120}). Add the record, leave this one out, or pass a "
+            "function as key= that returns the keys in the form of the others."
+        )
+
+
+class JoinedRecords:
+    """A :func:`Join` of random-access records; made by that function."""
+
+    kind = "join"
+
+    def __init__(self, source: RandomAccessSource, lookup: _Lookup) -> None:
+        self._source, self._lookup = source, lookup
+
+    def __getattr__(self, name: str) -> Any:
+        if name not in ("file_of", "shard_lengths", "lengths", "cached_files"):  # the other records do not change them
+            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+        return getattr(self.__dict__["_source"], name)
+
+    def __repr__(self) -> str:
+        return f"Join({describe_source(self._source)}, {describe_source(self._lookup.others)})"
+
+    def __len__(self) -> int:
+        return len(self._source)
+
+    def __getitem__(self, record_id: SupportsIndex) -> Record:
+        """Record ``record_id``, joined."""
+        return self.__getitems__([operator.index(record_id)])[0]
+
+    def __getitems__(self, record_ids: Sequence[int]) -> list[Record]:
+        """Several records, in the order of ``record_ids``.
+
+        Raises:
+          IndexError: an id is not in [0, len).
+          SourceError: the key of a record is missing in the other source; names both.
+        """
+        ids = np.asarray(record_ids, np.int64)
+        check_ids(ids, len(self))
+        records = read_items(self._source, ids)
+        return self._lookup.join(records, lambda row, reason: in_record(self._source, int(ids[row]), reason))
+
+    def stored_lengths(self, key: str) -> np.ndarray | None:
+        """The lengths of a leaf of all records, if the source knows them; see ``hooks.StoredLengths``."""
+        stored = hooks.find(self._source, hooks.StoredLengths)
+        return None if stored is None or key == self._lookup.into else stored.stored_lengths(key)
+
+    def file_names(self) -> list[str]:
+        """The files of both sources."""
+        named = (hooks.find(source, hooks.FileNames) for source in (self._source, self._lookup.others))
+        return [name for source in named if source is not None for name in source.file_names()]
+
+    @property
+    def read_threads(self) -> int | None:
+        """Threads that read by default, if a source waits for a store."""
+        waiting = (hooks.find(source, hooks.WaitsForReads) for source in (self._source, self._lookup.others))
+        return max((source.read_threads for source in waiting if source is not None), default=None)
+
+    def fingerprint(self) -> JsonValue:
+        """Identity: those of both sources, and a digest of all keys."""
+        lookup = self._lookup
+        key = lookup.key if isinstance(lookup.key, str) else None
+        return {
+            "source": source_identity(self._source),
+            "others": source_identity(lookup.others),
+            "keys": {"key": key, "other_key": lookup.leaf, "into": lookup.into, "digest": lookup.index.digest()},
+        }
+
+    def close(self) -> None:
+        """Closes both sources."""
+        hooks.close(self._source)
+        hooks.close(self._lookup.others)
