@@ -67,6 +67,23 @@ def pack(value: object) -> Packed:
     return stream.getvalue(), [buffer.raw() for buffer in buffers]
 
 
+def unpack(packed: Packed) -> Any:
+    """Returns a copy of a packed value. Its arrays share one new block of memory, and are aligned and read-only."""
+    pickled, buffers = packed
+    sizes = [buffer.nbytes for buffer in buffers]
+    offsets, num_bytes = _offsets(sizes)
+    memory = base_memory.empty((num_bytes,), np.uint8)
+    for offset, size, buffer in zip(offsets, sizes, buffers, strict=True):
+        memory[offset : offset + size] = buffer
+    memory.flags.writeable = False
+    return _load(pickled, memory, offsets, sizes)
+
+
+def _load(pickled: bytes, memory: np.ndarray, offsets: Sequence[int], sizes: Sequence[int]) -> Any:
+    buffers = [memory[offset : offset + size] for offset, size in zip(offsets, sizes, strict=True)]
+    return pickle.loads(pickled, buffers=buffers)
+
+
 def _align(number: int) -> int:
     return -(-number // base_memory.ALIGNMENT) * base_memory.ALIGNMENT
 
@@ -230,8 +247,7 @@ class Inbox:
             memory.flags.writeable = False  # as with a mapping
         pickled = bytes(memoryview(self._bytes)[pickle_start:pickle_end])
         del self._bytes[:end]
-        buffers = [memory[offset : offset + size] for offset, size in zip(offsets, sizes, strict=True)]
-        return Frame(kind, pickle.loads(pickled, buffers=buffers))
+        return Frame(kind, _load(pickled, memory, offsets, sizes))
 
     def close(self) -> None:
         """Closes the descriptors of frames not taken."""
