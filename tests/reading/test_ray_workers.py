@@ -14,7 +14,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
@@ -40,25 +40,34 @@ class Nodes:
     def __init__(self) -> None:
         from ray.cluster_utils import Cluster
 
-        checks = {"initial_delay_ms": 0, "period_ms": 500, "failure_threshold": 4, "timeout_ms": 2000}
+        checks = {"initial_delay_ms": 0, "period_ms": 1000, "failure_threshold": 5, "timeout_ms": 10_000}
         head = {
             "num_cpus": 0,
             "object_store_memory": 80 << 20,
             "include_dashboard": False,
             "_system_config": {f"health_check_{name}": value for name, value in checks.items()},
         }
-        self.cluster = Cluster(initialize_head=True, head_node_args=head)
+        self.cluster = patiently(lambda: Cluster(initialize_head=True, head_node_args=head))
         self.address = self.cluster.address
         for _ in range(2):
             self.add()
 
     def add(self) -> None:
-        self.cluster.add_node(**NODE)
+        patiently(lambda: self.cluster.add_node(**NODE))
 
-    def kill_one(self) -> str:
-        node = next(iter(self.cluster.worker_nodes))
-        self.cluster.remove_node(node, allow_graceful=False)
-        return node.node_id
+    def kill_one(self) -> None:
+        self.cluster.remove_node(next(iter(self.cluster.worker_nodes)), allow_graceful=False)
+
+
+def patiently(start: Callable[[], Any]) -> Any:
+    """Ray gives a node 30 s to start, which is not always enough beside other tests."""
+    for _ in range(3):
+        try:
+            return start()
+        except Exception as error:
+            if "timed out" not in str(error):
+                raise
+    return start()
 
 
 @pytest.fixture(scope="module")
@@ -79,7 +88,7 @@ def workers(count: int, **options: Any) -> Workers:
 
 
 @contextlib.contextmanager
-def pool_of(make_task: Any, count: int = 1, resume: Any = None, **options: Any) -> Iterator[Pool[Any, Any]]:
+def pool_of(make_task: Any, count: int = 1, resume: Any = None, **options: Any) -> Iterator[Pool]:
     task = pickle_task(make_task)
     pool = open_pool(workers(count, **options), task, name="feed-test", describe=lambda r: "a call", resume=resume)
     try:
@@ -96,29 +105,22 @@ def make_echo() -> Any:
 
 
 @pytest.fixture(scope="module")
-def echo(nodes: Nodes) -> Iterator[Pool[Any, Any]]:
+def echo(nodes: Nodes) -> Iterator[Pool]:
     before = signal.getsignal(signal.SIGTERM)
     with pool_of(make_echo, 2) as pool:
         assert signal.getsignal(signal.SIGTERM) is before  # which ray.init replaces in the main thread
         yield pool
 
 
-def call(pool: Pool[Any, Any], function: Any, worker_index: int = 0, seconds: float = SECONDS) -> Any:
+def call(pool: Pool, function: Any, worker_index: int = 0, seconds: float = SECONDS) -> Any:
     pool.submit(worker_index, pickle_task(function))
     return pool.result(worker_index, seconds)
-
-
-def alive() -> int:
-    """Actors that have not ended."""
-    from ray.util.state import list_actors  # needs the dashboard
-
-    return len(list_actors(filters=[("state", "!=", "DEAD")]))
 
 
 # ---------------------------------------------------------------------- the pool
 
 
-def test_answers_come_in_order_from_every_worker(echo: Pool[Any, Any]) -> None:
+def test_answers_come_in_order_from_every_worker(echo: Pool) -> None:
     for number in range(12):
         echo.submit(number % 2, pickle_task(lambda number=number: (number, os.environ["JAX_PLATFORMS"])))
     assert [echo.result(number % 2, SECONDS) for number in range(12)] == [(number, "cpu") for number in range(12)]
@@ -131,12 +133,17 @@ def test_an_actor_imports_no_jax_by_itself(nodes: Nodes) -> None:
         assert pool.result(0, SECONDS) == ["numpy"]
 
 
-def test_arrays_are_copied_out_of_the_object_store_aligned_and_read_only(echo: Pool[Any, Any]) -> None:
+def test_arrays_are_copied_out_of_the_object_store_aligned_and_read_only(echo: Pool) -> None:
     def make() -> Any:
         import ml_dtypes
 
         bits = np.arange(1 << 16, dtype=np.uint16).reshape(256, 256)
-        return {"big": np.arange(1 << 18), "bfloat16": bits.view(ml_dtypes.bfloat16), "no": np.zeros((0, 3)), "text": "a"}
+        return {
+            "big": np.arange(1 << 18),
+            "bfloat16": bits.view(ml_dtypes.bfloat16),
+            "no": np.zeros((0, 3)),
+            "text": "a",
+        }
 
     free = ray.available_resources()["object_store_memory"]
     kept = [call(echo, make) for _ in range(60)]  # 126 MB, through a store of 80 MB
@@ -148,41 +155,44 @@ def test_arrays_are_copied_out_of_the_object_store_aligned_and_read_only(echo: P
             assert got[name].tobytes() == want[name].tobytes()
         for name in ("big", "bfloat16"):
             assert got[name].ctypes.data % 64 == 0
-            with pytest.raises(ValueError, match=r"read-only|WRITEABLE"):
-                got[name].flags.writeable = True
+            assert not got[name].flags.writeable
     deadline = time.monotonic() + SECONDS
     while ray.available_resources()["object_store_memory"] < free - (4 << 20) and time.monotonic() < deadline:
         time.sleep(0.1)
     assert ray.available_resources()["object_store_memory"] >= free - (4 << 20)  # although the arrays are kept
 
 
-def test_exceptions_keep_their_type_and_name_the_worker_and_its_node(echo: Pool[Any, Any]) -> None:
+def test_exceptions_keep_their_type_and_name_the_worker_and_its_node(echo: Pool) -> None:
     class Odd(Exception):
         def __init__(self, a: int, b: int) -> None:
             super().__init__(f"odd {a}{b}")
 
-    def fail(error: BaseException) -> Any:
+    def fail(kind: type[BaseException], *args: Any) -> Any:
         def function() -> None:
-            raise error
+            raise kind(*args)
 
         return function
 
     with pytest.raises(OSError, match="/data/x") as caught:
-        call(echo, fail(OSError(5, "Input/output error", "/data/x")))
+        call(echo, fail(OSError, 5, "Input/output error", "/data/x"))
     assert caught.value.errno == 5
     note = caught.value.__notes__[0]
     assert "in worker 0 of 2 of feed-test (process " in note
     assert "Ray node " in note
     assert "while working on a call" in note
-    for error, message in [(Odd(1, 2), "Odd: odd 12, in worker"), (StopIteration(3), "StopIteration"), (SystemExit(4), "4")]:
+    for error, message in [
+        ((Odd, 1, 2), "Odd: odd 12, in worker"),
+        ((StopIteration, 3), "Stop"),
+        ((SystemExit, 4), "4"),
+    ]:
         with pytest.raises(meshfeed.SourceError, match=message):
-            call(echo, fail(error))
+            call(echo, fail(*error))
     with pytest.raises(TypeError, match="pickle"):
         call(echo, lambda: (i for i in range(3)))
     assert call(echo, lambda: "still here") == "still here"
 
 
-def test_a_worker_that_hangs_is_named_and_loses_nothing(echo: Pool[Any, Any]) -> None:
+def test_a_worker_that_hangs_is_named_and_loses_nothing(echo: Pool) -> None:
     echo.submit(1, pickle_task(lambda: time.sleep(3) or "late"))
     with pytest.raises(
         meshfeed.StalledError,
@@ -193,7 +203,7 @@ def test_a_worker_that_hangs_is_named_and_loses_nothing(echo: Pool[Any, Any]) ->
     assert echo.result(1, SECONDS) == "late"
 
 
-def test_an_interrupt_loses_no_answer_and_ends_no_worker(echo: Pool[Any, Any]) -> None:
+def test_an_interrupt_loses_no_answer_and_ends_no_worker(echo: Pool) -> None:
     pid = call(echo, os.getpid)
     echo.submit(0, pickle_task(lambda: time.sleep(2) or os.getpid()))
     timer = threading.Timer(0.5, lambda: os.kill(os.getpid(), signal.SIGINT))
@@ -204,7 +214,7 @@ def test_an_interrupt_loses_no_answer_and_ends_no_worker(echo: Pool[Any, Any]) -
     assert echo.result(0, SECONDS) == pid
 
 
-def test_a_resume_may_take_longer_than_the_timeout_while_it_moves(echo: Pool[Any, Any]) -> None:
+def test_a_resume_may_take_longer_than_the_timeout_while_it_moves(echo: Pool) -> None:
     def drop(seconds: float) -> Any:
         from meshfeed._src.base import progress
 
@@ -224,7 +234,7 @@ def test_a_resume_may_take_longer_than_the_timeout_while_it_moves(echo: Pool[Any
     assert not str(PROGRESS)
 
 
-def test_the_use_of_caches_is_counted_here(echo: Pool[Any, Any]) -> None:
+def test_the_use_of_caches_is_counted_here(echo: Pool) -> None:
     def use() -> None:
         from meshfeed._src.base.stats import CACHES
 
@@ -256,7 +266,7 @@ def test_a_request_that_ends_its_worker_is_an_error_in_the_end(nodes: Nodes, mon
         for _ in range(2):
             with pytest.raises(
                 meshfeed.SourceError,
-                match=r"worker 0 of 1 of feed-test .* was lost while it was .*a call.*The actor died unexpectedly.*2th loss in a row",
+                match=r"worker 0 of 1 of feed-test .* was lost while it was .*a call.*actor died.*replaced 1 times",
             ):
                 pool.result(0, SECONDS)
 
@@ -264,7 +274,9 @@ def test_a_request_that_ends_its_worker_is_an_error_in_the_end(nodes: Nodes, mon
 def test_a_worker_that_ray_cannot_place_is_named_with_what_it_needs(nodes: Nodes) -> None:
     with pool_of(make_echo, ray_options={"resources": {"tape": 1}}) as pool:
         pool.submit(0, pickle_task(int))
-        with pytest.raises(meshfeed.StalledError, match=r"Ray has not started it. It needs .*'tape': 1.*; free in .*CPU"):
+        with pytest.raises(
+            meshfeed.StalledError, match=r"Ray has not started it. It needs .*'tape': 1.*; free in .*CPU"
+        ):
             pool.result(0, 1)
 
 
@@ -280,16 +292,18 @@ def test_another_version_of_meshfeed_is_refused(nodes: Nodes, monkeypatch: pytes
     monkeypatch.setattr(ray_workers, "_version", lambda: "9.9")
     with pool_of(make_echo) as pool:
         pool.submit(0, pickle_task(int))
-        with pytest.raises(meshfeed.SettingsError, match=r"has meshfeed [\d.]+, this host 9.9. Install the same version"):
+        with pytest.raises(
+            meshfeed.SettingsError, match=r"has meshfeed [\d.]+, this host 9.9. Install the same version"
+        ):
             pool.result(0, SECONDS)
 
 
-def test_closed_and_forgotten_pools_end_their_actors(nodes: Nodes, tmp_path: pathlib.Path) -> None:
+def test_closed_and_forgotten_pools_end_their_actors(nodes: Nodes) -> None:
     def running(pid: int) -> bool:
         return pathlib.Path(f"/proc/{pid}").exists()
 
-    with pool_of(make_echo, 2) as pool:
-        pids = [call(pool, os.getpid, worker) for worker in (0, 1)]
+    with pool_of(make_echo) as pool:
+        pids = [call(pool, os.getpid)]
         pool.submit(0, pickle_task(lambda: time.sleep(600)))
     pool.close()
     for use in (lambda: pool.submit(0, 1), lambda: pool.result(0, 1)):
@@ -329,13 +343,11 @@ def test_a_task_with_a_state_is_resumed_on_another_actor(nodes: Nodes, caplog: p
         assert [pool.result(0, SECONDS) for _ in range(3)] == [None, (101, None), (103, None)]
         total, pid = pool.result(0, SECONDS)
         os.kill(pid, signal.SIGKILL)  # with two answers that were not collected, and perhaps lost
-        while pathlib.Path(f"/proc/{pid}").exists():
-            time.sleep(0.05)
         pool.submit(0, 16)
         pool.submit(0, "pid")
         assert [pool.result(0, SECONDS)[0] for _ in range(3)] == [total + 4, total + 12, total + 28]
         assert pool.result(0, SECONDS)[1] != pid
-    assert "A new actor takes over (loss 1 of at most 5 in a row)" in caplog.text
+    assert "A new actor takes over (replacement 1 of 5 in a row)" in caplog.text
 
 
 # ---------------------------------------------------------------------- feeds
@@ -417,40 +429,37 @@ def feed_of(make: Any, seconds: float = 0.0, **settings: Any) -> Any:
     return meshfeed.Feed(source, mesh, global_batch_size=8, **keywords, **settings)
 
 
-@pytest.mark.parametrize("make", [random_access, lanes, lanes_without_state])
+@pytest.mark.parametrize(("make", "kills"), [(random_access, 2), (lanes, 1), (lanes_without_state, 1)])
 def test_the_stream_is_that_of_no_workers_while_nodes_are_killed(
-    make: Any, nodes: Nodes, caplog: pytest.LogCaptureFixture
+    make: Any, kills: int, nodes: Nodes, caplog: pytest.LogCaptureFixture
 ) -> None:
     with feed_of(make) as feed:
         want = batches_of(feed)
         ledger = feed.stats().skipped_records
     assert len(want) >= 50
-    with feed_of(make, 0.004, num_workers=workers(4)) as feed, caplog.at_level(logging.WARNING):
+    with feed_of(make, 0.004, num_workers=workers(2)) as feed, caplog.at_level(logging.WARNING):
         got = []
         for batch in feed:
             got.append({name: np.asarray(leaf).tobytes() for name, leaf in batch.items()})
-            if len(got) in (10, 30):
+            # Until it hit a node with an actor: Ray may have put both on the other one.
+            if len(got) % 15 == 0 and caplog.text.count("was lost while") < kills:
                 nodes.kill_one()
                 nodes.add()
         assert got == want
         assert feed.stats().skipped_records == ledger
-        assert "was lost while" in caplog.text
-        position = feed.get_state()
-    with feed_of(make) as feed:
-        feed.set_state(position)
-        assert batches_of(feed) == []
+        assert caplog.text.count("was lost while") >= kills
 
 
 @pytest.mark.parametrize("make", [random_access, lanes])
 def test_a_state_goes_from_one_engine_to_the_other(make: Any, nodes: Nodes) -> None:
     with feed_of(make) as feed:
         want = batches_of(feed)
-    with feed_of(make, num_workers=workers(2)) as feed:
+    with feed_of(make, num_workers=workers(1)) as feed:
         for _ in range(7):
             next(feed)
         state = feed.get_state()
-        assert feed.config()["num_workers"] == 2
-    with feed_of(make, num_workers=1) as feed:
+        assert feed.config()["num_workers"] == 1
+    with feed_of(make) as feed:
         feed.set_state(state)
         assert batches_of(feed) == want[7:]
 
@@ -496,7 +505,9 @@ def test_without_ray_or_a_cluster_the_error_says_what_to_do(tmp_path: pathlib.Pa
         "print(refusal())\n"
     )
     environment = {**os.environ, "RAY_ADDRESS": "127.0.0.1:1"}
-    out = subprocess.run([sys.executable, str(script)], env=environment, capture_output=True, text=True, timeout=SECONDS)
+    out = subprocess.run(
+        [sys.executable, str(script)], env=environment, capture_output=True, text=True, timeout=SECONDS
+    )
     absent, unreachable = out.stdout.splitlines()
     assert "num_workers=Workers(engine='ray') needs ray" in absent
     assert "Run pip install '.[ray]' in a checkout." in absent

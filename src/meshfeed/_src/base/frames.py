@@ -67,9 +67,8 @@ def pack(value: object) -> Packed:
     return stream.getvalue(), [buffer.raw() for buffer in buffers]
 
 
-def unpack(packed: Packed) -> Any:
-    """Returns a copy of a packed value. Its arrays share one new block of memory, and are aligned and read-only."""
-    pickled, buffers = packed
+def unpack(pickled: bytes, buffers: Sequence[np.ndarray]) -> Any:
+    """Returns a packed value, given the bytes of its arrays. They are copied to one new block, aligned and read-only."""
     sizes = [buffer.nbytes for buffer in buffers]
     offsets, num_bytes = _offsets(sizes)
     memory = base_memory.empty((num_bytes,), np.uint8)

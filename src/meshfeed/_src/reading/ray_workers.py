@@ -35,6 +35,7 @@ from meshfeed._src.base.stats import CACHES
 
 _SLICE_SECONDS = 0.5  # between looks at the progress of a worker that has not answered
 _CONNECT_SECONDS = 60.0
+_PLACE_SECONDS = 5.0
 _MAX_LOSSES = 5  # in a row, without an answer
 _SHOWN_CHARACTERS = 200  # of a request in a message
 _SHOWN_CAUSE = 500  # characters of Ray's description of a loss
@@ -166,7 +167,8 @@ class RayPool(Generic[Request, Answer]):
     """Ray actors that each handle requests in the order of submission; see ``WorkerPool`` for its methods.
 
     A request that was lost with its actor is answered by another actor, so a task that depends on earlier requests needs
-    ``resume``. An actor that is lost 5 times in a row without answering a request is an error. Tasks are not closed.
+    ``resume``. A worker that is lost again after 5 replacements in a row, without an answer in between, is an error. Tasks
+    are not closed.
 
     Args:
       workers: number of actors, and their settings.
@@ -193,8 +195,10 @@ class RayPool(Generic[Request, Answer]):
         options = {"num_cpus": 1, "scheduling_strategy": "SPREAD", **workers.ray_options, **own}
         task = ray.put(make_task)  # once for all actors; freed with the last worker
 
+        remote: Any = ray.remote  # its annotations leave this keyword out
+
         def start() -> tuple[Any, Any]:
-            actor = ray.remote(concurrency_groups={_CONTROL: 1})(MeshfeedWorker).options(**options).remote()
+            actor = remote(concurrency_groups={_CONTROL: 1})(MeshfeedWorker).options(**options).remote()
             return actor, actor.set_up.remote(task, workers.gc_every)
 
         self._workers: list[_RayWorker[Request, Answer]] = []
@@ -233,13 +237,18 @@ class RayPool(Generic[Request, Answer]):
           MeshfeedError: the pool is closed, no request is pending, or Ray was shut down.
           Exception: the exception of the task, with the same type and the worker's traceback as a note.
         """
-        return self._worker(worker_index).result(timeout)
+        return self._worker(worker_index).result(timeout, self._check_all)
+
+    def _check_all(self) -> None:
+        """Replaces all actors that are known to be lost: those of a node are lost together, and start together."""
+        for worker in self._workers:
+            worker.check()
 
     def _worker(self, worker_index: int) -> _RayWorker[Request, Answer]:
         if not self._finalizer.alive:
             raise MeshfeedError("the worker pool is closed")
         if not ray.is_initialized():  # any call of Ray would start a new cluster on this machine
-            raise MeshfeedError("Ray was shut down in this process while a feed uses it. Call ray.shutdown() after closing it.")
+            raise MeshfeedError("Ray was shut down while a feed uses it. Call ray.shutdown() after closing the feed.")
         return self._workers[worker_index]
 
     def close(self) -> None:
@@ -247,7 +256,7 @@ class RayPool(Generic[Request, Answer]):
         self._finalizer()
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, eq=False)
 class _Call(Generic[Request]):
     """A call of an actor: a request of the caller, or one of those that begin an actor's life."""
 
@@ -293,24 +302,38 @@ class _RayWorker(Generic[Request, Answer]):
         with self._lock:
             self._calls.append(_Call(self.actor.answer.remote(request), request))
 
-    def result(self, timeout: float | None) -> Answer:
+    def check(self) -> None:
+        """Replaces the actor if it is known to be lost."""
+        with self._lock:
+            call = self._calls[-1] if self._calls and self._death is None else None
+        if call is not None and ray.wait([call.answer], timeout=0)[0]:
+            try:
+                ray.get(call.answer)
+            except _LOST as error:
+                with contextlib.suppress(SourceError):  # raised by the next result, like other errors
+                    self._replace(error, call)
+            except RayError:
+                pass
+
+    def result(self, timeout: float | None, on_loss: Callable[[], None]) -> Answer:
         if all(call.opens for call in self._calls):
             raise MeshfeedError(f"{self.label} has no pending request to return a result for")
         try:
-            return self._next_answer(timeout)
+            return self._next_answer(timeout, on_loss)
         finally:
             PROGRESS.ended(self._resuming)
             self._resuming = ""
 
-    def _next_answer(self, timeout: float | None) -> Answer:
+    def _next_answer(self, timeout: float | None, on_loss: Callable[[], None]) -> Answer:
         start = time.monotonic()
         while True:
             if self._death is not None:
                 raise self._death.with_traceback(None)  # raised repeatedly; tracebacks would accumulate
             waited = time.monotonic() - start
+            call = self._calls[0]
             left = _SLICE_SECONDS if timeout is None else min(_SLICE_SECONDS, timeout - waited)
             try:
-                messages: _Sent = ray.get(self._calls[0].answer, timeout=max(left, 0.0))
+                messages: _Sent = ray.get(call.answer, timeout=max(left, 0.0))
             except GetTimeoutError:
                 if self._moved():
                     start = time.monotonic()
@@ -318,27 +341,30 @@ class _RayWorker(Generic[Request, Answer]):
                     raise self._stalled(time.monotonic() - start) from None
                 continue
             except _LOST as error:
-                self._replace(error)
+                self._replace(error, call)
+                on_loss()
                 start = time.monotonic()
                 continue
             except RayError as error:
                 raise self._unusable(error) from error
-            call = self._calls[0]
             value = self._value(messages, call)
             del messages  # the object store can free it
-            if not call.opens:
-                if self._resume is not None and call.request is not None:
-                    self._first = [self._resume(call.request, value)]
-                self._losses = 0
+            with self._lock:
+                if self._calls[0] is not call:  # a thread that waits for another worker has replaced the actor
+                    continue
+                if not call.opens:
+                    if self._resume is not None and call.request is not None:
+                        self._first = [self._resume(call.request, value)]
+                    self._losses = 0
                 self._calls.popleft()
+            if not call.opens:
                 return value
-            self._calls.popleft()
 
     def _value(self, messages: _Sent, call: _Call[Request]) -> Any:
         """Returns the value of an answer; raises the error that it holds."""
         value = None
         for kind, pickled, arrays in messages:
-            value = frames.unpack((pickled, arrays))
+            value = frames.unpack(pickled, arrays)
             if kind == serving.CACHE_USE:
                 CACHES.add(value)
             elif kind == serving.READY:
@@ -355,6 +381,7 @@ class _RayWorker(Generic[Request, Answer]):
         return value
 
     def _check_version(self) -> None:
+        ray.wait([self._where], timeout=_PLACE_SECONDS)  # the other thread of the actor may answer later
         if (place := self._find_place()) is not None and place.version != _version():
             self._death = SettingsError(
                 f"num_workers: {self.label} ({place}) has meshfeed {place.version}, this host {_version()}. Install the same "
@@ -382,7 +409,7 @@ class _RayWorker(Generic[Request, Answer]):
             return False
         asked, self._asked = self._asked, None
         try:
-            progress = ray.get(asked)
+            progress: Any = ray.get(asked)
         except RayError:  # reported by its request
             return False
         if progress:
@@ -416,26 +443,29 @@ class _RayWorker(Generic[Request, Answer]):
                 f"{place.pid}` on that machine, or allow more time with timeout_seconds=."
             )
         return StalledError(
-            f"{self.label} ({self._where_it_is()}) has not answered within {waited:.1f} s. {hint}", waited_seconds=waited
+            f"{self.label} ({self._where_it_is()}) has not answered within {waited:.1f} s. {hint}",
+            waited_seconds=waited,
         )
 
     # ------------------------------------------------------------------ losses
 
-    def _replace(self, error: RayError) -> None:
-        """Starts a new actor in place of the lost one, with the pending requests."""
-        self._losses += 1
-        text = f"{self.label} ({self._where_it_is()}) was lost while it was {self._doing()}: {_cause(error)}"
-        if self._losses > _MAX_LOSSES:
-            self._death = SourceError(
-                f"{text} That was the {self._losses}th loss in a row without an answer. If memory runs out, use fewer "
-                "workers, or reserve more for each with Workers(ray_options={'memory': …}); if a record makes the decoder "
-                "crash, see the worker's output in the Ray logs of that node."
-            )
-            raise self._death from error
-        _log.warning("%s A new actor takes over (loss %d of at most %d in a row).", text, self._losses, _MAX_LOSSES)
+    def _replace(self, error: RayError, lost: _Call[Request]) -> None:
+        """Starts a new actor in place of the one that lost a call, with the pending requests."""
         with self._lock:
+            if lost not in self._calls:  # another thread was first
+                return
+            self._losses += 1
+            text = f"{self.label} ({self._where_it_is()}) was lost while it was {self._doing()}: {_cause(error)}"
+            if self._losses > _MAX_LOSSES:
+                self._death = SourceError(
+                    f"{text} It has been replaced {_MAX_LOSSES} times without answering. If memory runs out, use fewer "
+                    "workers, or reserve more for each with Workers(ray_options={'memory': …}); if a record makes the "
+                    "decoder crash, see the worker's output in the Ray logs of that node."
+                )
+                raise self._death from error
+            _log.warning("%s A new actor takes over (replacement %d of %d in a row).", text, self._losses, _MAX_LOSSES)
             self.close()
-            self._begin([call.request for call in self._calls if not call.opens])  # pyright: ignore[reportArgumentType] # requests of calls that do not open are requests
+            self._begin([call.request for call in self._calls if not call.opens])  # pyright: ignore[reportArgumentType] # only calls that open have none
 
     def _unusable(self, error: RayError) -> Exception:
         """Returns the error for a worker that no new actor can replace."""

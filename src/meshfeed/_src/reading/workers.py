@@ -227,14 +227,14 @@ def _close_workers(workers: list[_Worker[Any, Any]]) -> None:
     child_process.close_children({worker.label: worker.child for worker in workers})
 
 
-class Pool(Protocol[Request, Answer]):
+class Pool(Protocol):
     """Workers of any engine; see :class:`WorkerPool`."""
 
-    def submit(self, worker_index: int, request: Request) -> None:
+    def submit(self, worker_index: int, request: Any) -> None:
         """See :meth:`WorkerPool.submit`."""
         ...
 
-    def result(self, worker_index: int, timeout: float | None) -> Answer:
+    def result(self, worker_index: int, timeout: float | None) -> Any:
         """See :meth:`WorkerPool.result`."""
         ...
 
@@ -250,7 +250,7 @@ def open_pool(
     name: str,
     describe: Callable[[Any], str],
     resume: Callable[[Any, Any], Any] | None = None,
-) -> Pool[Any, Any]:
+) -> Pool:
     """Returns a pool of the engine of ``workers``.
 
     Args:
@@ -289,7 +289,7 @@ class WorkerReader:
         def make_task() -> Callable[[_Read], ReadRows]:
             return lambda request: reader.read(*request)
 
-        self._pool: Pool[_Read, ReadRows] = open_pool(
+        self._pool: Pool = open_pool(
             num_workers,
             pickle_task(make_task),
             name="the feed",

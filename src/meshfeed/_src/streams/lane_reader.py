@@ -204,7 +204,7 @@ class WorkerLanes:
 
             return task
 
-        self._pool: Pool[_Request, GroupRows | None] = open_pool(
+        self._pool: Pool = open_pool(
             workers,
             pickle_task(make_task),
             name="the feed",
