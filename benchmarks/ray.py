@@ -63,10 +63,12 @@ class StoreUse(threading.Thread):
     def run(self) -> None:
         import ray
 
+        name = "object_store_memory"
         while not self.done.wait(0.1):
-            total, free = ray.cluster_resources(), ray.available_resources()
-            used = total.get("object_store_memory", 0) - free.get("object_store_memory", 0)
-            self.peak = max(self.peak, used)
+            free = ray._private.state.available_resources_per_node()
+            total = {node["NodeID"]: node["Resources"] for node in ray.nodes() if node["Alive"]}
+            used = [total[node][name] - free[node].get(name, total[node][name]) for node in total.keys() & free.keys()]
+            self.peak = max(self.peak, sum(used))
 
 
 def digest(batch: Any) -> int:

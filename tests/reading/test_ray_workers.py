@@ -477,6 +477,25 @@ def test_a_state_goes_from_one_engine_to_the_other(nodes: Nodes) -> None:
         assert batches_of(feed) == want[7:]
 
 
+def test_a_program_that_closes_nothing_ends(nodes: Nodes, tmp_path: pathlib.Path) -> None:
+    script = tmp_path / "train.py"  # as a plain script: functions defined in it, no guard around its main part
+    script.write_text(
+        "import time\n"
+        "import jax, numpy as np, ray, meshfeed\n"
+        "def slow(record):\n"
+        "    time.sleep(0.3)\n"
+        "    return record\n"
+        "mesh = jax.make_mesh((8,), ('data',), axis_types=(jax.sharding.AxisType.Auto,))\n"
+        "source = meshfeed.sources.Map({'x': np.arange(800)}, slow)\n"
+        "feed = meshfeed.Feed(source, mesh, global_batch_size=8, num_workers=meshfeed.Workers(1, engine='ray'))\n"
+        "print(np.asarray(next(feed)['x']).tolist(), flush=True)\n"
+    )
+    run = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, timeout=SECONDS)
+    assert (run.returncode, run.stdout) == (0, "[0, 1, 2, 3, 4, 5, 6, 7]\n"), run.stderr
+    assert "Started a local Ray instance" not in run.stderr
+    assert "Traceback" not in run.stderr
+
+
 # ---------------------------------------------------------------------- settings
 
 

@@ -159,6 +159,12 @@ def connect() -> None:
     ) from attempt.error
 
 
+def _check_connected() -> None:
+    """Raises unless this process is connected. Otherwise any call of Ray would start a new cluster on this machine."""
+    if not ray.is_initialized():
+        raise MeshfeedError("Ray was shut down while a feed uses it. Call ray.shutdown() after closing the feed.")
+
+
 def _is_not_about_sigterm(record: logging.LogRecord) -> bool:
     return "SIGTERM" not in record.getMessage()
 
@@ -247,8 +253,7 @@ class RayPool(Generic[Request, Answer]):
     def _worker(self, worker_index: int) -> _RayWorker[Request, Answer]:
         if not self._finalizer.alive:
             raise MeshfeedError("the worker pool is closed")
-        if not ray.is_initialized():  # any call of Ray would start a new cluster on this machine
-            raise MeshfeedError("Ray was shut down while a feed uses it. Call ray.shutdown() after closing the feed.")
+        _check_connected()
         return self._workers[worker_index]
 
     def close(self) -> None:
@@ -329,6 +334,7 @@ class _RayWorker(Generic[Request, Answer]):
         while True:
             if self._death is not None:
                 raise self._death.with_traceback(None)  # raised repeatedly; tracebacks would accumulate
+            _check_connected()  # Ray disconnects at exit, when a read-ahead thread may still wait
             waited = time.monotonic() - start
             call = self._calls[0]
             left = _SLICE_SECONDS if timeout is None else min(_SLICE_SECONDS, timeout - waited)
@@ -341,6 +347,7 @@ class _RayWorker(Generic[Request, Answer]):
                     raise self._stalled(time.monotonic() - start) from None
                 continue
             except _LOST as error:
+                _check_connected()
                 self._replace(error, call)
                 on_loss()
                 start = time.monotonic()
