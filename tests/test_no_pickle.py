@@ -24,10 +24,10 @@ from meshfeed._src.streams.protocol import HostBatch
 ROOT = pathlib.Path(__file__).resolve().parent.parent / "src" / "meshfeed" / "_src"
 UNSAFE = {"pickle", "cloudpickle", "marshal", "shelve", "dill", "joblib"}
 ALLOWED = {
-    "base.child": "between a process and its own children, over a socket pair",
-    "base.frames": "between a process and its own children, over a socket pair",
+    "base.frames": "between a process and its own workers: children, over a socket pair, or Ray actors",
+    "base.serving": "between a process and its own workers: children, over a socket pair, or Ray actors",
     "convert.run": "to this process's own children, over a socket pair",
-    "reading.workers": "to and from this process's own children, over a socket pair",
+    "reading.workers": "to this process's own workers",
     "testing.hosts": "to and from this process's own children, and in them its parent, over socket pairs",
 }
 FACTORIES = {("remote.client", "make_payload"), ("remote.client", "make_target")}

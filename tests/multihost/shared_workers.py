@@ -11,7 +11,6 @@ from typing import Any
 from unittest import mock
 
 from meshfeed._src.reading import workers as worker_pool
-from meshfeed._src.streams import lane_reader as lane_group
 
 _SECONDS = 300.0  # an import of TensorFlow takes 10 s of a core that is free
 
@@ -78,7 +77,7 @@ def shared_workers(num_workers: int) -> Iterator[set[int]]:
     used: set[int] = set()
     kind = type("SharedPool", (SharedPool,), {"workers": pool, "pids": used})
     try:
-        with mock.patch.object(lane_group, "WorkerPool", kind), mock.patch.object(worker_pool, "WorkerPool", kind):
+        with mock.patch.object(worker_pool, "WorkerPool", kind):
             yield used
     finally:
         pool.close()

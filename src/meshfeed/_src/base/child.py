@@ -5,7 +5,7 @@ Fork is unsafe with JAX's threads, and multiprocessing imports the user's script
 socket. When the parent ends, even by SIGKILL, the socket closes and the child ends itself.
 
 :class:`ChildProcess` is the parent's side. :func:`main` is the child's side: it calls a function named by the parent,
-such as :func:`serve`, which answers one request after another.
+such as :func:`serve`, which answers one request after another by a :class:`~meshfeed._src.base.serving.TaskServer`.
 """
 
 from __future__ import annotations
@@ -13,12 +13,10 @@ from __future__ import annotations
 import collections
 import contextlib
 import faulthandler
-import gc
 import importlib
 import logging
 import os
 import pathlib
-import pickle
 import select
 import signal
 import socket
@@ -27,30 +25,21 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable, Mapping
-from typing import NoReturn, TypedDict
+from collections.abc import Iterable, Mapping
+from typing import NoReturn
 
 from meshfeed._src.base.frames import Frame, Inbox, Packed, pack, send_packed, small_frame
 from meshfeed._src.base.progress import PROGRESS
-from meshfeed._src.base.stats import CACHES
+from meshfeed._src.base.serving import ERROR, Message, TaskServer
 
 SETUP, REQUEST, STOP = 1, 2, 3  # from the parent
-READY, RESULT, ERROR, PROGRESS_TEXT, CACHE_USE = 4, 5, 6, 7, 8  # from the child
+PROGRESS_TEXT = 7  # from the child, beside the messages of its TaskServer
 
 _BOOT = "import sys; sys.path[:] = {path!r}; from meshfeed._src.base.child import main; main()"
 _EXIT_SECONDS = 5.0  # for a child to close its task and exit; then it is killed
 _HANG_UP_SECONDS = 0.5  # for an idle child to close its task
 _PARENT_CHECK_MILLISECONDS = 1000
 _log = logging.getLogger("meshfeed.child")
-
-
-class ErrorDescription(TypedDict):
-    """An exception in a child: its type, its text, its traceback, and its pickle if that can be loaded."""
-
-    type: str
-    message: str
-    traceback: str
-    pickled: bytes | None
 
 
 class ChildProcess:
@@ -321,51 +310,25 @@ def _serve(parent: Parent) -> bool:
     if frame is None:
         return False
     make_task, gc_every = frame.value
-    made: list[Callable[[object], object]] = []
+    server = TaskServer(gc_every)
     try:
-        if not _answer(parent, READY, lambda: made.append(pickle.loads(make_task)())):
+        if not _send(parent, server.set_up(make_task)):
             return False
-        if gc_every:  # excludes existing objects, and disables the collector during requests
-            gc.collect()
-            gc.freeze()
-            gc.disable()
-        num_done = 1
         while (frame := parent.receive()) is not None and frame.kind != STOP:
-            _answer(parent, RESULT, made[0], frame.value)
-            num_done += 1
+            _send(parent, server.answer(frame.value))
             del frame  # frees its arrays before waiting for the next one
-            if gc_every and num_done % gc_every == 0:
-                gc.collect()
+            server.collect()
         return frame is not None
     finally:
-        for task in made:
-            with contextlib.suppress(Exception):
-                getattr(task, "close", lambda: None)()
+        server.close()
 
 
-def _answer(parent: Parent, kind: int, function: Callable[..., object], *args: object) -> bool:
-    """Sends the result or the error of a call; returns whether it succeeded. The result is freed on return."""
-    try:
-        answer = pack(function(*args))
-    except BaseException as error:
-        parent.send(ERROR, pack(_describe(error)))
-        return False
-    if used := CACHES.take():
-        parent.send(CACHE_USE, pack(used))
-    parent.send(kind, answer)
-    return True
-
-
-def _describe(error: BaseException) -> ErrorDescription:
-    text = "".join(traceback.format_exception(error))
-    pickled = None
-    with contextlib.suppress(Exception):  # for example, an exception whose __init__ does not accept its args
-        import cloudpickle  # pickles classes of the user's script by value
-
-        data = cloudpickle.dumps(error.with_traceback(None))
-        if type(pickle.loads(data)).__qualname__ == type(error).__qualname__:
-            pickled = data
-    return {"type": type(error).__name__, "message": str(error), "traceback": text, "pickled": pickled}
+def _send(parent: Parent, messages: Iterable[Message]) -> bool:
+    """Sends an answer, which is freed on return; returns whether it is no error."""
+    kind = ERROR
+    for kind, packed in messages:
+        parent.send(kind, packed)
+    return kind != ERROR
 
 
 def _leads_group() -> bool:

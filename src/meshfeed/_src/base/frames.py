@@ -67,6 +67,22 @@ def pack(value: object) -> Packed:
     return stream.getvalue(), [buffer.raw() for buffer in buffers]
 
 
+def unpack(pickled: bytes, buffers: Sequence[np.ndarray]) -> Any:
+    """Returns a packed value, given the bytes of its arrays. They are copied to one new block, aligned and read-only."""
+    sizes = [buffer.nbytes for buffer in buffers]
+    offsets, num_bytes = _offsets(sizes)
+    memory = base_memory.empty((num_bytes,), np.uint8)
+    for offset, size, buffer in zip(offsets, sizes, buffers, strict=True):
+        memory[offset : offset + size] = buffer
+    memory.flags.writeable = False
+    return _load(pickled, memory, offsets, sizes)
+
+
+def _load(pickled: bytes, memory: np.ndarray, offsets: Sequence[int], sizes: Sequence[int]) -> Any:
+    buffers = [memory[offset : offset + size] for offset, size in zip(offsets, sizes, strict=True)]
+    return pickle.loads(pickled, buffers=buffers)
+
+
 def _align(number: int) -> int:
     return -(-number // base_memory.ALIGNMENT) * base_memory.ALIGNMENT
 
@@ -230,8 +246,7 @@ class Inbox:
             memory.flags.writeable = False  # as with a mapping
         pickled = bytes(memoryview(self._bytes)[pickle_start:pickle_end])
         del self._bytes[:end]
-        buffers = [memory[offset : offset + size] for offset, size in zip(offsets, sizes, strict=True)]
-        return Frame(kind, pickle.loads(pickled, buffers=buffers))
+        return Frame(kind, _load(pickled, memory, offsets, sizes))
 
     def close(self) -> None:
         """Closes the descriptors of frames not taken."""

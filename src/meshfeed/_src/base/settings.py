@@ -254,29 +254,83 @@ class Retry:
         object.__setattr__(self, "on", kinds)  # the dataclass is frozen
 
 
+_RAY_OPTIONS = (
+    "accelerator_type",
+    "label_selector",
+    "memory",
+    "num_cpus",
+    "num_gpus",
+    "resources",
+    "runtime_env",
+    "scheduling_strategy",
+)
+
+
+def _ray_options(value: Any) -> dict[str, Any]:
+    options = dict(value)
+    if not options.keys() <= set(_RAY_OPTIONS):
+        raise ValueError
+    return options
+
+
 @public("meshfeed")
 class Workers(int):
-    """A number of worker processes and their garbage collection: ``num_workers=meshfeed.Workers(4, gc_every=50)``.
+    """A number of workers and their settings: ``num_workers=meshfeed.Workers(16, engine="ray")``.
 
     Args:
-      count (int): number of processes, at least 0. A plain int uses the default ``gc_every``.
+      count (int): number of workers of this host, at least 0. A plain int is a number of processes with the defaults.
+      engine (str): ``"process"``: processes on this host. ``"ray"``: actors on the machines of the Ray cluster that this
+        host is connected to (extra ``ray``). The stream is the same; a lost actor is replaced. If this process has not
+        called ``ray.init``, it connects to the cluster of ``RAY_ADDRESS``, or else to the one that runs on this machine.
       gc_every (int): reads between runs of a worker's garbage collector, which is disabled in between to avoid delaying a
         batch; 0 keeps Python's own schedule.
+      ray_options (dict): where Ray places the actors and what it reserves for each: ``num_cpus`` (default 1),
+        ``num_gpus``, ``memory`` (bytes), ``resources``, ``accelerator_type``, ``label_selector``,
+        ``scheduling_strategy`` (default ``"SPREAD"``) and ``runtime_env``, as in Ray's ``actor.options``.
 
     Raises:
-      SettingsError: a number is out of range.
+      SettingsError: a value is out of range or unknown; names it.
+
+    Examples:
+      >>> import meshfeed
+      >>> workers = meshfeed.Workers(16, engine="ray", ray_options={"num_cpus": 2})
     """
 
+    engine: Literal["process", "ray"]
     gc_every: int
+    ray_options: Mapping[str, Any]
 
-    def __new__(cls, count: int, *, gc_every: int = GC_EVERY) -> Workers:
+    def __new__(
+        cls,
+        count: int,
+        *,
+        engine: Literal["process", "ray"] = "process",
+        gc_every: int = GC_EVERY,
+        ray_options: Mapping[str, Any] | None = None,
+    ) -> Workers:
         """See the class."""
         value = super().__new__(cls, checked("num_workers", count, integer(0), "a number of processes of at least 0"))
+        value.engine = checked("num_workers.engine", engine, one_of("process", "ray"), "'process' or 'ray'")
         value.gc_every = checked("num_workers.gc_every", gc_every, integer(0), "a number of reads of at least 0")
+        takes = f"a dict with some of the keys {', '.join(_RAY_OPTIONS)}"
+        value.ray_options = checked("num_workers.ray_options", ray_options or {}, _ray_options, takes)
+        if value.ray_options and value.engine != "ray":
+            raise SettingsError(
+                f"num_workers.ray_options={ray_options!r} with engine={engine!r}; they need engine='ray'.",
+                setting="num_workers",
+            )
         return value
 
     def __repr__(self) -> str:
-        return f"Workers({int(self)}, gc_every={self.gc_every})"
+        engine = "" if self.engine == "process" else f"engine={self.engine!r}, "
+        options = f", ray_options={self.ray_options!r}" if self.ray_options else ""
+        return f"Workers({int(self)}, {engine}gc_every={self.gc_every}{options})"
+
+
+def at_most(workers: Workers, count: int) -> Workers:
+    """Returns at most ``count`` workers with the same settings."""
+    count = min(workers, count)
+    return Workers(count, engine=workers.engine, gc_every=workers.gc_every, ray_options=workers.ray_options)
 
 
 @public("meshfeed")
@@ -438,7 +492,8 @@ class FeedSettings:
     quarter of its memory (or of its container's limit) are not kept ready, except for two; a warning gives the number."""
 
     num_workers: int = setting(0, _workers, "a number of processes of at least 0")
-    """processes that read and decode, or a :class:`Workers`. Does not change the stream."""
+    """processes that read and decode, or a :class:`Workers`, also on the machines of a Ray cluster. Does not change the
+    stream."""
 
     num_threads: int | None = setting(None, optional(integer(1)), "an int of at least 1, or None")
     """threads that read and decode; None for one, or 4 for remote files that are read without a cache."""

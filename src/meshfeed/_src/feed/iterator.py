@@ -134,7 +134,8 @@ class Feed(Inspection, Checkpointable):
       prefetch: global batches kept ready on device; 0 disables prefetching. Batches whose parts on this host would take more
         than a quarter of its memory (or of its container's limit) are not kept ready, except for two; a warning gives the
         number.
-      num_workers: processes that read and decode, or a :class:`Workers`. Does not change the stream.
+      num_workers: processes that read and decode, or a :class:`Workers`, also on the machines of a Ray cluster. Does not
+        change the stream.
       num_threads: threads that read and decode; None for one, or 4 for remote files that are read without a cache.
       retry: how to retry failed reads.
       bad_records: None to raise; a :class:`SkipBad` to replace, count and record bad records.

@@ -1,20 +1,21 @@
-"""Worker processes that read and decode: a pool of child processes, and the reader through which feeds use it.
+"""Workers that read and decode: a pool of child processes, and the reader through which feeds use it.
 
-Worker ``step % num_workers`` reads step ``step``. Workers never use an accelerator.
+Worker ``step % num_workers`` reads step ``step``. Workers never use an accelerator. :func:`open_pool` chooses between
+processes of this host and the actors of ``ray_workers.py``.
 """
 
 from __future__ import annotations
 
 import collections
-import pickle
 import sys
 import time
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, Generic, TypeAlias, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeAlias, TypeVar
 
 from meshfeed._src.base import child as child_process
-from meshfeed._src.base.child import ChildProcess, ErrorDescription
-from meshfeed._src.base.errors import MeshfeedError, SettingsError, SourceError, StalledError, shorten
+from meshfeed._src.base import serving
+from meshfeed._src.base.child import ChildProcess
+from meshfeed._src.base.errors import MeshfeedError, SettingsError, SourceError, StalledError, missing_package, shorten
 from meshfeed._src.base.fork import finalize
 from meshfeed._src.base.progress import PROGRESS
 from meshfeed._src.base.settings import GC_EVERY, Workers
@@ -178,17 +179,17 @@ class _Worker(Generic[Request, Answer]):
             elif frame.kind == child_process.PROGRESS_TEXT:
                 start, self._resuming = time.monotonic(), frame.value
                 PROGRESS.moved(self._resuming)
-            elif frame.kind == child_process.CACHE_USE:
+            elif frame.kind == serving.CACHE_USE:
                 CACHES.add(frame.value)
-            elif frame.kind == child_process.READY:
+            elif frame.kind == serving.READY:
                 self._ready = True
-            elif frame.kind == child_process.ERROR:
+            elif frame.kind == serving.ERROR:
                 raise self._error(frame.value)
             else:
                 self._pending.popleft()
                 return frame.value
 
-    def _error(self, description: ErrorDescription) -> Exception:
+    def _error(self, description: serving.ErrorDescription) -> Exception:
         if self._ready:
             return self._rebuild_error(description, f"while working on {self._summary(self._pending.popleft())}")
         self._death = self._rebuild_error(description, "while being set up")  # raised by every later request too
@@ -218,33 +219,69 @@ class _Worker(Generic[Request, Answer]):
         doing = self._doing() if self._pending else "idle"
         return SourceError(f"{self.label} (process {self.child.pid}) {how} while it was {doing}. {hint}")
 
-    def _rebuild_error(self, description: ErrorDescription, doing: str) -> Exception:
-        where = f"in {self.label} (process {self.child.pid}) {doing}:\n{description['traceback']}"
-        if description["pickled"] is not None:
-            try:
-                error = pickle.loads(description["pickled"])
-                # StopIteration would end a loop or generator of this process instead of reporting the error.
-                if isinstance(error, Exception) and not isinstance(error, StopIteration | StopAsyncIteration):
-                    error.add_note(where)
-                    return error
-            except Exception:  # the worker can load this pickle but this process cannot, so fall back to text
-                pass
-        return SourceError(f"{description['type']}: {description['message']}, {where}")
+    def _rebuild_error(self, description: serving.ErrorDescription, doing: str) -> Exception:
+        return serving.rebuild_error(description, f"in {self.label} (process {self.child.pid}) {doing}")
 
 
 def _close_workers(workers: list[_Worker[Any, Any]]) -> None:
     child_process.close_children({worker.label: worker.child for worker in workers})
 
 
+class Pool(Protocol):
+    """Workers of any engine; see :class:`WorkerPool`."""
+
+    def submit(self, worker_index: int, request: Any) -> None:
+        """See :meth:`WorkerPool.submit`."""
+        ...
+
+    def result(self, worker_index: int, timeout: float | None) -> Any:
+        """See :meth:`WorkerPool.result`."""
+        ...
+
+    def close(self) -> None:
+        """See :meth:`WorkerPool.close`."""
+        ...
+
+
+def open_pool(
+    workers: Workers,
+    make_task: bytes,
+    *,
+    name: str,
+    describe: Callable[[Any], str],
+    resume: Callable[[Any, Any], Any] | None = None,
+) -> Pool:
+    """Returns a pool of the engine of ``workers``.
+
+    Args:
+      workers: their number and settings.
+      make_task: see :class:`WorkerPool`.
+      name: see :class:`WorkerPool`.
+      describe: see :class:`WorkerPool`.
+      resume: for tasks with a state. ``resume(request, answer)`` returns the request that brings a new worker, as its
+        first one, to the state in which ``answer`` left the old one. Used by engines that replace lost workers.
+
+    Raises:
+      SettingsError: the engine cannot be used here.
+    """
+    if workers.engine == "ray":
+        try:
+            from meshfeed._src.reading.ray_workers import RayPool
+        except ImportError as error:
+            raise missing_package("num_workers=Workers(engine='ray')", error, "ray", setting="num_workers") from error
+        return RayPool(workers, make_task, name=name, describe=describe, resume=resume)
+    return WorkerPool(int(workers), make_task, name=name, gc_every=workers.gc_every, describe=describe)
+
+
 _Read: TypeAlias = tuple[RecordIds, RecordIds, ColumnSlices | None]
 
 
 class WorkerReader:
-    """Reads rows in worker processes.
+    """Reads rows in workers.
 
     Args:
       reader: the reader to send to each worker.
-      num_workers: number of processes.
+      num_workers: number of workers, and their engine.
       timeout_seconds: maximum wait for one result.
     """
 
@@ -252,11 +289,10 @@ class WorkerReader:
         def make_task() -> Callable[[_Read], ReadRows]:
             return lambda request: reader.read(*request)
 
-        self._pool: WorkerPool[_Read, ReadRows] = WorkerPool(
+        self._pool: Pool = open_pool(
             num_workers,
             pickle_task(make_task),
             name="the feed",
-            gc_every=num_workers.gc_every,
             describe=lambda request: f"reading {len(request[0])} records (first id {request[0][0]})",
         )
         self._num_workers = num_workers
@@ -271,5 +307,5 @@ class WorkerReader:
         return lambda: self._pool.result(worker, self._timeout_seconds)
 
     def close(self) -> None:
-        """Stops the processes."""
+        """Stops the workers."""
         self._pool.close()

@@ -12,14 +12,14 @@ from typing import cast
 
 from meshfeed._src.base import hooks
 from meshfeed._src.base.errors import SourceError
-from meshfeed._src.base.settings import FeedSettings, Workers
+from meshfeed._src.base.settings import FeedSettings, Workers, at_most
 from meshfeed._src.base.threads import Threads
 from meshfeed._src.base.types import StreamSource
 from meshfeed._src.plan.plan import HostRows
 from meshfeed._src.reading.ahead import FetchAhead
 from meshfeed._src.reading.host_batch import add_mask
 from meshfeed._src.reading.stacking import RecordSpec, num_bytes
-from meshfeed._src.reading.workers import WorkerPool, pickle_task
+from meshfeed._src.reading.workers import Pool, open_pool, pickle_task
 from meshfeed._src.streams.lane import Lane, LaneEntry, LaneSettings, Taken
 from meshfeed._src.streams.lane_rows import LaneRun, lane_runs, place_rows
 from meshfeed._src.streams.protocol import (
@@ -163,14 +163,19 @@ _Request = int | dict[int, LaneEntry]
 """To a worker: the records to read of each of its lanes, or at first the lanes to open."""
 
 
+def _open_after(request: _Request, answer: GroupRows | None) -> _Request:
+    """Returns the request that opens the lanes of a worker where ``answer`` left them."""
+    return request if answer is None else {lane: rows.entry for lane, rows in answer.lanes.items()}
+
+
 class WorkerLanes:
-    """Lanes distributed over worker processes, with reads queued ahead.
+    """Lanes distributed over workers, with reads queued ahead.
 
     Args:
       source: sent to each worker.
       settings: shared settings.
       entries: lane → where to start.
-      num_workers: number of processes; capped at one per lane.
+      num_workers: number of workers, capped at one per lane, and their engine.
       timeout_seconds: longest wait for one answer.
     """
 
@@ -183,7 +188,8 @@ class WorkerLanes:
         timeout_seconds: float,
     ) -> None:
         lanes = sorted(entries)
-        self._num_workers = max(1, min(int(num_workers), len(lanes)))
+        workers = at_most(num_workers, max(1, len(lanes)))
+        self._num_workers = int(workers)
         self._timeout_seconds = timeout_seconds
 
         def make_task() -> Callable[[_Request], GroupRows | None]:
@@ -198,12 +204,12 @@ class WorkerLanes:
 
             return task
 
-        self._pool: WorkerPool[_Request, GroupRows | None] = WorkerPool(
-            self._num_workers,
+        self._pool: Pool = open_pool(
+            workers,
             pickle_task(make_task),
             name="the feed",
-            gc_every=num_workers.gc_every,
             describe=lambda request: "reading lanes" if isinstance(request, int) else "opening lanes",
+            resume=_open_after,
         )
         try:
             for worker in range(self._num_workers):
@@ -232,7 +238,7 @@ class WorkerLanes:
         return f"waiting for {self._num_workers} workers to read lanes"
 
     def close(self) -> None:
-        """Stops the worker processes."""
+        """Stops the workers."""
         self._pool.close()
 
 

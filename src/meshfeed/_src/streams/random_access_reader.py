@@ -154,7 +154,8 @@ class RandomAccessReader:
         self._first_step = cursor.step
         self._fetches: FetchAhead | None = None
         files = find(records.source, hooks.CachesFiles)
-        if files is not None and files.cached_files(np.empty(0, np.int64)) is not None:
+        elsewhere = settings.num_workers and settings.workers.engine == "ray"  # with caches of their own
+        if files is not None and not elsewhere and files.cached_files(np.empty(0, np.int64)) is not None:
             self._fetches = FetchAhead(_files_of_steps(files, cursor, num_steps, host_rows, balance))
             weakref.finalize(self, self._fetches.close).atexit = False  # for a reader dropped without close
         self._specs: dict[int, RecordSpec] = {}

@@ -31,7 +31,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Self
 
 from meshfeed._src.base import child as child_process
-from meshfeed._src.base.child import ChildProcess, ErrorDescription
+from meshfeed._src.base import serving
+from meshfeed._src.base.child import ChildProcess
 from meshfeed._src.base.errors import MeshfeedError, SettingsError
 from meshfeed._src.base.fork import Owner, finalize
 from meshfeed._src.base.frames import Frame
@@ -200,12 +201,12 @@ class Host:
                 self.finish(error=ChildProcessError(f"host {self.index} {how} before it had a result"))
 
     def _handle(self, frame: Frame) -> None:
-        if frame.kind == child_process.READY:
+        if frame.kind == serving.READY:
             self.ready = True
-        elif frame.kind == child_process.RESULT:
+        elif frame.kind == serving.RESULT:
             self.finish(pickle.loads(frame.value))
-        elif frame.kind == child_process.ERROR:
-            error: ErrorDescription = frame.value
+        elif frame.kind == serving.ERROR:
+            error: serving.ErrorDescription = frame.value
             pickled, text = error["pickled"], f"{error['type']}: {error['message']}"
             self.finish(
                 error=RuntimeError(text) if pickled is None else pickle.loads(pickled), traceback=error["traceback"]
