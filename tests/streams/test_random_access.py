@@ -580,9 +580,9 @@ def test_a_source_that_waits_for_a_store_is_read_by_several_threads() -> None:
     for num_threads, found in ((None, 3), (2, 2)):
         reader = open_reader(RandomAccessStream(Waits(80), settings_of(num_threads=num_threads)))
         reader.next()
-        assert (len(reader._threads._threads), reader._ahead) == (found, 2 * found)
+        assert (reader._reads.numbers, reader._reads.ahead) == ((0, found), 2 * found)
         reader.close()
-    assert open_reader(stream_of())._threads is None
+    assert open_reader(stream_of())._reads.numbers == (0, 1)
 
 
 def test_the_source_orders_the_parts_of_its_records() -> None:

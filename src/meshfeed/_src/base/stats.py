@@ -43,6 +43,9 @@ class FeedStats:
         all others wait for has the least.
       elapsed_seconds: time from the first batch to the last, excluding the time from the last batch before a ``reset``
         or ``set_state`` to the first batch after it.
+      tuned: what the feed chose for the keywords that are ``"auto"``, as JSON; None if there is none, and in sums over runs.
+        It has the chosen number by keyword; ``"state"``: ``"measuring"`` or ``"settled"``; ``"reason"``, in words; and
+        ``"tried"``, the latest measurements.
       feed_id: identifies the feed; empty in the statistics of an interval, which cannot start another interval.
     """
 
@@ -59,17 +62,20 @@ class FeedStats:
     startup_seconds: float = 0.0
     elapsed_seconds: float = 0.0
     peer_wait_seconds: float = 0.0
+    tuned: Mapping[str, Any] | None = dataclasses.field(default=None, hash=False)
     feed_id: str = dataclasses.field(default="", repr=False)
 
 
-_SUMS = tuple(field.name for field in dataclasses.fields(FeedStats) if field.name not in ("stall_fraction", "feed_id"))
+_SUMS = tuple(
+    field.name for field in dataclasses.fields(FeedStats) if field.name not in ("stall_fraction", "tuned", "feed_id")
+)
 
 
-def _make_stats(sums: Mapping[str, Any], feed_id: str) -> FeedStats:
+def _make_stats(sums: Mapping[str, Any], feed_id: str, tuned: Mapping[str, Any] | None = None) -> FeedStats:
     elapsed = sums["elapsed_seconds"]
     waited = sums["wait_seconds"] - sums["startup_seconds"]
     fraction = min(1.0, max(0.0, waited / elapsed)) if elapsed > 0 else 0.0
-    return FeedStats(stall_fraction=fraction, feed_id=feed_id, **sums)
+    return FeedStats(stall_fraction=fraction, tuned=tuned, feed_id=feed_id, **sums)
 
 
 def total_stats(parts: Iterable[FeedStats]) -> FeedStats:
@@ -98,7 +104,7 @@ def stats_since(stats: FeedStats, earlier: FeedStats | None) -> FeedStats:
             f"{stats.batches}). Pass the result of an earlier call of stats().",
             setting="since",
         )
-    return _make_stats(sums, "")
+    return _make_stats(sums, "", stats.tuned)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -196,9 +202,9 @@ class StatsRecorder:
     def _sums(self) -> dict[str, Any]:
         return {**self.counts.sums, "peer_wait_seconds": self.peer_wait_seconds}
 
-    def snapshot(self) -> FeedStats:
-        """Returns the current statistics."""
-        return _make_stats(self._sums(), self._feed_id)
+    def snapshot(self, tuned: Mapping[str, Any] | None = None) -> FeedStats:
+        """Returns the current statistics, with what was chosen for keywords that are ``"auto"``."""
+        return _make_stats(self._sums(), self._feed_id, tuned)
 
     # ------------------------------------------------------------------ increments and history
 

@@ -43,6 +43,7 @@ from meshfeed._src.feed.inspection import Inspection
 from meshfeed._src.feed.local_iterator import LocalIterator
 from meshfeed._src.feed.parts import check_can_follow, make_pipeline, make_stream
 from meshfeed._src.feed.pipeline import Pipeline, PrefetchDepth, Ready
+from meshfeed._src.feed.sizing import Sizer
 from meshfeed._src.feed.step_log import STEP_LOG, log_step
 from meshfeed._src.plan.plan import normalize_sharding, participants
 from meshfeed._src.sources.recognize import describe_source
@@ -124,9 +125,11 @@ class Feed(Inspection, Checkpointable):
         several hosts is read by each of them.
       prefetch: global batches kept ready on device; 0 disables prefetching. Batches whose parts on this host would take more
         than a quarter of its memory (or of its container's limit) are not kept ready, except for two; a warning gives the
-        number.
-      num_workers: processes that read and decode, or a :class:`Workers`. Does not change the stream.
+        number. ``"auto"`` starts with 2 and keeps more if reads are uneven and the step waits.
+      num_workers: processes that read and decode, or a :class:`Workers`. Does not change the stream. ``"auto"`` starts with
+        none and measures, while the step waits for data, whether more are faster; ``feed.stats().tuned`` has the result.
       num_threads: threads that read and decode; None for one, or 4 for remote files that are read without a cache.
+        ``"auto"`` starts with that and measures, as for ``num_workers``.
       retry: how to retry failed reads.
       bad_records: None to raise; a :class:`SkipBad` to replace, count and record bad records.
       check_replicas: whether to compare digests of replicated rows between hosts on the first batches.
@@ -171,9 +174,9 @@ class Feed(Inspection, Checkpointable):
         balance: Balance | None = None,
         num_lanes: int | None = None,
         load: Literal["sharded", "once"] | Sequence[int] = "sharded",
-        prefetch: int = 2,
-        num_workers: int = 0,
-        num_threads: int | None = None,
+        prefetch: int | Literal["auto"] = 2,
+        num_workers: int | Literal["auto"] = 0,
+        num_threads: int | Literal["auto"] | None = None,
         retry: Retry = Retry(),
         bad_records: SkipBad | None = None,
         check_replicas: bool = False,
@@ -222,6 +225,7 @@ class Feed(Inspection, Checkpointable):
     def _make(self, source: object, sharding: PyTree, settings: FeedSettings) -> None:
         self._settings = settings
         self._prefetch = PrefetchDepth(settings.prefetch, self.name)
+        self._sizer = Sizer(settings, self._prefetch, alone=not self._hosts_agree) if settings.auto else None
         self._placer = make_placer(sharding, settings)
         self._stream = make_stream(source, settings, self._placer)
         if not self._stream.length_is_known and self._host not in self._participants:
@@ -343,6 +347,8 @@ class Feed(Inspection, Checkpointable):
             **batch.times,
         )
         self._stats.counts, ready.counted = counts, True  # without a call, so an interrupt cannot split it
+        if self._sizer is not None and self._pipeline is not None:
+            self._sizer.delivered(self._stats, self._pipeline)
         if self._stats.due:
             self._stats.publish(ready.cursor.step, ready.cursor.position)
         if STEP_LOG.isEnabledFor(logging.DEBUG):
@@ -379,6 +385,8 @@ class Feed(Inspection, Checkpointable):
         self._handshake.agree(
             handshake.agreed_settings(settings, fingerprint, cursor), timeout_seconds=settings.timeout_seconds
         )
+        if self._sizer is not None:
+            self._sizer.begin(reader)
         return make_pipeline(
             reader,
             stream=self._stream,

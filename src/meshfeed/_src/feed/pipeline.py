@@ -15,6 +15,7 @@ import dataclasses
 import logging
 import time
 from collections.abc import Callable, Mapping
+from typing import Literal
 
 import jax
 
@@ -67,25 +68,34 @@ class PrefetchDepth:
     Args:
       prefetch: the setting.
       name: name of the feed, for the warning, which is logged once.
+
+    Attributes:
+      depth: the current number.
+      batch_bytes: bytes of this host's part of the largest batch so far.
     """
 
-    def __init__(self, prefetch: int, name: str) -> None:
-        self.depth = self._prefetch = prefetch
+    def __init__(self, prefetch: int | Literal["auto"], name: str) -> None:
+        self._auto = prefetch == "auto"
+        self.depth = self._prefetch = _LEAST_PREFETCH if prefetch == "auto" else prefetch
         self._name = name
-        self._largest = 0
+        self.batch_bytes = 0
 
     def __call__(self) -> int:
         """Returns the current depth."""
         return self.depth
 
+    def want(self, depth: int) -> None:
+        """Changes the number, for ``"auto"``."""
+        self.depth = self._prefetch = depth
+
     def measure(self, num_bytes: int) -> None:
         """Lowers the depth if this host's part of a batch, ``num_bytes``, is larger than all before and too large."""
-        if num_bytes <= self._largest:
+        if num_bytes <= self.batch_bytes:
             return
-        self._largest = num_bytes
+        self.batch_bytes = num_bytes
         memory = host_memory_bytes()
         depth = min(self._prefetch, max(_LEAST_PREFETCH, int(memory * _PREFETCH_SHARE) // num_bytes))
-        if depth < self._prefetch == self.depth:
+        if depth < self._prefetch == self.depth and not self._auto:
             _log.warning(
                 "%s: prefetch=%d batches of %s bytes on this host would take more than a quarter of its memory of %s "
                 "bytes, so at most %d are kept ready. Pass a smaller prefetch.",
@@ -253,6 +263,12 @@ class Pipeline:
             while True:
                 self._host_stage.pop(self._host_stage.peek(self._tick))
         raise stop.exception()
+
+    @property
+    def production(self) -> tuple[int, float] | None:
+        """Host batches read, and the seconds that their thread waited for room; None if the caller's thread reads."""
+        stage = self._host_stage or self._device_stage
+        return None if stage is None else (stage.num_produced, stage.idle_seconds)
 
     def start(self) -> None:
         """Starts the threads. An interrupted call can be repeated."""

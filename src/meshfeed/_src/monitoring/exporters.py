@@ -35,7 +35,7 @@ from meshfeed._src.pictures.report import HostLog
 _log = logging.getLogger("meshfeed.monitoring")
 _CLOSE_SECONDS = 10.0
 _RUN = re.compile(r'"run": "(\w*)"')  # groups lines by run without parsing them: most are not chosen
-_STATS = tuple(field.name for field in dataclasses.fields(FeedStats) if field.name != "feed_id")
+_STATS = tuple(field.name for field in dataclasses.fields(FeedStats) if field.name not in ("tuned", "feed_id"))
 _COUNTERS = {
     "batches": "Global batches delivered.",
     "records": "Records delivered on all hosts, without padding.",

@@ -57,7 +57,7 @@ def _feed_figures(feed: str, logs: Sequence[HostLog]) -> dict[str, JsonValue]:
 def _host_figures(host: int, runs: Sequence[HostLog]) -> dict[str, JsonValue]:
     ends = [run.samples[-1] for run in runs]
     figures = dataclasses.asdict(total_stats(end.stats for end in ends))
-    del figures["feed_id"]
+    del figures["feed_id"], figures["tuned"]
     cache = {name: sum(end.cache.get(name, 0) for end in ends) for end in ends for name in end.cache}
     last = {"step": ends[-1].step, "position": ends[-1].position}
     return {"host": host, "runs": len(runs), **last, **figures, "cache": cache}

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import collections
 import pickle
+import signal
 import sys
 import time
 from collections.abc import Callable
@@ -103,6 +104,22 @@ class WorkerPool(Generic[Request, Answer]):
         """Process ids of the workers."""
         return [worker.child.pid for worker in self._workers]
 
+    @property
+    def killed(self) -> bool:
+        """Whether a worker was ended by SIGKILL, which often comes from the kernel when memory runs out."""
+        return any(worker.child.returncode == -signal.SIGKILL for worker in self._workers)
+
+    def is_ready(self) -> bool:
+        """Whether every worker has been set up. Does not wait; call it before the first request only.
+
+        Raises:
+          Exception: a worker could not be set up, as :meth:`result` raises it.
+        """
+        ready = [
+            worker.is_ready() for worker in self._workers
+        ]  # each sends and receives, also if an earlier one is not
+        return all(ready)
+
     def submit(self, worker_index: int, request: Request) -> None:
         """Queues a request and returns immediately. If the worker has died, :meth:`result` reports it.
 
@@ -154,6 +171,20 @@ class _Worker(Generic[Request, Answer]):
     def submit(self, request: Request) -> None:
         self._pending.append(request)
         self.child.send(child_process.REQUEST, request)
+
+    def is_ready(self) -> bool:
+        while not self._ready:
+            frame = self.child.take()
+            if frame is None:
+                if self.child.hung_up:
+                    raise self._died()
+                if not self.child.exchange(0):
+                    return False
+            elif frame.kind == child_process.ERROR:
+                raise self._error(frame.value)
+            else:
+                self._ready = frame.kind == child_process.READY
+        return True
 
     def result(self, timeout: float | None) -> Answer:
         if not self._pending:
@@ -215,7 +246,7 @@ class _Worker(Generic[Request, Answer]):
         hint = "See its output, above or in this host's log."
         if "SIGKILL" in how:
             hint = "SIGKILL often comes from the kernel when memory runs out: see dmesg, and use fewer workers."
-        doing = self._doing() if self._pending else "idle"
+        doing = self._doing() if self._pending or not self._ready else "idle"
         return SourceError(f"{self.label} (process {self.child.pid}) {how} while it was {doing}. {hint}")
 
     def _rebuild_error(self, description: ErrorDescription, doing: str) -> Exception:
@@ -246,21 +277,42 @@ class WorkerReader:
       reader: the reader to send to each worker.
       num_workers: number of processes.
       timeout_seconds: maximum wait for one result.
+      max_bytes: maximum size of the pickled source; None for any.
+
+    Raises:
+      SettingsError: the source cannot be pickled, or is larger.
     """
 
-    def __init__(self, reader: RecordReader, num_workers: Workers, *, timeout_seconds: float) -> None:
+    def __init__(
+        self, reader: RecordReader, num_workers: Workers, *, timeout_seconds: float, max_bytes: int | None = None
+    ) -> None:
         def make_task() -> Callable[[_Read], ReadRows]:
             return lambda request: reader.read(*request)
 
+        task = pickle_task(make_task)
+        if max_bytes is not None and len(task) > max_bytes:
+            raise SettingsError(
+                f"the source takes {len(task):,} bytes in each worker process, more than {max_bytes:,}.",
+                setting="num_workers",
+            )
         self._pool: WorkerPool[_Read, ReadRows] = WorkerPool(
-            num_workers,
-            pickle_task(make_task),
+            int(num_workers),
+            task,
             name="the feed",
             gc_every=num_workers.gc_every,
             describe=lambda request: f"reading {len(request[0])} records (first id {request[0][0]})",
         )
         self._num_workers = num_workers
         self._timeout_seconds = timeout_seconds
+
+    @property
+    def killed(self) -> bool:
+        """See :attr:`WorkerPool.killed`."""
+        return self._pool.killed
+
+    def is_ready(self) -> bool:
+        """See :meth:`WorkerPool.is_ready`."""
+        return self._pool.is_ready()
 
     def submit(
         self, step: int, record_ids: RecordIds, epochs: RecordIds, columns: ColumnSlices | None
