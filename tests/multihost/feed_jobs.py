@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import logging
+import pathlib
 import sys
 import time
 from typing import Any
@@ -15,7 +16,11 @@ from jax.experimental import multihost_utils
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
+sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[1] / "feed"))
+from forced_numbers import ForcedNumbers
+
 import meshfeed
+from meshfeed._src.feed.sizing import Numbers
 
 RECORDS, WIDTH = 101, 24
 
@@ -78,6 +83,9 @@ def run_variants(variants: list[dict[str, Any]], expected: list[list[int]]) -> i
         sharding = sharding_of(options.pop("layout"))
         source = meshfeed.sources.Memory(data())
         with meshfeed.MultiHostDataLoadIterator(source, sharding, timeout_seconds=60, **options) as feed:
+            if options.get("num_threads") == "auto":
+                host = jax.process_index()  # hosts change their numbers at different steps
+                ForcedNumbers(feed, [Numbers(0, 1 + (n + host) % 4, 1 + (n * host) % 5) for n in range(7)])
             assert len(feed) == len(expected), variant
             for step, batch in enumerate(feed):
                 assert feed.record_ids(step).tolist() == expected[step], (variant, step)

@@ -34,6 +34,7 @@ VARIANTS = [
     {"layout": "model-first", **SETTINGS},
     {"layout": "permuted", "num_threads": 3, **SETTINGS},
     {"layout": "sequence", **SETTINGS},
+    {"layout": "rows", "num_threads": "auto", "prefetch": "auto", **SETTINGS},
     {"layout": "rows", "load": "once", **SETTINGS},
     {"layout": "model", "load": "once", **SETTINGS},
     {"layout": "sequence", "load": [0], **SETTINGS},

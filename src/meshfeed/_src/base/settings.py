@@ -337,7 +337,7 @@ def _load(value: Any) -> str | tuple[int, ...]:
 
 
 def _workers(value: Any) -> Workers:
-    return value if isinstance(value, Workers) else Workers(value)
+    return value if isinstance(value, Workers) else Workers(integer(0)(value))
 
 
 def _text(value: Any) -> str:

@@ -213,6 +213,7 @@ def log(feed: object, directory: str | os.PathLike[str], *, seconds: float = 10.
 
 def _to_json(sample: Sample, feed: str, host: int) -> dict[str, JsonValue]:
     stats = dataclasses.asdict(sample.stats)
+    del stats["tuned"]
     line = {"time": round(sample.time, 3), "feed": feed, "host": host, "run": stats.pop("feed_id")}
     line |= {"step": sample.step, "position": sample.position, **stats}
     rounded = {name: round(value, 6) if isinstance(value, float) else value for name, value in line.items()}
