@@ -11,7 +11,7 @@ import logging
 import threading
 import time
 import uuid
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from meshfeed._src.base.errors import SettingsError
@@ -108,6 +108,25 @@ def stats_since(stats: FeedStats, earlier: FeedStats | None) -> FeedStats:
 
 
 @dataclasses.dataclass(frozen=True)
+class Stall:
+    """A long wait for data, as this host saw it.
+
+    Attributes:
+      time: when it was noticed, in seconds since 1970.
+      step: the step that was waited for.
+      waited_seconds: how long so far.
+      what: which host is late, and what it is reading.
+      stacks: the stacks of what reads on that host, and on this one.
+    """
+
+    time: float
+    step: int
+    waited_seconds: float
+    what: str
+    stacks: str
+
+
+@dataclasses.dataclass(frozen=True)
 class Sample:
     """The figures of a feed at one moment.
 
@@ -117,6 +136,7 @@ class Sample:
       position: records delivered since the start of the stream, over all hosts.
       stats: the feed's statistics.
       cache: figure → total of all shard caches of this process and its workers, by field of ``CacheStats``.
+      stalls: the latest long waits, oldest first.
     """
 
     time: float
@@ -124,6 +144,7 @@ class Sample:
     position: int
     stats: FeedStats
     cache: Mapping[str, float]
+    stalls: Sequence[Stall] = ()
 
 
 _CUMULATIVE = ("wait_seconds", "read_seconds", "decode_seconds", "transfer_seconds", "peer_wait_seconds")
@@ -148,6 +169,7 @@ def rates(before: Sample, after: Sample) -> dict[str, float]:
 
 _PUBLISH_SECONDS = 0.1
 _HISTORY = 512
+_STALLS = 16
 
 
 class Deliveries(NamedTuple):
@@ -163,6 +185,7 @@ class StatsRecorder:
     Attributes:
       counts: replaced as a whole, so that no interrupt and no other thread finds a batch that is counted in part.
       peer_wait_seconds: added to by the thread that waits for other hosts.
+      stalls: the latest long waits, oldest first.
     """
 
     def __init__(self, name: str = "") -> None:
@@ -170,6 +193,7 @@ class StatsRecorder:
         self._name = name
         self.counts = Deliveries({name: getattr(FeedStats, name) for name in _SUMS}, None)
         self.peer_wait_seconds = 0.0
+        self.stalls: tuple[Stall, ...] = ()
         self._published = self.counts.sums
         self._publish_at = 0.0
         self._history: list[Sample] = []
@@ -198,6 +222,11 @@ class StatsRecorder:
         for name, value in figures.items():
             sums[name] += value
         return Deliveries(sums, now)
+
+    def stalled(self, step: int, waited_seconds: float, what: str, stacks: str) -> None:
+        """Keeps a long wait for the report; the arguments are the attributes of :class:`Stall`."""
+        stall = Stall(time.time(), step, waited_seconds, what, stacks)
+        self.stalls = (*self.stalls, stall)[-_STALLS:]
 
     def _sums(self) -> dict[str, Any]:
         return {**self.counts.sums, "peer_wait_seconds": self.peer_wait_seconds}

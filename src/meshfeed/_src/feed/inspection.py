@@ -161,8 +161,13 @@ class Inspection:
         """
         local_path("path", path).write_text(report_page(report_figures([self._figures()])), encoding="utf-8")
 
+    def _sample(self) -> Sample:
+        """Returns the figures now, for exporters. May be called from any thread."""
+        stats = self._stats
+        return Sample(time.time(), self.step, self.position, stats.snapshot(), CACHES.totals(), stats.stalls)
+
     def _figures(self) -> HostLog:
-        now = Sample(time.time(), self.step, self.position, self._stats.snapshot(), CACHES.totals())
+        now = self._sample()
         return HostLog(self.name, self._host, [*self._stats.history(), now])
 
 

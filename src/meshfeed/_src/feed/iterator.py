@@ -13,7 +13,7 @@ from types import TracebackType
 from typing import Literal, NamedTuple, NoReturn
 
 from meshfeed._src.agreement import handshake, heartbeat
-from meshfeed._src.agreement.windows import leave_notice
+from meshfeed._src.agreement.windows import late_seconds, leave_notice
 from meshfeed._src.arrays.placer import make_placer
 from meshfeed._src.base import coordination
 from meshfeed._src.base.coordination import warn_if_forgotten
@@ -35,6 +35,7 @@ from meshfeed._src.base.settings import (
     ShardShuffle,
     SkipBad,
 )
+from meshfeed._src.base.stacks import feed_stacks, note_stacks
 from meshfeed._src.base.stats import StatsRecorder
 from meshfeed._src.base.threads import SingleCall
 from meshfeed._src.base.turn import TURN, in_turn, in_use
@@ -367,6 +368,8 @@ class Feed(Inspection, Checkpointable):
         if self._finalizer is None:
             # A feed that is dropped without close, or lives until exit, must not leave threads behind.
             self._finalizer = finalize(self, self._pipeline.close, "dropped its feed")
+            if self._heartbeat is not None:
+                self._heartbeat.on_beat = self._pipeline.tell_if_late
         return self._pipeline
 
     def _make_pipeline(self) -> Pipeline:
@@ -467,17 +470,26 @@ class Feed(Inspection, Checkpointable):
         """
         seconds = self._settings.timeout_seconds
         report = ProgressReport(coordination.key_value_store() if self._hosts_agree else None, seconds)
+        late_after = late_seconds(seconds)
 
         def tick(waited: float) -> None:
+            nonlocal late_after
             report.update()
+            if waited >= late_after:
+                late_after *= 2
+                what, stacks = str(PROGRESS) or "opening the data", feed_stacks()
+                _log.warning("%s: %s for %.0f s\n%s", self.name, what, waited, stacks)
+                report.tell(f"{what} for {waited:.0f} s\n{stacks}".rstrip())
             if waited >= seconds <= PROGRESS.idle_seconds():
-                raise StalledError(
+                error = StalledError(
                     f"host {self._host} itself is late: it is {str(PROGRESS) or 'opening the data'}, without progress for "
                     f"{min(waited, PROGRESS.idle_seconds()):.0f} s (timeout_seconds={seconds:g}). Check its storage, or "
                     "raise timeout_seconds if that may take longer.",
                     hosts=(self._host,),
                     waited_seconds=waited,
                 )
+                note_stacks(error)
+                raise error
 
         try:
             return opening.result(tick)

@@ -19,6 +19,7 @@ from meshfeed._src.base.errors import MeshfeedError, SettingsError, SourceError,
 from meshfeed._src.base.fork import finalize
 from meshfeed._src.base.progress import PROGRESS
 from meshfeed._src.base.settings import GC_EVERY, Workers
+from meshfeed._src.base.stacks import PROCESSES
 from meshfeed._src.base.stats import CACHES
 from meshfeed._src.base.types import ColumnSlices, RecordIds
 
@@ -89,6 +90,7 @@ class WorkerPool(Generic[Request, Answer]):
             )
         self.num_workers = num_workers
         self._workers: list[_Worker[Request, Answer]] = []
+        PROCESSES.add(self)
         # Also runs at exit and on garbage collection. The list is filled below, so it covers a partial failure.
         self._finalizer = finalize(self, _close_workers, self._workers)
         try:
@@ -119,6 +121,10 @@ class WorkerPool(Generic[Request, Answer]):
             worker.is_ready() for worker in self._workers
         ]  # each sends and receives, also if an earlier one is not
         return all(ready)
+
+    def stacks(self) -> list[str]:
+        """See :class:`meshfeed._src.base.stacks.HasStacks`."""
+        return [text for worker in list(self._workers) if (text := worker.stacks())]
 
     def submit(self, worker_index: int, request: Request) -> None:
         """Queues a request and returns immediately. If the worker has died, :meth:`result` reports it.
@@ -228,18 +234,28 @@ class _Worker(Generic[Request, Answer]):
     def _summary(self, request: Request) -> str:
         return shorten(self._describe(request), _SHOWN_CHARACTERS)
 
+    def stacks(self) -> str:
+        try:
+            doing = self._doing() if self._pending or not self._ready else ""
+        except IndexError:  # its result has just arrived
+            return ""
+        return f"{self.label} (process {self.child.pid}), {doing}:\n{self.child.stacks()}" if doing else ""
+
     def _doing(self) -> str:
         if not self._ready:
             return "being set up (importing, opening the source)"
         return self._resuming or f"working on {self._summary(self._pending[0])}"
 
     def _stalled(self, waited: float) -> StalledError:
-        return StalledError(
+        error = StalledError(
             f"{self.label} (process {self.child.pid}) has not answered within {waited:.1f} s; it is "
             f"{self._doing()}. The process is alive: its storage or its decoder hangs, or is slow. See where with "
             f"`py-spy dump --pid {self.child.pid}`, or allow more time with timeout_seconds=.",
             waited_seconds=waited,
         )
+        if stacks := self.child.stacks():
+            error.add_note(f"its stacks, innermost call first:\n{stacks}")
+        return error
 
     def _died(self) -> SourceError:
         how = self.child.how_it_ended()

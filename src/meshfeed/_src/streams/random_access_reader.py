@@ -25,6 +25,8 @@ from meshfeed._src.reading.structure import check_spec
 from meshfeed._src.streams.balance import RowBalance
 from meshfeed._src.streams.protocol import Cursor, HostBatch
 
+_NAMED = 8  # records of a read, in messages
+
 
 @dataclasses.dataclass(frozen=True)
 class RandomAccessCursor(Cursor):
@@ -228,9 +230,13 @@ class RandomAccessReader:
     def _describe_read(self, step: int, record_ids: RecordIds) -> str:
         if not record_ids.size:
             return f"padding step {step}"
-        path = file_of(self._records.source, int(record_ids[0]))
+        paths = [file_of(self._records.source, int(record_id)) for record_id in record_ids[:_NAMED]]
+        known = list(dict.fromkeys(path for path in paths if path))
         how = "waiting for workers to read" if self._reads.num_workers else "reading"
-        return f"{how} step {step} (record {record_ids[0]} and {record_ids.size - 1} more{f', {path}' if path else ''})"
+        ids = ", ".join(map(str, record_ids[:_NAMED]))
+        more = f", … ({record_ids.size} in all)" if record_ids.size > _NAMED else ""
+        files = f"; {', '.join(known)}" if known else ""
+        return f"{how} step {step} (record{'s' if record_ids.size > 1 else ''} {ids}{more}{files})"
 
     def _finish(self, step: int, read: _Read) -> HostBatch:
         part, record_ids = read.part, read.record_ids
