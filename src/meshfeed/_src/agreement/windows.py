@@ -43,6 +43,8 @@ _FIRST_WINDOWS = 4
 Reduce = Callable[[Mapping[int, WindowReport], int, int], tuple[AnnouncedContents, Failure | None]]
 """Merges the contents of all hosts' reports on a window: (host → report, first step, end of the window) → (contents of
 the announcement, failure of all hosts or None). A failure without a step prevents the whole window."""
+OnStall = Callable[[int, float, str, str], object]
+"""Called with the step, the seconds waited, who is late and what it reads, and the stacks."""
 _log = logging.getLogger("meshfeed.agree")
 _ERROR_GRACE_SECONDS = 4.0  # after the first failure; all hosts are to raise within 10 s of it
 _CLOSE_SECONDS = 5.0  # a coordinator that has exited may never reply
@@ -194,7 +196,7 @@ class WindowAgreement:
       describe: returns what this host's reader is doing, for the other hosts' logs.
       reduce: merges the contents of the reports, on the reducer; the same on all hosts.
       stacks: returns the stacks of what reads on this host.
-      on_stall: called with each entry in the log about a late host: step, seconds, text, stacks.
+      on_stall: called with each entry in the log about a late host.
       summary: gets every announcement, on the reducer; None if no host follows.
     """
 
@@ -212,7 +214,7 @@ class WindowAgreement:
         describe: Callable[[], str],
         reduce: Reduce,
         stacks: Callable[[], str] = lambda: "",
-        on_stall: Callable[[int, float, str, str], object] = lambda *_: None,
+        on_stall: OnStall | None = None,
         summary: Summary | None = None,
     ) -> None:
         self._stacks, self._on_stall = stacks, on_stall
@@ -338,7 +340,7 @@ class WindowAgreement:
                 if own:
                     self.publish_doing()
                 who, stacks = self._describe_stragglers(self._keys.reduction(number).stragglers())
-                self._on_stall(step, late_log.write(step, who, stacks), who, stacks)
+                self._record(step, late_log.write(step, who, stacks), who, stacks)
 
         try:
             announcement, stragglers = self._announcement(number, tick)
@@ -352,7 +354,7 @@ class WindowAgreement:
             if announcement is None:
                 waited = time.monotonic() - start
                 who, stacks = self._describe_stragglers(stragglers)
-                self._on_stall(step, waited, who, stacks)
+                self._record(step, waited, who, stacks)
                 error = StalledError(
                     f"step {step}: {who} (waited {waited:.0f} s, "
                     f"timeout_seconds={self._timeout_seconds:g}). Check the log of that host; raise timeout_seconds if its "
@@ -380,6 +382,10 @@ class WindowAgreement:
             if not stragglers.total or not patience.renew(stragglers.hosts):
                 return None, stragglers
             self.patient_until = max(self.patient_until, patience.deadline)
+
+    def _record(self, step: int, waited: float, who: str, stacks: str) -> None:
+        if self._on_stall is not None:
+            self._on_stall(step, waited, who, stacks)
 
     def publish_doing(self) -> None:
         """Publishes what this host reads and its stacks, for the logs of hosts that wait for it."""
