@@ -242,7 +242,7 @@ def test_hosts_that_do_not_come_are_named(here: int, job: Job) -> None:
 
 
 def test_a_reducer_interrupted_after_it_gave_up_raises_that(job: Job) -> None:
-    job.store.set(f"{FEED}/settings/0/out", json.dumps({"stalled": [[[1], 1], 3.0, ""]}))
+    job.store.set(f"{FEED}/settings/0/out", json.dumps({"stalled": [[[1], 1], 3.0, "", ""]}))
     with pytest.raises(StalledError, match="host 1 did not arrive within 3 s"):
         job.on(0, make(2)[0].agree, SEED, 30)
 

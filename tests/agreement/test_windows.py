@@ -389,6 +389,38 @@ def test_a_host_that_is_late_itself_publishes_what_it_does_and_the_records_that_
     assert store.keys == ([f"{RUN}/doing/1"] if itself else [f"{RUN}/0/in/1"])
 
 
+def test_the_stacks_of_late_hosts_and_of_this_one_are_in_log_and_error(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    store = CountingStore()
+    Clock(store, monkeypatch)
+    store.set(f"{RUN}/0/late", "[[1, 2, 3], 3]")
+    store.set(f"{RUN}/doing/2", "reading slow.parquet\nthread meshfeed-reader:\n  in read_row_group")
+    store.set(f"{RUN}/doing/3", "reading odd.parquet")
+    stalls: list[Any] = []
+    one = make_agreement(
+        store,
+        1,
+        4,
+        timeout_seconds=40,
+        describe=lambda: "reading fast.parquet",
+        stacks=lambda: "thread meshfeed-lanes:\n  in next",
+        on_stall=lambda *stall: stalls.append(stall),
+    )
+    with pytest.raises(StalledError) as caught, caplog.at_level(logging.WARNING, "meshfeed.agree"):
+        one.wait_for(0)
+    stacks = "host 2:\nthread meshfeed-reader:\n  in read_row_group\nhost 1:\nthread meshfeed-lanes:\n  in next"
+    what = (
+        "hosts 1, 2, 3 have not read it yet (host 1 is reading fast.parquet; host 2 is reading slow.parquet; host 3 is "
+        "reading odd.parquet)"
+    )
+    assert caplog.messages[0].endswith(f"for step 0: {what}\n{stacks}")
+    assert caught.value.__notes__ == [stacks]
+    assert "read_row_group" not in str(caught.value)
+    assert {(step, text, shown) for step, _, text, shown in stalls} == {(0, what, stacks)}
+    assert store._values[f"{RUN}/doing/1"] == "reading fast.parquet\nthread meshfeed-lanes:\n  in next"
+
+
 # ---------------------------------------------------------------------- hosts that drop records
 
 

@@ -446,6 +446,27 @@ def test_nobody_looks_for_hosts_that_drop_records_before_the_time_out(
     assert store.seen == 0
 
 
+def test_what_a_host_does_that_opens_its_data_is_in_the_error_and_then_deleted(monkeypatch: pytest.MonkeyPatch) -> None:
+    store = CountingStore()
+    monkeypatch.setattr(coordination, "process_index", lambda: 1)
+    report = ProgressReport(store, 100)
+    report.tell("opening the data for 30 s\nthread meshfeed-open:\n  in connect")
+    patience = Patience(store, 1000.0)
+    assert not patience.renew([1, 2])
+    assert patience.notes() == (
+        " (host 1 is opening the data for 30 s)",
+        "host 1:\nthread meshfeed-open:\n  in connect",
+    )
+    announcement = {"stalled": [[[1, 2], 2], 3.0, *patience.notes()]}
+    with pytest.raises(
+        StalledError, match=r"hosts 1, 2 did not arrive .* \(host 1 is opening the data for 30 s\)"
+    ) as caught:
+        Reduction(store, "meshfeed/feed", [0, 1, 2], 0).unpack(announcement, "starting")
+    assert caught.value.__notes__ == ["host 1:\nthread meshfeed-open:\n  in connect"]
+    report.end()
+    assert not store.keys
+
+
 def test_patience_ends_without_progress() -> None:
     store = CountingStore()
     patience = Patience(store, 1000.0)
@@ -453,15 +474,15 @@ def test_patience_ends_without_progress() -> None:
     assert first == pytest.approx(time.monotonic() + 1000, abs=60)
     assert not patience.renew([1])
     assert patience.deadline == first
-    assert patience.notes() == ""
+    assert patience.notes() == ("", "")
     store.set("meshfeed/resuming/1", "resuming lane 3: dropped 5 of 10 records")
     assert patience.renew([1])
     assert patience.deadline > first
-    assert patience.notes() == " (host 1 is resuming lane 3: dropped 5 of 10 records)"
+    assert patience.notes() == (" (host 1 is resuming lane 3: dropped 5 of 10 records)", "")
     assert not patience.renew([1])
     store.set("meshfeed/resuming/2", "resuming", overwrite=True)
     assert patience.renew([1, 2]), "one host's progress is enough"
-    assert patience.notes().endswith("; host 2 is resuming)")
+    assert patience.notes()[0].endswith("; host 2 is resuming)")
     store.delete("meshfeed/resuming/1")  # it has come to its end, and the host is not here yet
     assert patience.renew([1, 2])
     assert not patience.renew([1, 2])

@@ -19,14 +19,18 @@ from typing import Any
 
 import jax
 import numpy as np
+from forced_numbers import ForcedNumbers
 from jax.sharding import AxisType
 
 import meshfeed
+from meshfeed._src.feed.sizing import Numbers
 
 KINDS = [
     "random, prefetch 0",
     "random, prefetch 0, threads",
+    "random, auto threads, prefetch 0",
     "random, prefetch 2",
+    "random, auto numbers, prefetch 2",
     "stream, prefetch 0",
     "stream, prefetch 2, threads",
     "restartable batches, prefetch 0",
@@ -65,7 +69,9 @@ def make_feed(kind: str, num_batches: int) -> meshfeed.MultiHostDataLoadIterator
     rows = {"id": np.arange(8 * num_batches, dtype=np.int32)}
     options: dict[str, Any] = {"prefetch": int(kind.split("prefetch ")[1][0])}
     if "threads" in kind:
-        options["num_threads"] = 2
+        options["num_threads"] = "auto" if "auto" in kind else 2
+    if "numbers" in kind:
+        options |= {"num_threads": "auto", "prefetch": "auto"}
     source: Any = meshfeed.sources.Memory(rows)
     if kind.startswith("stream"):
         options["num_lanes"] = 8
@@ -78,7 +84,10 @@ def make_feed(kind: str, num_batches: int) -> meshfeed.MultiHostDataLoadIterator
             batches = Resumable(batches) if "resumable" in kind else iter(batches)
         source = meshfeed.sources.HostBatches(batches)
     mesh = jax.make_mesh((8,), ("data",), axis_types=(AxisType.Auto,))
-    return meshfeed.MultiHostDataLoadIterator(source, mesh, global_batch_size=8, **options)
+    feed = meshfeed.MultiHostDataLoadIterator(source, mesh, global_batch_size=8, **options)
+    if "auto" in kind:
+        ForcedNumbers(feed, [Numbers(0, 2, 3), Numbers(0, 1, 2), Numbers(0, 4, 1)])
+    return feed
 
 
 class Storm:

@@ -148,7 +148,7 @@ def test_prometheus_scrapes_the_figures_of_several_feeds(feed: meshfeed.Feed) ->
         stats = feed.stats()
         assert found["meshfeed_wait_seconds_total['0', 'train']"] == stats.wait_seconds
         assert {f"meshfeed_{name}_total['0', 'b']" for name in vars(stats)} - found.keys() == {
-            f"meshfeed_{name}_total['0', 'b']" for name in ("stall_fraction", "elapsed_seconds", "feed_id")
+            f"meshfeed_{name}_total['0', 'b']" for name in ("stall_fraction", "elapsed_seconds", "tuned", "feed_id")
         }
         take(feed, 2)
         assert scrape(exporter.port)["meshfeed_batches_total['0', 'train']"] == 5

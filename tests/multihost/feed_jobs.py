@@ -5,7 +5,9 @@ from __future__ import annotations
 import contextlib
 import json
 import logging
+import pathlib
 import sys
+import threading
 import time
 from typing import Any
 
@@ -15,7 +17,14 @@ from jax.experimental import multihost_utils
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
+sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[1] / "feed"))
+from forced_numbers import ForcedNumbers
+
 import meshfeed
+from meshfeed._src.agreement import windows
+from meshfeed._src.base import coordination
+from meshfeed._src.feed import pipeline
+from meshfeed._src.feed.sizing import Numbers
 
 RECORDS, WIDTH = 101, 24
 
@@ -78,6 +87,9 @@ def run_variants(variants: list[dict[str, Any]], expected: list[list[int]]) -> i
         sharding = sharding_of(options.pop("layout"))
         source = meshfeed.sources.Memory(data())
         with meshfeed.MultiHostDataLoadIterator(source, sharding, timeout_seconds=60, **options) as feed:
+            if options.get("num_threads") == "auto":
+                host = jax.process_index()  # hosts change their numbers at different steps
+                ForcedNumbers(feed, [Numbers(0, 1 + (n + host) % 4, 1 + (n * host) % 5) for n in range(7)])
             assert len(feed) == len(expected), variant
             for step, batch in enumerate(feed):
                 assert feed.record_ids(step).tolist() == expected[step], (variant, step)
@@ -397,3 +409,57 @@ def feeds_made_in_another_order() -> list[int]:
         steps.append(len(list(feed)))
         feed.close()
     return steps
+
+
+def hangs(bad_host: int, num_workers: int, prefetch: int) -> dict[str, Any]:
+    """One host's read hangs; what the others log of it."""
+    windows.late_seconds = pipeline.late_seconds = lambda timeout: 2.0
+    seen: dict[str, Any] = {"log": [], "stalls": []}
+    heard = logging.Handler(logging.WARNING)
+    heard.emit = lambda record: seen["log"].append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("meshfeed").addHandler(heard)
+    bad = jax.process_index() == bad_host
+
+    class Source:
+        def __len__(self) -> int:
+            return 4096
+
+        def __getitem__(self, record_id: int) -> Any:
+            if bad and record_id >= 2048:
+                self.read_from_the_dead_disk()
+            return {"x": np.float32(record_id)}
+
+        def read_from_the_dead_disk(self) -> None:
+            time.sleep(1e6)
+
+        def file_of(self, record_id: int) -> str:
+            return f"/data/part-{record_id // 1024}"
+
+        def fingerprint(self) -> str:
+            return "the same on all hosts"
+
+    size = 16 * jax.device_count()
+    options: dict[str, Any] = {"num_workers": num_workers if bad else 0, "prefetch": prefetch, "timeout_seconds": 240}
+    feed = meshfeed.Feed(Source(), mesh_of("rows"), global_batch_size=size, name=f"{num_workers}-{prefetch}", **options)
+
+    def take() -> None:
+        with contextlib.suppress(meshfeed.MeshfeedError):  # closed below
+            while not (bad and prefetch == 0 and feed.step == 2048 // size - 4):  # then only its heartbeat is there
+                next(feed)
+
+    taking = threading.Thread(target=take)
+    taking.start()
+    deadline = time.monotonic() + 200
+    while not bad and time.monotonic() < deadline:
+        if any("/data/part-2" in text and "dead_disk" in text for text in seen["log"]):
+            break
+        time.sleep(0.1)
+    seen["stalls"] = [f"{stall.what}\n{stall.stacks}" for stall in feed._stats.stalls]
+    coordination.key_value_store().set(f"meshfeed/test/{feed.name}/{jax.process_index()}", "seen", overwrite=True)
+    for host in range(jax.process_count()):
+        assert coordination.key_value_store().get(f"meshfeed/test/{feed.name}/{host}", 200)
+    feed.close()
+    taking.join(60)
+    assert not taking.is_alive()
+    logging.getLogger("meshfeed").removeHandler(heard)
+    return seen

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import sys
 from pathlib import Path
 from typing import Any
@@ -34,6 +35,7 @@ VARIANTS = [
     {"layout": "model-first", **SETTINGS},
     {"layout": "permuted", "num_threads": 3, **SETTINGS},
     {"layout": "sequence", **SETTINGS},
+    {"layout": "rows", "num_threads": "auto", "prefetch": "auto", **SETTINGS},
     {"layout": "rows", "load": "once", **SETTINGS},
     {"layout": "model", "load": "once", **SETTINGS},
     {"layout": "sequence", "load": [0], **SETTINGS},
@@ -192,3 +194,18 @@ def test_feeds_of_some_hosts_do_not_shift_the_names_of_others(pools: Any) -> Non
 def test_feeds_of_one_name_over_unlike_hosts_do_not_meet(pools: Any) -> None:
     steps = [result.value for result in pools[(4, 2)].run(feed_jobs.feeds_made_in_another_order)]
     assert steps == [[40], [40, 40], [40, 40], [40]]
+
+
+@pytest.mark.parametrize(("num_workers", "prefetch"), [(0, 2), (1, 2), (0, 0)])
+def test_a_host_that_hangs_is_shown_in_the_logs_of_the_others_with_records_file_and_stack(
+    pools: Any, num_workers: int, prefetch: int
+) -> None:
+    here, _ = [result.value for result in pools[2, 4].run(feed_jobs.hangs, 1, num_workers, prefetch)]
+    entries = [text for text in here["log"] if "waited" in text and "host 1 has not read it yet" in text]
+    assert entries, here["log"]
+    shown = [text for text in entries if "/data/part-2" in text and "in read_from_the_dead_disk" in text]
+    assert shown, entries
+    assert re.search(
+        r"host 1 is (waiting for workers to read|reading) step \d+ \(records \d+, .*/data/part-2\) for ", shown[0]
+    )
+    assert any("in read_from_the_dead_disk" in stall and "/data/part-2" in stall for stall in here["stalls"])

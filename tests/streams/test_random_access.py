@@ -499,8 +499,10 @@ def test_what_a_reader_does_is_described(monkeypatch: pytest.MonkeyPatch) -> Non
     seen.clear()
     readers[0].next()
     readers[0].next()
-    assert seen[:2] == [f"reading step 0 (record 0 and 7 more, part-0) for {seconds} s" for seconds in ("0.2", "0.5")]
-    assert seen[8] == "reading step 1 (record 8 and 7 more, part-0) for 0.2 s"
+    assert seen[:2] == [
+        f"reading step 0 (records 0, 1, 2, 3, 4, 5, 6, 7; part-0) for {seconds} s" for seconds in ("0.2", "0.5")
+    ]
+    assert seen[8] == "reading step 1 (records 8, 9, 10, 11, 12, 13, 14, 15; part-0, part-1) for 0.2 s"
     now[0] += 1.5
     assert readers[0].describe() == "waiting for room for 1.5 s"
     readers[0]._doing = ((2, np.empty(0, np.int64)), now[0])
@@ -510,7 +512,7 @@ def test_what_a_reader_does_is_described(monkeypatch: pytest.MonkeyPatch) -> Non
 def test_a_reader_of_a_source_without_files_names_none() -> None:
     reader = open_reader(RandomAccessStream(Records(lambda i: {"x": np.int64(i)}), settings_of()))
     reader._doing = ((3, np.arange(24, 32)), random_access_reader.time.monotonic())
-    assert reader.describe() == "reading step 3 (record 24 and 7 more) for 0.0 s"
+    assert reader.describe() == "reading step 3 (records 24, 25, 26, 27, 28, 29, 30, 31) for 0.0 s"
 
 
 class Lengths(Numbers):
@@ -580,9 +582,9 @@ def test_a_source_that_waits_for_a_store_is_read_by_several_threads() -> None:
     for num_threads, found in ((None, 3), (2, 2)):
         reader = open_reader(RandomAccessStream(Waits(80), settings_of(num_threads=num_threads)))
         reader.next()
-        assert (len(reader._threads._threads), reader._ahead) == (found, 2 * found)
+        assert (reader._reads.numbers, reader._reads.ahead) == ((0, found), 2 * found)
         reader.close()
-    assert open_reader(stream_of())._threads is None
+    assert open_reader(stream_of())._reads.numbers == (0, 1)
 
 
 def test_the_source_orders_the_parts_of_its_records() -> None:

@@ -20,7 +20,7 @@ import logging
 import queue
 import threading
 import time
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 
 import jax
 
@@ -207,6 +207,8 @@ class _Heart:
                     )
                 failing = True
             last = now
+            for member in list(self.members):
+                member.look()
             self._sleep()
         try:
             self._pulse.leave()
@@ -239,10 +241,14 @@ class Member:
 
     Args:
       participants: process indices of the feed's hosts; no heartbeat is needed with fewer than two.
+
+    Attributes:
+      on_beat: called with each beat, on a thread that no read and no step holds up; must not refer to the feed.
     """
 
     def __init__(self, participants: Sequence[int]) -> None:
         self.participants = tuple(participants)
+        self.on_beat: Callable[[], object] | None = None
         self._host = coordination.process_index()
         self._heart: _Heart | None = None
         store = coordination.key_value_store()
@@ -256,9 +262,18 @@ class Member:
         self._heart = heart
         heart.thread.start()
 
+    def look(self) -> None:
+        """Calls :attr:`on_beat`; its errors must not end the heartbeat."""
+        try:
+            if self.on_beat is not None:
+                self.on_beat()
+        except Exception as error:
+            _log.debug("cannot publish what this host does: %s", error)
+
     def leave(self) -> None:
         """Ends the heartbeat of the process if this was its last feed. Idempotent."""
         heart, self._heart = self._heart, None
+        self.on_beat = None
         if heart is None:
             return
         with _lock:

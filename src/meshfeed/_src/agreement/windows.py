@@ -43,6 +43,8 @@ _FIRST_WINDOWS = 4
 Reduce = Callable[[Mapping[int, WindowReport], int, int], tuple[AnnouncedContents, Failure | None]]
 """Merges the contents of all hosts' reports on a window: (host → report, first step, end of the window) → (contents of
 the announcement, failure of all hosts or None). A failure without a step prevents the whole window."""
+OnStall = Callable[[int, float, str, str], object]
+"""Called with the step, the seconds waited, who is late and what it reads, and the stacks."""
 _log = logging.getLogger("meshfeed.agree")
 _ERROR_GRACE_SECONDS = 4.0  # after the first failure; all hosts are to raise within 10 s of it
 _CLOSE_SECONDS = 5.0  # a coordinator that has exited may never reply
@@ -60,6 +62,11 @@ def full_window(num_participants: int, batch_bytes: int, byte_limit: int) -> int
     """
     wanted = max(_MIN_WINDOW, -(-num_participants // _HOSTS_PER_STEP))
     return max(1, min(wanted, byte_limit // (2 * max(1, batch_bytes))))
+
+
+def late_seconds(timeout_seconds: float) -> float:
+    """Returns the seconds of a wait after which the log names who is late."""
+    return min(30.0, timeout_seconds / 4)
 
 
 def window_ends(first_step: int, size: Callable[[], int]) -> Iterator[int]:
@@ -188,6 +195,8 @@ class WindowAgreement:
       timeout_seconds: longest wait for an announcement.
       describe: returns what this host's reader is doing, for the other hosts' logs.
       reduce: merges the contents of the reports, on the reducer; the same on all hosts.
+      stacks: returns the stacks of what reads on this host.
+      on_stall: called with each entry in the log about a late host.
       summary: gets every announcement, on the reducer; None if no host follows.
     """
 
@@ -204,8 +213,11 @@ class WindowAgreement:
         timeout_seconds: float,
         describe: Callable[[], str],
         reduce: Reduce,
+        stacks: Callable[[], str] = lambda: "",
+        on_stall: OnStall | None = None,
         summary: Summary | None = None,
     ) -> None:
+        self._stacks, self._on_stall = stacks, on_stall
         self._keys = _Keys(store, f"meshfeed/{scope}", tuple(participants), host)
         self._first_step = first_step
         self._pad = pad
@@ -314,7 +326,7 @@ class WindowAgreement:
         self._start_reducer()
         start = time.monotonic()
         report = ProgressReport(self._keys.store, self._timeout_seconds)
-        late_log = _LateLog(start, min(30.0, self._timeout_seconds / 4))
+        late_log = _LateLog(start, late_seconds(self._timeout_seconds))
 
         def tick(_: float) -> None:
             if self._closed:
@@ -326,8 +338,9 @@ class WindowAgreement:
                 report.update()
             if late_log.due():
                 if own:
-                    self._keys.publish_doing(self._describe())
-                late_log.write(step, self._describe_stragglers(self._keys.reduction(number).stragglers()))
+                    self.publish_doing()
+                who, stacks = self._describe_stragglers(self._keys.reduction(number).stragglers())
+                self._record(step, late_log.write(step, who, stacks), who, stacks)
 
         try:
             announcement, stragglers = self._announcement(number, tick)
@@ -340,13 +353,18 @@ class WindowAgreement:
                 return
             if announcement is None:
                 waited = time.monotonic() - start
-                raise StalledError(
-                    f"step {step}: {self._describe_stragglers(stragglers)} (waited {waited:.0f} s, "
+                who, stacks = self._describe_stragglers(stragglers)
+                self._record(step, waited, who, stacks)
+                error = StalledError(
+                    f"step {step}: {who} (waited {waited:.0f} s, "
                     f"timeout_seconds={self._timeout_seconds:g}). Check the log of that host; raise timeout_seconds if its "
                     "reads may take longer.",
                     hosts=stragglers.hosts or (self._keys.reducer,),
                     waited_seconds=waited,
                 )
+                if stacks:
+                    error.add_note(stacks)
+                raise error
             self._size = announcement.window
             self._contents.append(announcement.contents)
             if announcement.stop is not None:
@@ -365,15 +383,30 @@ class WindowAgreement:
                 return None, stragglers
             self.patient_until = max(self.patient_until, patience.deadline)
 
-    def _describe_stragglers(self, stragglers: Stragglers) -> str:
+    def _record(self, step: int, waited: float, who: str, stacks: str) -> None:
+        if self._on_stall is not None:
+            self._on_stall(step, waited, who, stacks)
+
+    def publish_doing(self) -> None:
+        """Publishes what this host reads and its stacks, for the logs of hosts that wait for it."""
+        self._keys.publish_doing(f"{self._describe()}\n{self._stacks()}".rstrip())
+
+    def _describe_stragglers(self, stragglers: Stragglers) -> tuple[str, str]:
+        """Returns which hosts are late and what they read, and the stacks of those hosts and of this one."""
         if not stragglers.total:
-            return f"host {self._keys.reducer}, which announces, has not responded"
-        doing = {
-            host: self._describe() if host == self._keys.host else self._keys.doing(host) for host in stragglers.hosts
+            return f"host {self._keys.reducer}, which announces, has not responded", ""
+        here = self._keys.host
+        doing = {host: self._keys.doing(host) or "" for host in stragglers.hosts if host != here}
+        stacks = {host: text.partition("\n")[2] for host, text in doing.items()} | {here: self._stacks()}
+        notes = {
+            host: self._describe() if host == here else doing[host].partition("\n")[0] for host in stragglers.hosts
         }
-        notes = "; ".join(f"host {host} is {what}" for host, what in doing.items() if what)
+        note = "; ".join(f"host {host} is {what}" for host, what in notes.items() if what)
         have = "has" if stragglers.total == 1 else "have"
-        return f"{stragglers} {have} not read it yet" + (f" ({notes})" if notes else "")
+        return (
+            f"{stragglers} {have} not read it yet" + (f" ({note})" if note else ""),
+            "\n".join(f"host {host}:\n{text}" for host, text in stacks.items() if text),
+        )
 
     # ------------------------------------------------------------------ the end
 
@@ -420,10 +453,12 @@ class _LateLog:
         """Whether it is time for an entry."""
         return time.monotonic() - self._start >= self._next
 
-    def write(self, step: int, who: str) -> None:
-        """Logs an entry."""
+    def write(self, step: int, who: str, stacks: str) -> float:
+        """Logs an entry; returns the seconds waited."""
         self._next *= 2
-        _log.warning("waited %.0f s for step %d: %s", time.monotonic() - self._start, step, who)
+        waited = time.monotonic() - self._start
+        _log.warning("waited %.0f s for step %d: %s%s", waited, step, who, f"\n{stacks}" if stacks else "")
+        return waited
 
 
 class _WindowReducer:

@@ -17,16 +17,18 @@ import importlib
 import logging
 import os
 import pathlib
+import re
 import select
 import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 import traceback
 from collections.abc import Iterable, Mapping
-from typing import NoReturn
+from typing import IO, NoReturn
 
 from meshfeed._src.base.frames import Frame, Inbox, Packed, pack, send_packed, small_frame
 from meshfeed._src.base.progress import PROGRESS
@@ -39,6 +41,9 @@ _BOOT = "import sys; sys.path[:] = {path!r}; from meshfeed._src.base.child impor
 _EXIT_SECONDS = 5.0  # for a child to close its task and exit; then it is killed
 _HANG_UP_SECONDS = 0.5  # for an idle child to close its task
 _PARENT_CHECK_MILLISECONDS = 1000
+_STACK_SECONDS, _STACK_PAUSE_SECONDS = 0.5, 0.02
+_STACK_FRAMES = 16
+_WATCHES = re.compile(r'^.*\n.*child\.py", line \d+ in watch$', re.M)  # the stack of :meth:`Parent.watch`
 _log = logging.getLogger("meshfeed.child")
 
 
@@ -68,13 +73,15 @@ class ChildProcess:
     ) -> None:
         self._log_path = log_path
         self._own_group = own_group
+        self._stacks = _stack_file()
         self._connection, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
         code = _BOOT.format(path=[path or os.getcwd() for path in sys.path])
+        own = (theirs.fileno(), self._stacks.fileno(), os.getpid())
         try:
             with theirs, contextlib.nullcontext() if log_path is None else open(log_path, "ab") as log:
                 self._process = subprocess.Popen(
-                    [sys.executable, "-c", code, target, str(theirs.fileno()), str(os.getpid()), *arguments],
-                    pass_fds=(theirs.fileno(),),
+                    [sys.executable, "-c", code, target, *map(str, own), *arguments],
+                    pass_fds=(theirs.fileno(), self._stacks.fileno()),
                     stdin=subprocess.DEVNULL,  # a child must not read the terminal's input
                     stdout=log,
                     stderr=log,
@@ -83,6 +90,7 @@ class ChildProcess:
                 )
         except BaseException:
             self._connection.close()
+            self._stacks.close()
             raise
         self._connection.setblocking(False)  # send() must not wait for a busy child
         self._inbox = Inbox(self._connection)
@@ -186,6 +194,26 @@ class ChildProcess:
         """Makes the child print its threads' stacks. Before its first message, the signal may kill it instead."""
         self._process.send_signal(signal.SIGUSR1)
 
+    def stacks(self) -> str:
+        """Returns the child's stacks, innermost call first, also while it hangs in a call of C; empty if it is not ready."""
+        try:
+            start = os.fstat(self._stacks.fileno()).st_size
+            if not _handles(self.pid, signal.SIGUSR2):
+                return ""
+            self._process.send_signal(signal.SIGUSR2)
+            size, deadline = start, time.monotonic() + _STACK_SECONDS
+            while time.monotonic() < deadline:
+                time.sleep(_STACK_PAUSE_SECONDS)
+                before, size = size, os.fstat(self._stacks.fileno()).st_size
+                if start < before == size:  # written whole
+                    break
+            # Not read(): the child writes at the position that both share.
+            text = os.pread(self._stacks.fileno(), size - start, start).decode(errors="replace")
+            shown = [one for one in text.strip().split("\n\n") if not _WATCHES.search(one)]
+            return "\n".join("\n".join(one.split("\n")[: 1 + _STACK_FRAMES]) for one in shown)
+        except (OSError, ValueError):  # it has just ended, or was closed
+            return ""
+
     def kill(self, number: int = signal.SIGKILL) -> None:
         """Sends a signal to the child; with ``own_group``, to its child processes too."""
         with contextlib.suppress(ProcessLookupError, PermissionError):
@@ -195,6 +223,7 @@ class ChildProcess:
         """Closes the connection, which ends the child within 0.5 s, even if it is busy."""
         self._inbox.close()
         self._connection.close()
+        self._stacks.close()
 
     def close(self, deadline: float | None = None) -> bool:
         """Hangs up and waits for the end of the child.
@@ -210,6 +239,23 @@ class ChildProcess:
             return True
         self.kill()  # for example, the child holds the GIL in a C call
         return self.wait(_EXIT_SECONDS)
+
+
+def _stack_file() -> IO[bytes]:
+    """A file in memory, if the system has such files, to which a child writes its stacks."""
+    if hasattr(os, "memfd_create"):
+        return open(os.memfd_create("meshfeed-stacks"), "r+b", buffering=0)
+    return tempfile.TemporaryFile(buffering=0)
+
+
+def _handles(pid: int, number: int) -> bool:
+    """Whether a process has a handler for a signal, which would otherwise end it; False if that is unknown."""
+    try:
+        status = pathlib.Path(f"/proc/{pid}/status").read_text()
+    except OSError:
+        return False
+    caught = next((line.split()[1] for line in status.splitlines() if line.startswith("SigCgt:")), "0")
+    return bool(int(caught, 16) >> (number - 1) & 1)
 
 
 def close_children(children: Mapping[str, ChildProcess]) -> None:
@@ -270,11 +316,16 @@ class Parent:
 
 
 def main() -> None:
-    """Runs the function that the parent named. ``sys.argv`` holds its name, a socket and the parent's process id."""
-    target, descriptor, pid = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
-    del sys.argv[1:4]
+    """Runs the function that the parent named.
+
+    ``sys.argv`` holds its name, a socket, a file for stacks, and the parent's process id.
+    """
+    target, descriptor, stacks, pid = sys.argv[1], *map(int, sys.argv[2:5])
+    del sys.argv[1:5]
     faulthandler.enable()
     faulthandler.register(signal.SIGUSR1, all_threads=True)
+    os.set_inheritable(stacks, False)
+    faulthandler.register(signal.SIGUSR2, file=stacks, all_threads=True)
     if not _leads_group():
         signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole group; the parent ends its children
     parent = Parent(descriptor, pid)

@@ -62,6 +62,10 @@ class ReadAhead(Generic[T]):
       produce: returns the next item; called only on the thread, and never again after it raised.
       depth: returns the number of items to keep ready, at least 1.
       name: name of the thread.
+
+    Attributes:
+      num_produced: items produced so far.
+      idle_seconds: time that the thread has waited for room.
     """
 
     def __init__(self, produce: Callable[[], T], *, depth: Callable[[], int], name: str) -> None:
@@ -72,6 +76,7 @@ class ReadAhead(Generic[T]):
         self._error: BaseException | None = None
         self._traceback: TracebackType | None = None
         self._closed = False
+        self.num_produced, self.idle_seconds = 0, 0.0
         self._arrived, self._room = WakeUp(), WakeUp()
         self._thread = Background(self._run, name)
 
@@ -84,8 +89,11 @@ class ReadAhead(Generic[T]):
 
     def _run(self) -> None:
         while True:
-            while not self._closed and not self._has_room():
-                self._room.wait(lambda: self._closed or self._has_room())
+            if not self._has_room():
+                since = time.perf_counter()
+                while not self._closed and not self._has_room():
+                    self._room.wait(lambda: self._closed or self._has_room())
+                self.idle_seconds += time.perf_counter() - since
             if self._closed:
                 return
             try:
@@ -95,6 +103,7 @@ class ReadAhead(Generic[T]):
                 self._error = error
                 self._arrived.ring()
                 return
+            self.num_produced += 1
             self._items.append(item)
             del item  # this frame must not keep a batch alive after it is taken off
             self._arrived.ring()

@@ -260,7 +260,7 @@ class Reduction:
             else:
                 announcement, stragglers = self.wait_or_find_stragglers(patience.deadline, tick)
             if announcement is None and not patience.renew(stragglers.hosts):
-                announcement = {"stalled": [stragglers, time.monotonic() - start, patience.notes()]}
+                announcement = {"stalled": [stragglers, time.monotonic() - start, *patience.notes()]}
                 if self.is_reducer:
                     self._announce(announcement)
                     self.discard_values()
@@ -271,17 +271,20 @@ class Reduction:
         """Returns the result of an announcement, or raises its StalledError."""
         if "result" in announcement:
             return announcement["result"]
-        (hosts, count), waited, notes = announcement["stalled"]
+        (hosts, count), waited, notes, stacks = announcement["stalled"]
         if count:
             what = f"{Stragglers(tuple(hosts), count)} did not arrive within {waited:.0f} s"
         else:
             hosts, what = [self.reducer], f"host {self.reducer} did not announce the result within {waited:.0f} s"
-        raise StalledError(
+        error = StalledError(
             f"{doing}: {what} (this is host {self._host} of {len(self._participants)}){notes}. Check the log of that host: "
             f"it has stopped, is still starting, or runs different code{hint}.",
             hosts=tuple(hosts),
             waited_seconds=waited,
         )
+        if stacks:
+            error.add_note(stacks)
+        raise error
 
 
 class Rounds:
@@ -391,10 +394,11 @@ class Patience:
         self._store, self._seconds = store, seconds
         self.deadline = time.monotonic() + seconds
         self.resuming: dict[int, str] = {}
+        self._late: tuple[int, ...] = ()
 
     def renew(self, late: Sequence[int]) -> bool:
         """Extends the deadline if there was progress since the last call; returns whether there was."""
-        before = self.resuming
+        before, self._late = self.resuming, tuple(late[:NAMED_HOSTS])
         found = {host: self._store.try_get(_resuming_key(host)) for host in late[:NAMED_HOSTS]}
         self.resuming = {host: text for host, text in found.items() if text is not None}
         moved = any(before.get(host) != text for host, text in self.resuming.items()) or not (
@@ -404,10 +408,13 @@ class Patience:
             self.deadline = time.monotonic() + self._seconds
         return moved
 
-    def notes(self) -> str:
-        """Returns what the stragglers were doing, in brackets, for messages; empty if unknown."""
-        doing = [f"host {host} is {text}" for host, text in self.resuming.items()]
-        return f" ({'; '.join(doing)})" if doing else ""
+    def notes(self) -> tuple[str, str]:
+        """Returns what the stragglers were doing, in brackets, for messages, and their stacks; empty if unknown."""
+        opening = {host: self._store.try_get(_opening_key(host)) or "" for host in self._late}
+        doing = {host: text.partition("\n")[0] for host, text in opening.items() if text} | self.resuming
+        what = "; ".join(f"host {host} is {text}" for host, text in doing.items())
+        shown = {host: text.partition("\n")[2] for host, text in opening.items()}
+        return f" ({what})" if what else "", "\n".join(f"host {host}:\n{text}" for host, text in shown.items() if text)
 
 
 class ProgressReport:
@@ -420,6 +427,7 @@ class ProgressReport:
         self._store = store
         self._pause = min(_REPORT_SECONDS, timeout_seconds / 4)
         self._published, self._next = "", 0.0
+        self._told = False
 
     def update(self) -> None:
         """Publishes the progress if it has changed, at most every few seconds."""
@@ -428,14 +436,28 @@ class ProgressReport:
             self._published, self._next = text, now + self._pause
             self._store.set(_resuming_key(coordination.process_index()), text, overwrite=True)
 
+    def tell(self, what: str) -> None:
+        """Publishes what this host does and its stacks, which is no progress."""
+        if self._store is not None:
+            self._told = True
+            self._store.set(_opening_key(coordination.process_index()), what, overwrite=True)
+
     def end(self) -> None:
-        """Deletes the published progress."""
-        if self._store is not None and self._published:
-            self._published = ""
-            with contextlib.suppress(Exception):  # the coordinator is gone; the error that ended the wait is reported
-                self._store.delete(_resuming_key(coordination.process_index()))
+        """Deletes what was published."""
+        host, published, told = coordination.process_index(), self._published, self._told
+        self._published, self._told = "", False
+        with contextlib.suppress(Exception):  # the coordinator is gone; the error that ended the wait is reported
+            if self._store is not None and published:
+                self._store.delete(_resuming_key(host))
+            if self._store is not None and told:
+                self._store.delete(_opening_key(host))
 
 
 def _resuming_key(host: int) -> str:
     """One key per host, for all its feeds: a host that waits for it cannot distinguish which feed keeps it busy."""
     return f"meshfeed/resuming/{host}"
+
+
+def _opening_key(host: int) -> str:
+    """What a host does that takes long to open its data, and its stacks."""
+    return f"meshfeed/opening/{host}"

@@ -102,6 +102,11 @@ def optional(check: Check) -> Check:
     return lambda value: None if value is None else check(value)
 
 
+def or_auto(check: Check) -> Check:
+    """Takes ``"auto"`` too."""
+    return lambda value: "auto" if isinstance(value, str) and value == "auto" else check(value)
+
+
 def local_path(setting: str, value: str | os.PathLike[str]) -> pathlib.Path:
     """Returns the path of a local file or folder; ``file://`` URLs are paths too.
 
@@ -386,7 +391,7 @@ def _load(value: Any) -> str | tuple[int, ...]:
 
 
 def _workers(value: Any) -> Workers:
-    return value if isinstance(value, Workers) else Workers(value)
+    return value if isinstance(value, Workers) else Workers(integer(0)(value))
 
 
 def _text(value: Any) -> str:
@@ -487,16 +492,23 @@ class FeedSettings:
     resharded on device. A list of process indices: like ``"once"``, but only these hosts read. A lane with rows on several
     hosts is read by each of them."""
 
-    prefetch: int = setting(2, integer(0), "a number of global batches of at least 0")
+    prefetch: int | Literal["auto"] = setting(
+        2, or_auto(integer(0)), "a number of global batches of at least 0, or 'auto'"
+    )
     """global batches kept ready on device; 0 disables prefetching. Batches whose parts on this host would take more than a
-    quarter of its memory (or of its container's limit) are not kept ready, except for two; a warning gives the number."""
+    quarter of its memory (or of its container's limit) are not kept ready, except for two; a warning gives the number.
+    ``"auto"`` starts with 2 and keeps more if reads are uneven and the step waits."""
 
-    num_workers: int = setting(0, _workers, "a number of processes of at least 0")
+    num_workers: int | Literal["auto"] = setting(0, or_auto(_workers), "a number of processes of at least 0, or 'auto'")
     """processes that read and decode, or a :class:`Workers`, also on the machines of a Ray cluster. Does not change the
-    stream."""
+    stream. ``"auto"`` starts with none and measures, while the step waits for data, whether more are faster;
+    ``feed.stats().tuned`` has the result."""
 
-    num_threads: int | None = setting(None, optional(integer(1)), "an int of at least 1, or None")
-    """threads that read and decode; None for one, or 4 for remote files that are read without a cache."""
+    num_threads: int | Literal["auto"] | None = setting(
+        None, or_auto(optional(integer(1))), "an int of at least 1, None, or 'auto'"
+    )
+    """threads that read and decode; None for one, or 4 for remote files that are read without a cache. ``"auto"`` starts with
+    that and measures, as for ``num_workers``."""
 
     retry: Retry = setting(Retry(), instance(Retry), "a meshfeed.Retry; meshfeed.Retry(attempts=1) disables retries")
     """how to retry failed reads."""
@@ -540,8 +552,18 @@ class FeedSettings:
 
     @property
     def workers(self) -> Workers:
-        """``num_workers`` with its settings."""
-        return cast("Workers", self.num_workers)  # checked
+        """``num_workers`` with its settings; none to start with if it is ``"auto"``."""
+        return Workers(0) if self.num_workers == "auto" else cast("Workers", self.num_workers)  # checked
+
+    @property
+    def threads(self) -> int | None:
+        """``num_threads``; None to start with if it is ``"auto"``."""
+        return None if self.num_threads == "auto" else cast("int | None", self.num_threads)  # checked
+
+    @property
+    def auto(self) -> frozenset[str]:
+        """The keywords that are ``"auto"``."""
+        return frozenset(name for name in ("num_workers", "num_threads", "prefetch") if getattr(self, name) == "auto")
 
     def to_json(self) -> dict[str, Any]:
         """Returns all settings as JSON, keyed by keyword."""

@@ -11,7 +11,7 @@ import logging
 import threading
 import time
 import uuid
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from meshfeed._src.base.errors import SettingsError
@@ -43,6 +43,9 @@ class FeedStats:
         all others wait for has the least.
       elapsed_seconds: time from the first batch to the last, excluding the time from the last batch before a ``reset``
         or ``set_state`` to the first batch after it.
+      tuned: what the feed chose for the keywords that are ``"auto"``, as JSON; None if there is none, and in sums over runs.
+        It has the chosen number by keyword; ``"state"``: ``"measuring"`` or ``"settled"``; ``"reason"``, in words; and
+        ``"tried"``, the latest measurements.
       feed_id: identifies the feed; empty in the statistics of an interval, which cannot start another interval.
     """
 
@@ -59,17 +62,20 @@ class FeedStats:
     startup_seconds: float = 0.0
     elapsed_seconds: float = 0.0
     peer_wait_seconds: float = 0.0
+    tuned: Mapping[str, Any] | None = dataclasses.field(default=None, hash=False)
     feed_id: str = dataclasses.field(default="", repr=False)
 
 
-_SUMS = tuple(field.name for field in dataclasses.fields(FeedStats) if field.name not in ("stall_fraction", "feed_id"))
+_SUMS = tuple(
+    field.name for field in dataclasses.fields(FeedStats) if field.name not in ("stall_fraction", "tuned", "feed_id")
+)
 
 
-def _make_stats(sums: Mapping[str, Any], feed_id: str) -> FeedStats:
+def _make_stats(sums: Mapping[str, Any], feed_id: str, tuned: Mapping[str, Any] | None = None) -> FeedStats:
     elapsed = sums["elapsed_seconds"]
     waited = sums["wait_seconds"] - sums["startup_seconds"]
     fraction = min(1.0, max(0.0, waited / elapsed)) if elapsed > 0 else 0.0
-    return FeedStats(stall_fraction=fraction, feed_id=feed_id, **sums)
+    return FeedStats(stall_fraction=fraction, tuned=tuned, feed_id=feed_id, **sums)
 
 
 def total_stats(parts: Iterable[FeedStats]) -> FeedStats:
@@ -98,7 +104,26 @@ def stats_since(stats: FeedStats, earlier: FeedStats | None) -> FeedStats:
             f"{stats.batches}). Pass the result of an earlier call of stats().",
             setting="since",
         )
-    return _make_stats(sums, "")
+    return _make_stats(sums, "", stats.tuned)
+
+
+@dataclasses.dataclass(frozen=True)
+class Stall:
+    """A long wait for data, as this host saw it.
+
+    Attributes:
+      time: when it was noticed, in seconds since 1970.
+      step: the step that was waited for.
+      waited_seconds: how long so far.
+      what: which host is late, and what it is reading.
+      stacks: the stacks of what reads on that host, and on this one.
+    """
+
+    time: float
+    step: int
+    waited_seconds: float
+    what: str
+    stacks: str
 
 
 @dataclasses.dataclass(frozen=True)
@@ -111,6 +136,7 @@ class Sample:
       position: records delivered since the start of the stream, over all hosts.
       stats: the feed's statistics.
       cache: figure → total of all shard caches of this process and its workers, by field of ``CacheStats``.
+      stalls: the latest long waits, oldest first.
     """
 
     time: float
@@ -118,6 +144,7 @@ class Sample:
     position: int
     stats: FeedStats
     cache: Mapping[str, float]
+    stalls: Sequence[Stall] = ()
 
 
 _CUMULATIVE = ("wait_seconds", "read_seconds", "decode_seconds", "transfer_seconds", "peer_wait_seconds")
@@ -142,6 +169,7 @@ def rates(before: Sample, after: Sample) -> dict[str, float]:
 
 _PUBLISH_SECONDS = 0.1
 _HISTORY = 512
+_STALLS = 16
 
 
 class Deliveries(NamedTuple):
@@ -157,6 +185,7 @@ class StatsRecorder:
     Attributes:
       counts: replaced as a whole, so that no interrupt and no other thread finds a batch that is counted in part.
       peer_wait_seconds: added to by the thread that waits for other hosts.
+      stalls: the latest long waits, oldest first.
     """
 
     def __init__(self, name: str = "") -> None:
@@ -164,6 +193,7 @@ class StatsRecorder:
         self._name = name
         self.counts = Deliveries({name: getattr(FeedStats, name) for name in _SUMS}, None)
         self.peer_wait_seconds = 0.0
+        self.stalls: tuple[Stall, ...] = ()
         self._published = self.counts.sums
         self._publish_at = 0.0
         self._history: list[Sample] = []
@@ -193,12 +223,17 @@ class StatsRecorder:
             sums[name] += value
         return Deliveries(sums, now)
 
+    def stalled(self, step: int, waited_seconds: float, what: str, stacks: str) -> None:
+        """Keeps a long wait for the report; the arguments are the attributes of :class:`Stall`."""
+        stall = Stall(time.time(), step, waited_seconds, what, stacks)
+        self.stalls = (*self.stalls, stall)[-_STALLS:]
+
     def _sums(self) -> dict[str, Any]:
         return {**self.counts.sums, "peer_wait_seconds": self.peer_wait_seconds}
 
-    def snapshot(self) -> FeedStats:
-        """Returns the current statistics."""
-        return _make_stats(self._sums(), self._feed_id)
+    def snapshot(self, tuned: Mapping[str, Any] | None = None) -> FeedStats:
+        """Returns the current statistics, with what was chosen for keywords that are ``"auto"``."""
+        return _make_stats(self._sums(), self._feed_id, tuned)
 
     # ------------------------------------------------------------------ increments and history
 

@@ -15,6 +15,7 @@ from meshfeed._src.base.settings import FeedSettings, local_path
 from meshfeed._src.base.stats import CACHES, FeedStats, Sample, StatsRecorder, stats_since
 from meshfeed._src.base.types import JsonValue, PyTree, RecordIds
 from meshfeed._src.feed.parts import replay_step
+from meshfeed._src.feed.sizing import Sizer
 from meshfeed._src.pictures.plan import MeshPlan, plan_of_batch
 from meshfeed._src.pictures.report import HostLog, report_figures, report_page
 from meshfeed._src.reading.host_batch import spec_with_mask
@@ -32,6 +33,7 @@ class Inspection:
     _placer: Placer
     _participants: Sequence[int]
     _stats: StatsRecorder
+    _sizer: Sizer | None
     _host: int
 
     @property
@@ -146,7 +148,7 @@ class Inspection:
         Raises:
           SettingsError: ``since`` belongs to a different feed, or is not earlier.
         """
-        return stats_since(self._stats.snapshot(), since)
+        return stats_since(self._stats.snapshot(self._sizer and self._sizer.tuned()), since)
 
     @hides_own_frames
     def report(self, path: str | os.PathLike[str]) -> None:
@@ -159,8 +161,13 @@ class Inspection:
         """
         local_path("path", path).write_text(report_page(report_figures([self._figures()])), encoding="utf-8")
 
+    def _sample(self) -> Sample:
+        """Returns the figures now, for exporters. May be called from any thread."""
+        stats = self._stats
+        return Sample(time.time(), self.step, self.position, stats.snapshot(), CACHES.totals(), stats.stalls)
+
     def _figures(self) -> HostLog:
-        now = Sample(time.time(), self.step, self.position, self._stats.snapshot(), CACHES.totals())
+        now = self._sample()
         return HostLog(self.name, self._host, [*self._stats.history(), now])
 
 

@@ -46,6 +46,7 @@ from meshfeed._src.feed.membership import Membership
 from meshfeed._src.feed.parts import check_can_follow, make_pipeline, make_stream
 from meshfeed._src.feed.pipeline import Pipeline, PrefetchDepth, Ready
 from meshfeed._src.feed.resharding import Place, conclude, make_offer, make_place, warn_of_going_back
+from meshfeed._src.feed.sizing import Sizer
 from meshfeed._src.feed.startup import Startup, wait_until_open
 from meshfeed._src.feed.step_log import STEP_LOG, log_step
 from meshfeed._src.plan.plan import normalize_sharding, participants
@@ -133,10 +134,12 @@ class Feed(Inspection, Checkpointable):
         several hosts is read by each of them.
       prefetch: global batches kept ready on device; 0 disables prefetching. Batches whose parts on this host would take more
         than a quarter of its memory (or of its container's limit) are not kept ready, except for two; a warning gives the
-        number.
+        number. ``"auto"`` starts with 2 and keeps more if reads are uneven and the step waits.
       num_workers: processes that read and decode, or a :class:`Workers`, also on the machines of a Ray cluster. Does not
-        change the stream.
+        change the stream. ``"auto"`` starts with none and measures, while the step waits for data, whether more are faster;
+        ``feed.stats().tuned`` has the result.
       num_threads: threads that read and decode; None for one, or 4 for remote files that are read without a cache.
+        ``"auto"`` starts with that and measures, as for ``num_workers``.
       retry: how to retry failed reads.
       bad_records: None to raise; a :class:`SkipBad` to replace, count and record bad records.
       check_replicas: whether to compare digests of replicated rows between hosts on the first batches.
@@ -181,9 +184,9 @@ class Feed(Inspection, Checkpointable):
         balance: Balance | None = None,
         num_lanes: int | None = None,
         load: Literal["sharded", "once"] | Sequence[int] = "sharded",
-        prefetch: int = 2,
-        num_workers: int = 0,
-        num_threads: int | None = None,
+        prefetch: int | Literal["auto"] = 2,
+        num_workers: int | Literal["auto"] = 0,
+        num_threads: int | Literal["auto"] | None = None,
         retry: Retry = Retry(),
         bad_records: SkipBad | None = None,
         check_replicas: bool = False,
@@ -230,6 +233,7 @@ class Feed(Inspection, Checkpointable):
     def _make(self, source: object, sharding: PyTree, settings: FeedSettings) -> None:
         self._settings = settings
         self._prefetch = PrefetchDepth(settings.prefetch, self.name)
+        self._sizer = Sizer(settings, self._prefetch) if settings.auto else None
         self._placer = make_placer(sharding, settings)
         self._stream = make_stream(source, settings, self._placer)
         if not self._stream.length_is_known and self._host not in self._participants:
@@ -351,6 +355,8 @@ class Feed(Inspection, Checkpointable):
             **batch.times,
         )
         self._stats.counts, ready.counted = counts, True  # without a call, so an interrupt cannot split it
+        if self._sizer is not None and self._pipeline is not None:
+            self._sizer.delivered(self._stats, self._pipeline)
         if self._stats.due:
             self._stats.publish(ready.cursor.step, ready.cursor.position)
         if STEP_LOG.isEnabledFor(logging.DEBUG):
@@ -414,12 +420,15 @@ class Feed(Inspection, Checkpointable):
         cursor, settings, stream, handshake = self._cursor, self._settings, self._stream, self._handshake
         hosts_agree, follows, name, scope = self._hosts_agree, self._follows, self.name, self._membership.scope
         placer, host_rows, prefetch, stats = self._placer, self._host_rows, self._prefetch, self._stats
+        sizer, membership = self._sizer, self._membership
 
         def agreed() -> dict[str, JsonValue]:
             return agreed_settings(settings, stream.fingerprint(cursor) if hosts_agree else {}, cursor)
 
         def pipeline_of(reader: AnyReader) -> Pipeline:
-            return make_pipeline(
+            if sizer is not None:
+                sizer.begin(reader, alone=not hosts_agree)
+            pipeline = make_pipeline(
                 reader,
                 stream=stream,
                 placer=placer,
@@ -434,6 +443,8 @@ class Feed(Inspection, Checkpointable):
                 hosts_agree=hosts_agree,
                 follows=follows,
             )
+            membership.on_beat(pipeline.tell_if_late)
+            return pipeline
 
         return Startup(
             self._opening or self._open(cursor),
@@ -475,7 +486,7 @@ class Feed(Inspection, Checkpointable):
             cursor = self._stream.restore(parsed)
             if self._stream.opens_at_restore:
                 opening = self._open(cursor)
-                wait_until_open(opening, self._settings.timeout_seconds, hosts_agree=self._hosts_agree)
+                wait_until_open(opening, self._settings.timeout_seconds, name=self.name, hosts_agree=self._hosts_agree)
             self._begin(cursor, opening, "set a state in its feed")
         except BaseException as error:
             if self._cursor is cursor:  # interrupted after the switch: the new state is in effect
@@ -617,7 +628,7 @@ class Feed(Inspection, Checkpointable):
             moving = SingleCall(
                 lambda: stream.take_over(cursor, state, place.host_rows), f"meshfeed-reshard-{self.name}"
             )
-            moved = wait_until_open(moving, settings.timeout_seconds, hosts_agree=self._hosts_agree)
+            moved = wait_until_open(moving, settings.timeout_seconds, name=self.name, hosts_agree=self._hosts_agree)
         except BaseException as error:
             joined.handshake.fail(error)  # the others wait for this host before their next batch
             raise

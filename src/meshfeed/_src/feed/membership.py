@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from meshfeed._src.agreement import heartbeat
 from meshfeed._src.agreement.handshake import Handshake
@@ -30,6 +30,11 @@ class Membership:
         finalize(feed, self.handshake.leave, "dropped its feed")
         self._heartbeat = heartbeat.Member(self.handshake.participants)
         finalize(feed, self._heartbeat.leave)
+
+    def on_beat(self, call: Callable[[], object]) -> None:
+        """Sets what is called with each heartbeat; must not refer to the feed."""
+        if self._heartbeat is not None:
+            self._heartbeat.on_beat = call
 
     def leave(self, notice: str, *, awaited: bool = False) -> None:
         """Ends the membership. Idempotent.

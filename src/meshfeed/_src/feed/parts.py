@@ -16,6 +16,7 @@ from meshfeed._src.base import coordination
 from meshfeed._src.base.errors import SettingsError
 from meshfeed._src.base.hooks import is_stream
 from meshfeed._src.base.settings import FeedSettings
+from meshfeed._src.base.stacks import feed_stacks
 from meshfeed._src.base.stats import StatsRecorder
 from meshfeed._src.base.types import PyTree
 from meshfeed._src.feed.pipeline import Pipeline, PrefetchDepth
@@ -154,6 +155,8 @@ def make_pipeline(
             timeout_seconds=settings.timeout_seconds,
             describe=reader.describe,
             reduce=window_reports.reduce,
+            stacks=feed_stacks,
+            on_stall=stats.stalled,
             summary=Summary(store, scope, round) if can_follow else None,
         )
         handover = Handover(

@@ -15,6 +15,7 @@ import dataclasses
 import logging
 import time
 from collections.abc import Callable, Mapping
+from typing import Literal
 
 import jax
 
@@ -22,12 +23,13 @@ from meshfeed._src.agreement.followers import Follower
 from meshfeed._src.agreement.handover import Handover
 from meshfeed._src.agreement.messages import ReportContents, Stop, WindowReport
 from meshfeed._src.agreement.window_report import WindowReports
-from meshfeed._src.agreement.windows import WindowAgreement, leave_notice
+from meshfeed._src.agreement.windows import WindowAgreement, late_seconds, leave_notice
 from meshfeed._src.base.errors import Failure, StalledError
 from meshfeed._src.base.fork import Owner
 from meshfeed._src.base.host_memory import host_memory_bytes
 from meshfeed._src.base.progress import PROGRESS
 from meshfeed._src.base.read_ahead import ReadAhead
+from meshfeed._src.base.stacks import feed_stacks, note_stacks
 from meshfeed._src.base.stats import StatsRecorder
 from meshfeed._src.base.types import PyTree
 from meshfeed._src.streams.protocol import AnyReader, Cursor, HostBatch
@@ -68,25 +70,34 @@ class PrefetchDepth:
     Args:
       prefetch: the setting.
       name: name of the feed, for the warning, which is logged once.
+
+    Attributes:
+      depth: the current number.
+      batch_bytes: bytes of this host's part of the largest batch so far.
     """
 
-    def __init__(self, prefetch: int, name: str) -> None:
-        self.depth = self._prefetch = prefetch
+    def __init__(self, prefetch: int | Literal["auto"], name: str) -> None:
+        self._auto = prefetch == "auto"
+        self.depth = self._prefetch = _LEAST_PREFETCH if prefetch == "auto" else prefetch
         self._name = name
-        self._largest = 0
+        self.batch_bytes = 0
 
     def __call__(self) -> int:
         """Returns the current depth."""
         return self.depth
 
+    def want(self, depth: int) -> None:
+        """Changes the number, for ``"auto"``."""
+        self.depth = self._prefetch = depth
+
     def measure(self, num_bytes: int) -> None:
         """Lowers the depth if this host's part of a batch, ``num_bytes``, is larger than all before and too large."""
-        if num_bytes <= self._largest:
+        if num_bytes <= self.batch_bytes:
             return
-        self._largest = num_bytes
+        self.batch_bytes = num_bytes
         memory = host_memory_bytes()
         depth = min(self._prefetch, max(_LEAST_PREFETCH, int(memory * _PREFETCH_SHARE) // num_bytes))
-        if depth < self._prefetch == self.depth:
+        if depth < self._prefetch == self.depth and not self._auto:
             _log.warning(
                 "%s: prefetch=%d batches of %s bytes on this host would take more than a quarter of its memory of %s "
                 "bytes, so at most %d are kept ready. Pass a smaller prefetch.",
@@ -148,6 +159,8 @@ class Pipeline:
         self._stats = stats
         self._host = host
         self._running = self._closed = False
+        self._reading_since: float | None = None
+        self._late_after = self._tell_after = late_seconds(timeout_seconds)
         self._held: HostBatch | None = None  # without a reader thread: a batch read but not yet transferred
         self._host_stage: ReadAhead[HostBatch] | None = None
         self._device_stage: ReadAhead[Ready] | None = None
@@ -160,6 +173,7 @@ class Pipeline:
 
     def _read(self) -> HostBatch:
         agreement = self._agreement
+        self._reading_since = time.monotonic()
         try:
             with jax.profiler.TraceAnnotation("meshfeed.host_batch"):
                 batch = self._reader.next()
@@ -169,6 +183,8 @@ class Pipeline:
         except BaseException as error:
             self._publish(final=self._read_step, error=error)
             raise
+        finally:
+            self._reading_since = None
         self._read_step = batch.step + 1
         if agreement is None:
             if self._eventful or batch.bad or batch.ended:
@@ -206,15 +222,31 @@ class Pipeline:
             self._held = self._read()
         return self._held
 
+    def tell_if_late(self) -> None:
+        """Publishes what this host reads, and its stacks, before other hosts log that it is late. On any thread."""
+        since = self._reading_since
+        if since is None or self._closed or not isinstance(self._agreement, WindowAgreement):
+            self._tell_after = self._late_after
+        elif time.monotonic() - since >= self._tell_after / 2:  # hosts that wait began after this read
+            self._tell_after *= 2
+            self._agreement.publish_doing()
+
     def _tick(self, waited: float) -> None:
+        if self._agreement is None and waited >= self._late_after:
+            self._late_after *= 2
+            what, stacks = f"this host is {self._reader.describe()}", feed_stacks()
+            _log.warning("waited %.0f s for step %d: %s\n%s", waited, self._step, what, stacks)
+            self._stats.stalled(self._step, waited, what, stacks)
         if waited >= self._timeout_seconds <= PROGRESS.idle_seconds():
-            raise StalledError(
+            error = StalledError(
                 f"step {self._step}: host {self._host} itself is late: it is {self._reader.describe()} "
                 f"(waited {waited:.0f} s, timeout_seconds={self._timeout_seconds:g}). Raise timeout_seconds if its "
                 "reads may take longer.",
                 hosts=(self._host,),
                 waited_seconds=waited,
             )
+            note_stacks(error)
+            raise error
 
     def _produce_ahead(self) -> Ready:
         ready = self._produce()
@@ -259,6 +291,12 @@ class Pipeline:
             while True:
                 self._host_stage.pop(self._host_stage.peek(self._tick))
         raise stop.exception()
+
+    @property
+    def production(self) -> tuple[int, float] | None:
+        """Host batches read, and the seconds that their thread waited for room; None if the caller's thread reads."""
+        stage = self._host_stage or self._device_stage
+        return None if stage is None else (stage.num_produced, stage.idle_seconds)
 
     def start(self) -> None:
         """Starts the threads. An interrupted call can be repeated."""

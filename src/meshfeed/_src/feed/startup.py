@@ -12,12 +12,13 @@ from collections.abc import Callable, Mapping
 from typing import TypeVar
 
 from meshfeed._src.agreement.handshake import Handshake
-from meshfeed._src.agreement.windows import leave_notice
+from meshfeed._src.agreement.windows import late_seconds, leave_notice
 from meshfeed._src.base import coordination
 from meshfeed._src.base.errors import MeshfeedError, StalledError
 from meshfeed._src.base.fork import Owner
 from meshfeed._src.base.progress import PROGRESS
 from meshfeed._src.base.reduction import ProgressReport
+from meshfeed._src.base.stacks import feed_stacks, note_stacks
 from meshfeed._src.base.threads import SingleCall
 from meshfeed._src.base.types import JsonValue
 from meshfeed._src.feed.pipeline import Pipeline
@@ -32,6 +33,7 @@ def wait_until_open(
     opening: SingleCall[T],
     timeout_seconds: float,
     *,
+    name: str,
     hosts_agree: bool,
     check: Callable[[], object] = lambda: None,
 ) -> T:
@@ -40,6 +42,7 @@ def wait_until_open(
     Args:
       opening: opens the data.
       timeout_seconds: longest wait without progress.
+      name: name of the feed, for the log.
       hosts_agree: whether to publish the progress for other hosts.
       check: called about twice per second; may raise.
 
@@ -49,17 +52,27 @@ def wait_until_open(
     host = coordination.process_index()
     report = ProgressReport(coordination.key_value_store() if hosts_agree else None, timeout_seconds)
 
+    late_after = late_seconds(timeout_seconds)
+
     def tick(waited: float) -> None:
+        nonlocal late_after
         check()
         report.update()
+        if waited >= late_after:
+            late_after *= 2
+            what, stacks = str(PROGRESS) or "opening the data", feed_stacks()
+            _log.warning("%s: %s for %.0f s\n%s", name, what, waited, stacks)
+            report.tell(f"{what} for {waited:.0f} s\n{stacks}".rstrip())
         if waited >= timeout_seconds <= PROGRESS.idle_seconds():
-            raise StalledError(
+            error = StalledError(
                 f"host {host} itself is late: it is {str(PROGRESS) or 'opening the data'}, without progress for "
                 f"{min(waited, PROGRESS.idle_seconds()):.0f} s (timeout_seconds={timeout_seconds:g}). Check its storage, or "
                 "raise timeout_seconds if that may take longer.",
                 hosts=(host,),
                 waited_seconds=waited,
             )
+            note_stacks(error)
+            raise error
 
     try:
         return opening.result(tick)
@@ -129,7 +142,7 @@ class Startup:
     def _run(self) -> Pipeline:
         try:
             reader = wait_until_open(
-                self._opening, self._timeout_seconds, hosts_agree=self._hosts_agree, check=self._check
+                self._opening, self._timeout_seconds, name=self._name, hosts_agree=self._hosts_agree, check=self._check
             )
             settings = self._settings()
         except Exception as error:

@@ -17,7 +17,6 @@ import os
 import pathlib
 import re
 import threading
-import time
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING
@@ -26,7 +25,7 @@ from meshfeed._src.base import coordination
 from meshfeed._src.base.errors import SettingsError, SourceError, missing_package
 from meshfeed._src.base.fork import finalize
 from meshfeed._src.base.settings import local_path
-from meshfeed._src.base.stats import CACHES, FeedStats, Sample, rates
+from meshfeed._src.base.stats import CACHES, FeedStats, Sample, Stall, rates
 from meshfeed._src.base.threads import Background
 from meshfeed._src.base.types import JsonValue, public
 from meshfeed._src.feed.iterator import Feed
@@ -35,7 +34,8 @@ from meshfeed._src.pictures.report import HostLog
 _log = logging.getLogger("meshfeed.monitoring")
 _CLOSE_SECONDS = 10.0
 _RUN = re.compile(r'"run": "(\w*)"')  # groups lines by run without parsing them: most are not chosen
-_STATS = tuple(field.name for field in dataclasses.fields(FeedStats) if field.name != "feed_id")
+_STATS = tuple(field.name for field in dataclasses.fields(FeedStats) if field.name not in ("tuned", "feed_id"))
+_STALLS = '"stalls": ['
 _COUNTERS = {
     "batches": "Global batches delivered.",
     "records": "Records delivered on all hosts, without padding.",
@@ -63,7 +63,7 @@ _CACHE_COUNTERS = {
 
 def take_sample(feed: Feed) -> Sample:
     """Returns the figures of a feed now. May be called from any thread."""
-    return Sample(time.time(), feed.step, feed.position, feed.stats(), CACHES.totals())
+    return feed._sample()
 
 
 def check_feed(feed: object) -> Feed:
@@ -149,7 +149,7 @@ class Sampler:
             if feed is None or self._ended:
                 return
             sample = take_sample(feed)
-            if self._last is None or sample.stats != self._last.stats:
+            if self._last is None or (sample.stats, sample.stalls) != (self._last.stats, self._last.stalls):
                 self._write(self._last, sample)
                 self._last = sample
 
@@ -193,8 +193,8 @@ def log(feed: object, directory: str | os.PathLike[str], *, seconds: float = 10.
     folder, name = local_path("directory", directory), feed.name
     path = folder / f"{name}-host-{host:05d}.jsonl"
 
-    def write(_: Sample | None, sample: Sample) -> None:
-        line = json.dumps(_to_json(sample, name, host))
+    def write(before: Sample | None, sample: Sample) -> None:
+        line = json.dumps(_to_json(before, sample, name, host))
         with open(path, "ab+") as file:  # opened for each line, so the file may be rotated
             if file.tell():
                 file.seek(-1, os.SEEK_END)
@@ -211,12 +211,15 @@ def log(feed: object, directory: str | os.PathLike[str], *, seconds: float = 10.
         ) from error
 
 
-def _to_json(sample: Sample, feed: str, host: int) -> dict[str, JsonValue]:
+def _to_json(before: Sample | None, sample: Sample, feed: str, host: int) -> dict[str, JsonValue]:
     stats = dataclasses.asdict(sample.stats)
+    del stats["tuned"]
     line = {"time": round(sample.time, 3), "feed": feed, "host": host, "run": stats.pop("feed_id")}
     line |= {"step": sample.step, "position": sample.position, **stats}
     rounded = {name: round(value, 6) if isinstance(value, float) else value for name, value in line.items()}
-    return {**rounded, "cache": dict(sample.cache)}
+    known = () if before is None else before.stalls
+    new = [dataclasses.asdict(stall) for stall in sample.stalls if stall not in known]
+    return {**rounded, "cache": dict(sample.cache), **({"stalls": new} if new else {})}
 
 
 def read_logs(paths: Sequence[str | os.PathLike[str]]) -> list[HostLog]:
@@ -248,7 +251,8 @@ def _logs_of(path: pathlib.Path) -> list[HostLog]:
     for _, group in itertools.groupby(lines, key=lambda line: _RUN.findall(line[1])):
         run = list(group)
         # About 1,000 of them, with the first and the last: totals stay exact, and a day's log is read in a moment.
-        chosen = run[: -1 : -(-len(run) // 1000)] + run[-1:]
+        every = -(-len(run) // 1000)
+        chosen = [line for at, line in enumerate(run[:-1]) if at % every == 0 or _STALLS in line[1]] + run[-1:]
         parsed = [_parsed(path, number, text) for number, text in chosen]
         logs.append(HostLog(parsed[0][0], parsed[0][1], [sample for _, _, sample in parsed]))
     return logs
@@ -269,7 +273,9 @@ def _parsed(path: pathlib.Path, number: int, text: str) -> tuple[str, int, Sampl
         if not all(isinstance(text, str) for text in texts) or not all(map(_is_number, numbers)):
             raise TypeError("a figure that is not a number, or a name that is not text")
         stats = FeedStats(feed_id=line["run"], **{name: figures[name] for name in _STATS if name in figures})
-        return line["feed"], line["host"], Sample(line["time"], line["step"], line["position"], stats, line["cache"])
+        stalls = tuple(Stall(**stall) for stall in line.get("stalls", ()))
+        sample = Sample(line["time"], line["step"], line["position"], stats, line["cache"], stalls)
+        return line["feed"], line["host"], sample
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         what = f"line {number} of {path} is not a line of a log ({type(error).__name__}: {error})"
         raise _not_a_log(what) from error

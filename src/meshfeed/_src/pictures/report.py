@@ -16,6 +16,7 @@ from meshfeed._src.pictures.drawing import MAX_LINES, Bar, Drawing, bar_chart, e
 
 _POINTS = 96
 _SHOWN_HOSTS = 32
+_SHOWN_STALLS = 32
 _STAGES = {stage: stage for stage in ("read", "decode", "transfer")}
 _STAGES |= {"peer_wait": "wait for hosts", "wait": "wait in next"}
 _STALLED = 0.02
@@ -36,7 +37,8 @@ def report_figures(logs: Sequence[HostLog]) -> dict[str, JsonValue]:
     Returns:
       ``{"feeds": [{"feed", "start", "seconds", "hosts": […], "over_time": {"seconds": […], <figure>: {<host>: […]}}}]}``.
       ``stall_fraction`` and the like are those of :class:`meshfeed.FeedStats`; ``lag_seconds`` is how much
-      less this host waited for other hosts than the one that waited longest; ``over_time`` has None for unknown values.
+      less this host waited for other hosts than the one that waited longest; ``stalls`` are the long waits, each with the
+      step, what the late host read, and stacks; ``over_time`` has None for unknown values.
     """
     feeds = sorted({log.feed for log in logs})
     return {"feeds": [_feed_figures(feed, [log for log in logs if log.feed == feed]) for feed in feeds]}
@@ -57,10 +59,12 @@ def _feed_figures(feed: str, logs: Sequence[HostLog]) -> dict[str, JsonValue]:
 def _host_figures(host: int, runs: Sequence[HostLog]) -> dict[str, JsonValue]:
     ends = [run.samples[-1] for run in runs]
     figures = dataclasses.asdict(total_stats(end.stats for end in ends))
-    del figures["feed_id"]
+    del figures["feed_id"], figures["tuned"]
     cache = {name: sum(end.cache.get(name, 0) for end in ends) for end in ends for name in end.cache}
     last = {"step": ends[-1].step, "position": ends[-1].position}
-    return {"host": host, "runs": len(runs), **last, **figures, "cache": cache}
+    stalls = dict.fromkeys(stall for run in runs for sample in run.samples for stall in sample.stalls)
+    waits = [dataclasses.asdict(stall) for stall in stalls]
+    return {"host": host, "runs": len(runs), **last, **figures, "cache": cache, "stalls": waits}
 
 
 def _over_time(logs: Sequence[HostLog], start: float, end: float) -> dict[str, JsonValue]:
@@ -112,8 +116,24 @@ def _feed_section(feed: dict[str, JsonValue]) -> str:
     return (
         f'<section><h1>{escape(feed["feed"])}</h1>\n<p class="muted">{who}, from {when}, {duration_text(feed["seconds"])}'
         f'</p>\n<p class="verdict">{escape(_verdict(feed))}</p>\n<div class="tiles">{tiles}</div>\n'
-        f'<div class="charts">{charts}</div>\n<h2>Hosts</h2>\n{_host_table(feed)}</section>'
+        f'<div class="charts">{charts}</div>\n<h2>Hosts</h2>\n{_host_table(feed)}{_stalls(hosts)}</section>'
     )
+
+
+def _stalls(hosts: Sequence[dict[str, JsonValue]]) -> str:
+    """The long waits of all hosts, the latest first."""
+    waits = sorted(
+        ((stall, host["host"]) for host in hosts for stall in host["stalls"]), key=lambda pair: -pair[0]["time"]
+    )
+    if not waits:
+        return ""
+    shown = "".join(
+        f"<details><summary>{time.strftime('%Y-%m-%d %H:%M:%S UTC', time.gmtime(stall['time']))}, host {host}: waited "
+        f"{duration_text(stall['waited_seconds'])} for step {stall['step']:,}: {escape(stall['what'])}</summary>"
+        f'<pre class="wide">{escape(stall["stacks"])}</pre></details>'
+        for stall, host in waits[:_SHOWN_STALLS]
+    )
+    return f"\n<h2>Long waits</h2>\n{shown}"
 
 
 def _tiles(feed: dict[str, JsonValue]) -> dict[str, str]:

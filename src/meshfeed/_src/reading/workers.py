@@ -7,6 +7,7 @@ processes of this host and the actors of ``ray_workers.py``.
 from __future__ import annotations
 
 import collections
+import signal
 import sys
 import time
 from collections.abc import Callable
@@ -19,6 +20,7 @@ from meshfeed._src.base.errors import MeshfeedError, SettingsError, SourceError,
 from meshfeed._src.base.fork import finalize
 from meshfeed._src.base.progress import PROGRESS
 from meshfeed._src.base.settings import GC_EVERY, Workers
+from meshfeed._src.base.stacks import PROCESSES
 from meshfeed._src.base.stats import CACHES
 from meshfeed._src.base.types import ColumnSlices, RecordIds
 
@@ -89,6 +91,7 @@ class WorkerPool(Generic[Request, Answer]):
             )
         self.num_workers = num_workers
         self._workers: list[_Worker[Request, Answer]] = []
+        PROCESSES.add(self)
         # Also runs at exit and on garbage collection. The list is filled below, so it covers a partial failure.
         self._finalizer = finalize(self, _close_workers, self._workers)
         try:
@@ -103,6 +106,26 @@ class WorkerPool(Generic[Request, Answer]):
     def pids(self) -> list[int]:
         """Process ids of the workers."""
         return [worker.child.pid for worker in self._workers]
+
+    @property
+    def killed(self) -> bool:
+        """Whether a worker was ended by SIGKILL, which often comes from the kernel when memory runs out."""
+        return any(worker.child.returncode == -signal.SIGKILL for worker in self._workers)
+
+    def is_ready(self) -> bool:
+        """Whether every worker has been set up. Does not wait; call it before the first request only.
+
+        Raises:
+          Exception: a worker could not be set up, as :meth:`result` raises it.
+        """
+        ready = [
+            worker.is_ready() for worker in self._workers
+        ]  # each sends and receives, also if an earlier one is not
+        return all(ready)
+
+    def stacks(self) -> list[str]:
+        """See :class:`meshfeed._src.base.stacks.HasStacks`."""
+        return [text for worker in list(self._workers) if (text := worker.stacks())]
 
     def submit(self, worker_index: int, request: Request) -> None:
         """Queues a request and returns immediately. If the worker has died, :meth:`result` reports it.
@@ -156,6 +179,20 @@ class _Worker(Generic[Request, Answer]):
         self._pending.append(request)
         self.child.send(child_process.REQUEST, request)
 
+    def is_ready(self) -> bool:
+        while not self._ready:
+            frame = self.child.take()
+            if frame is None:
+                if self.child.hung_up:
+                    raise self._died()
+                if not self.child.exchange(0):
+                    return False
+            elif frame.kind == serving.ERROR:
+                raise self._error(frame.value)
+            else:
+                self._ready = frame.kind == serving.READY
+        return True
+
     def result(self, timeout: float | None) -> Answer:
         if not self._pending:
             raise MeshfeedError(f"{self.label} has no pending request to return a result for")
@@ -198,25 +235,35 @@ class _Worker(Generic[Request, Answer]):
     def _summary(self, request: Request) -> str:
         return shorten(self._describe(request), _SHOWN_CHARACTERS)
 
+    def stacks(self) -> str:
+        try:
+            doing = self._doing() if self._pending or not self._ready else ""
+        except IndexError:  # its result has just arrived
+            return ""
+        return f"{self.label} (process {self.child.pid}), {doing}:\n{self.child.stacks()}" if doing else ""
+
     def _doing(self) -> str:
         if not self._ready:
             return "being set up (importing, opening the source)"
         return self._resuming or f"working on {self._summary(self._pending[0])}"
 
     def _stalled(self, waited: float) -> StalledError:
-        return StalledError(
+        error = StalledError(
             f"{self.label} (process {self.child.pid}) has not answered within {waited:.1f} s; it is "
             f"{self._doing()}. The process is alive: its storage or its decoder hangs, or is slow. See where with "
             f"`py-spy dump --pid {self.child.pid}`, or allow more time with timeout_seconds=.",
             waited_seconds=waited,
         )
+        if stacks := self.child.stacks():
+            error.add_note(f"its stacks, innermost call first:\n{stacks}")
+        return error
 
     def _died(self) -> SourceError:
         how = self.child.how_it_ended()
         hint = "See its output, above or in this host's log."
         if "SIGKILL" in how:
             hint = "SIGKILL often comes from the kernel when memory runs out: see dmesg, and use fewer workers."
-        doing = self._doing() if self._pending else "idle"
+        doing = self._doing() if self._pending or not self._ready else "idle"
         return SourceError(f"{self.label} (process {self.child.pid}) {how} while it was {doing}. {hint}")
 
     def _rebuild_error(self, description: serving.ErrorDescription, doing: str) -> Exception:
@@ -283,20 +330,41 @@ class WorkerReader:
       reader: the reader to send to each worker.
       num_workers: number of workers, and their engine.
       timeout_seconds: maximum wait for one result.
+      max_bytes: maximum size of the pickled source; None for any.
+
+    Raises:
+      SettingsError: the source cannot be pickled, or is larger.
     """
 
-    def __init__(self, reader: RecordReader, num_workers: Workers, *, timeout_seconds: float) -> None:
+    def __init__(
+        self, reader: RecordReader, num_workers: Workers, *, timeout_seconds: float, max_bytes: int | None = None
+    ) -> None:
         def make_task() -> Callable[[_Read], ReadRows]:
             return lambda request: reader.read(*request)
 
+        task = pickle_task(make_task)
+        if max_bytes is not None and len(task) > max_bytes:
+            raise SettingsError(
+                f"the source takes {len(task):,} bytes in each worker process, more than {max_bytes:,}.",
+                setting="num_workers",
+            )
         self._pool: Pool = open_pool(
             num_workers,
-            pickle_task(make_task),
+            task,
             name="the feed",
             describe=lambda request: f"reading {len(request[0])} records (first id {request[0][0]})",
         )
         self._num_workers = num_workers
         self._timeout_seconds = timeout_seconds
+
+    @property
+    def killed(self) -> bool:
+        """See :attr:`WorkerPool.killed`."""
+        return isinstance(self._pool, WorkerPool) and self._pool.killed
+
+    def is_ready(self) -> bool:
+        """See :meth:`WorkerPool.is_ready`; a pool of another engine starts its workers when it is made."""
+        return not isinstance(self._pool, WorkerPool) or self._pool.is_ready()
 
     def submit(
         self, step: int, record_ids: RecordIds, epochs: RecordIds, columns: ColumnSlices | None

@@ -18,6 +18,7 @@ from meshfeed._src.base.types import StreamSource
 from meshfeed._src.plan.plan import HostRows
 from meshfeed._src.reading.ahead import FetchAhead
 from meshfeed._src.reading.host_batch import add_mask
+from meshfeed._src.reading.reads import AutoReads, ReadNumbers
 from meshfeed._src.reading.stacking import RecordSpec, num_bytes
 from meshfeed._src.reading.workers import Pool, open_pool, pickle_task
 from meshfeed._src.streams.lane import Lane, LaneEntry, LaneSettings, Taken
@@ -90,11 +91,11 @@ class LaneGroup:
     def __init__(
         self, source: StreamSource, settings: LaneSettings, entries: Mapping[int, LaneEntry], num_threads: int = 1
     ) -> None:
-        self._threads = None
+        self._num_threads = 1
+        self._threads: Threads | None = None
         self._fetches: FetchAhead | None = None
         self._reads = 0
-        if num_threads > 1 and len(entries) > 1:
-            self._threads = Threads(min(num_threads, len(entries)), "meshfeed-lanes")
+        self.set_threads(min(num_threads, len(entries)))
         self._lanes: list[Lane] = []
         try:
             for lane_index, entry in sorted(entries.items()):
@@ -103,6 +104,14 @@ class LaneGroup:
             self.close()
             raise
         self._reading: Lane | None = self._lanes[0] if self._lanes else None
+
+    def set_threads(self, num_threads: int) -> None:
+        """Reads with this number of threads from the next read on."""
+        if num_threads != self._num_threads:
+            if self._threads is not None:
+                self._threads.shutdown(wait=False)  # idle between two reads
+            self._threads = Threads(num_threads, "meshfeed-lanes") if num_threads > 1 else None
+            self._num_threads = num_threads
 
     def _fetch_ahead(self, num_records: int) -> None:
         """Fetches the files of upcoming reads, from the second read on, because a replay may read only once."""
@@ -300,15 +309,30 @@ class LaneReader:
         self._final: int | None = None
         self._lanes = (
             WorkerLanes(cursor.source, shared, entries, settings.workers, settings.timeout_seconds)
-            if settings.num_workers and entries
-            else LaneGroup(cursor.source, shared, entries, settings.num_threads or 1)
+            if settings.workers and entries
+            else LaneGroup(cursor.source, shared, entries, settings.threads or 1)
         )
+        self._auto: AutoReads | None = None
+        self._max_threads = len(entries)
+
+    def adapt(self, auto: AutoReads) -> None:
+        """See :class:`meshfeed._src.streams.protocol.HostReader`."""
+        self._auto = auto
+        auto.begin(ReadNumbers(int(self._settings.workers), self._settings.threads or 1))
+        auto.keep("num_workers", "the lanes of a stream are open in this process, and moving one would open it again")
+        if not isinstance(self._lanes, LaneGroup):
+            auto.keep("num_threads", "worker processes read the lanes, each in one thread")
+        elif self._max_threads < 2:
+            auto.keep("num_threads", "a thread reads a whole lane, and this host has only one")
 
     def _rows_per_lane(self, step: int) -> int:
         return self._step_schedule.at(step)[1] // self._num_lanes
 
     def _read(self, step: int) -> GroupRows:
         if isinstance(self._lanes, LaneGroup):
+            if self._auto is not None and self._auto.wanted != self._auto.in_use:
+                self._lanes.set_threads(min(self._auto.wanted.num_threads, max(1, self._max_threads)))
+                self._auto.in_use = self._auto.wanted
             return self._lanes.read(self._rows_per_lane(step))
         while self._asked <= step + 1:  # queue the next step too, so that workers read while this one is delivered
             self._lanes.submit(self._rows_per_lane(self._asked))

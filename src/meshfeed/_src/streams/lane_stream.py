@@ -270,7 +270,7 @@ class LaneStream:
                 unknown,
                 records,
             )
-        settings, num_threads = self.lane_settings(cursor.num_lanes), self._settings.num_threads or 1
+        settings, num_threads = self.lane_settings(cursor.num_lanes), self._settings.threads or 1
         entries = read_forward(cursor.source, settings, entries, records, num_threads)
         ended = {lane: entry.records for lane, entry in entries.items() if entry.ended}
         return dataclasses.replace(cursor, entries={str(lane): entries[lane] for lane in entries}, ended=ended)

@@ -30,6 +30,7 @@ from meshfeed._src.order.added_stages import not_a_mixture
 from meshfeed._src.order.steps import Segment, StepSchedule, parse_segments, position_at
 from meshfeed._src.plan.plan import HostRows
 from meshfeed._src.reading.host_batch import add_mask, pad_rows, spec_of_batch
+from meshfeed._src.reading.reads import AutoReads, ReadNumbers
 from meshfeed._src.reading.stacking import RecordSpec, num_bytes
 from meshfeed._src.reading.structure import check_spec
 from meshfeed._src.state.state import FeedState, check_counts, seal, unseal
@@ -120,6 +121,12 @@ class LocalBatchReader:
         self._checked: object = None  # structure, shapes and dtypes of the last valid batch
         self._since = time.monotonic()
         self._taking = threading.Lock()  # peek may run on the caller's thread during next
+
+    def adapt(self, auto: AutoReads) -> None:
+        """See :class:`meshfeed._src.streams.protocol.HostReader`."""
+        auto.begin(ReadNumbers(0, 1))
+        for keyword in ReadNumbers._fields:
+            auto.keep(keyword, "the iterable makes the host batches, in one thread")
 
     def peek(self) -> PyTree:
         """The next batch, left for :meth:`next`."""
@@ -369,6 +376,8 @@ class LocalBatchStream:
     def __init__(self, source: HostBatchSource, settings: FeedSettings, shards: RowShards) -> None:
         for setting, (only, remedy) in _UNSUPPORTED.items():
             value = getattr(settings, setting)
+            if setting in settings.auto:
+                continue
             if value != only or isinstance(value, bool) != isinstance(only, bool):  # False == 0
                 raise SettingsError(
                     f"{setting}={value!r} has no effect on an iterable of host batches. Omit it; {remedy}.",

@@ -17,6 +17,7 @@ from meshfeed._src.base.settings import BatchSchedule, FeedSettings
 from meshfeed._src.base.types import JsonValue, PyTree, RecordIds
 from meshfeed._src.order.steps import StepSchedule
 from meshfeed._src.plan.plan import HostRows
+from meshfeed._src.reading.reads import AutoReads
 from meshfeed._src.reading.stacking import RecordSpec
 from meshfeed._src.state.state import FeedState, Ledgers, compare_fingerprints
 
@@ -106,6 +107,13 @@ class HostReader(Protocol[C]):
     @property
     def empty(self) -> bool:
         """Whether this host has had no record since the start of the stream."""
+        ...
+
+    def adapt(self, auto: AutoReads) -> None:
+        """Follows ``auto`` from now on, between two batches. Call it before the first one.
+
+        Numbers that this kind of reader cannot change go to ``auto.unchangeable``.
+        """
         ...
 
     def next(self) -> HostBatch:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 import itertools
 import time
 import weakref
@@ -15,17 +14,18 @@ import numpy as np
 from meshfeed._src.base import hooks
 from meshfeed._src.base.hooks import find
 from meshfeed._src.base.settings import FeedSettings
-from meshfeed._src.base.threads import Threads
 from meshfeed._src.base.types import ColumnSlices, PyTree, RecordIds, RecordOrder
 from meshfeed._src.plan.plan import HostRows
 from meshfeed._src.reading.ahead import FetchAhead
 from meshfeed._src.reading.host_batch import add_mask, num_rows, pad_rows, spec_of_batch
+from meshfeed._src.reading.reads import AutoReads, Reads
 from meshfeed._src.reading.records import ReadRows, RecordReader, file_of
 from meshfeed._src.reading.stacking import RecordSpec, num_bytes
 from meshfeed._src.reading.structure import check_spec
-from meshfeed._src.reading.workers import WorkerReader
 from meshfeed._src.streams.balance import RowBalance
 from meshfeed._src.streams.protocol import Cursor, HostBatch
+
+_NAMED = 8  # records of a read, in messages
 
 
 @dataclasses.dataclass(frozen=True)
@@ -115,7 +115,7 @@ def _files_of_steps(
 
 
 class RandomAccessReader:
-    """Reads steps of a random-access source: in the calling thread, in a thread pool, or in worker processes.
+    """Reads steps of a random-access source.
 
     Args:
       records: reads records of the source.
@@ -148,9 +148,7 @@ class RandomAccessReader:
         self._next_step = cursor.step
         # Keyed by step, so that an interrupt loses no read.
         self._pending: dict[int, _Read] = {}
-        self._threads: Threads | None = None
-        self._workers: WorkerReader | None = None
-        self._ahead = 1
+        self._auto: AutoReads | None = None
         self._first_step = cursor.step
         self._fetches: FetchAhead | None = None
         files = find(records.source, hooks.CachesFiles)
@@ -162,13 +160,17 @@ class RandomAccessReader:
         self._part: _Part | None = None
         # (step, record ids) while reading. Formatted lazily: formatting costs more than computing the order.
         self._doing: tuple[str | tuple[int, RecordIds], float] = ("idle", time.monotonic())
-        self.sequential = settings.num_workers > 0  # workers answer in the order of the requests
-        if settings.num_workers:
-            self._workers = WorkerReader(records, settings.workers, timeout_seconds=settings.timeout_seconds)
-            self._ahead = 2 * settings.num_workers  # two requests per worker, so that none waits for the next one
-        elif (num_threads := settings.num_threads or _read_threads(records.source)) > 1:
-            self._threads = Threads(num_threads, "meshfeed-read")
-            self._ahead = 2 * num_threads
+        # Workers answer in the order of the requests.
+        self.sequential = settings.workers > 0 or "num_workers" in settings.auto
+        num_threads = settings.threads or _read_threads(records.source)
+        self._reads = Reads(records, settings.workers, num_threads, timeout_seconds=settings.timeout_seconds)
+
+    def adapt(self, auto: AutoReads) -> None:
+        """See :class:`meshfeed._src.streams.protocol.HostReader`."""
+        self._auto = auto
+        auto.begin(self._reads.numbers)
+        if self._settings.workers:
+            auto.keep("num_threads", "worker processes read, each in one thread")
 
     def _part_of(self, size: int) -> _Part:
         part = self._part
@@ -180,14 +182,7 @@ class RandomAccessReader:
         position, size = self._step_schedule.at(step)
         part = self._part_of(size)
         record_ids, epochs = _ids_of(self._order, position, part, self._balance)
-        if not record_ids.size:
-            result = None
-        elif self._workers is not None:
-            result = self._workers.submit(step, record_ids, epochs, part.columns)
-        elif self._threads is not None:
-            result = self._threads.submit(self._records.read, record_ids, epochs, part.columns).result
-        else:
-            result = functools.partial(self._records.read, record_ids, epochs, part.columns)
+        result = self._reads.submit(step, record_ids, epochs, part.columns) if record_ids.size else None
         return _Read(part, record_ids, result)
 
     def next(self) -> HostBatch:
@@ -197,10 +192,13 @@ class RandomAccessReader:
             raise StopIteration
         if self._fetches is not None and step > self._first_step:  # a replay reads one step, and needs nothing ahead
             self._fetches.reached(step - self._first_step)
-        if self._ahead == 1:
+        if self._auto is not None:
+            self._reads.follow(self._auto)
+        ahead = self._reads.ahead
+        if ahead == 1 and not self._pending:
             read = self._submit(step)
         else:
-            for asked in range(step, step + self._ahead):
+            for asked in range(step, step + ahead):
                 if asked not in self._pending and (self._last is None or asked < self._last):
                     self._pending[asked] = self._submit(asked)
             read = self._pending[step]
@@ -233,9 +231,13 @@ class RandomAccessReader:
     def _describe_read(self, step: int, record_ids: RecordIds) -> str:
         if not record_ids.size:
             return f"padding step {step}"
-        path = file_of(self._records.source, int(record_ids[0]))
-        how = "waiting for workers to read" if self._workers is not None else "reading"
-        return f"{how} step {step} (record {record_ids[0]} and {record_ids.size - 1} more{f', {path}' if path else ''})"
+        paths = [file_of(self._records.source, int(record_id)) for record_id in record_ids[:_NAMED]]
+        known = list(dict.fromkeys(path for path in paths if path))
+        how = "waiting for workers to read" if self._reads.num_workers else "reading"
+        ids = ", ".join(map(str, record_ids[:_NAMED]))
+        more = f", … ({record_ids.size} in all)" if record_ids.size > _NAMED else ""
+        files = f"; {', '.join(known)}" if known else ""
+        return f"{how} step {step} (record{'s' if record_ids.size > 1 else ''} {ids}{more}{files})"
 
     def _finish(self, step: int, read: _Read) -> HostBatch:
         part, record_ids = read.part, read.record_ids
@@ -244,7 +246,7 @@ class RandomAccessReader:
             tree = spec_at(self._records, self._order, self._step_schedule.at(step)[0]).zeros(part.num_rows)
         else:
             tree = rows.tree if len(record_ids) == part.num_rows else pad_rows(rows.tree, part.num_rows)
-        if self._ahead > 1 and part.columns is None and len(record_ids):
+        if (self._auto is not None or self._reads.ahead > 1) and part.columns is None and len(record_ids):
             self._check(tree, record_ids, step)
         if self._settings.mask_key is not None:
             tree = add_mask(tree, self._settings.mask_key, np.arange(part.num_rows) < len(record_ids))
@@ -274,10 +276,7 @@ class RandomAccessReader:
         self._pending.clear()
         if self._fetches is not None:
             self._fetches.close()
-        if self._threads is not None:
-            self._threads.close()
-        if self._workers is not None:
-            self._workers.close()
+        self._reads.close()
 
 
 def _read_threads(source: object) -> int:

@@ -1,0 +1,161 @@
+"""``"auto"`` for workers, threads and prefetch, beside fixed numbers, over six kinds of data.
+
+Each feed first gives 200 batches, in which ``"auto"`` tries numbers, and then takes turns with the others. A figure is the
+median over rounds of batches per second without a training step: the loop waits all of the time, so ``"auto"`` has most
+to try. "of the best" is the ratio to the best fixed numbers, "of the default" that to no workers and one thread. "while
+trying" are batches per second of the first 200, against the same of the default.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import statistics
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+
+from benchmarks import _data
+from benchmarks._measure import Table, Way, main, make_mesh, take_turns, with_cpu_devices
+from benchmarks.images import SIZES, photographs
+
+AUTO: dict[str, Any] = {"num_workers": "auto", "num_threads": "auto", "prefetch": "auto"}
+DEFAULT = "default"
+
+
+class SlowDisk:
+    """Records of which each read of a batch waits, as for a disk or a network."""
+
+    def __init__(self, seconds: float) -> None:
+        self._seconds = seconds
+
+    def __len__(self) -> int:
+        return 1_000_000
+
+    def __getitem__(self, record_id: int) -> Any:
+        return self.__getitems__([record_id])[0]
+
+    def __getitems__(self, record_ids: Any) -> Any:
+        time.sleep(self._seconds)
+        return [np.full(256, record_id, np.int32) for record_id in record_ids]
+
+    def fingerprint(self) -> Any:
+        """Nothing to compare."""
+        return {"kind": "slow disk"}
+
+
+def parse(record: bytes) -> np.ndarray:
+    """Decodes in Python, under its lock: numbers as text."""
+    return np.array([int(number) for number in record.split()], np.int32)
+
+
+def open_lane(lane_index: int, num_lanes: int) -> Iterator[np.ndarray]:
+    """A lane that parses text for ever."""
+    text = b" ".join(b"%d" % number for number in range(256))
+    while True:
+        yield parse(text)
+
+
+def workloads(folder: str) -> dict[str, Callable[[], Any]]:
+    """Source by name."""
+    import meshfeed
+
+    tokens = os.path.join(folder, "tokens")
+    _data.write_array_record(tokens, _data.tokens(20_000, _data.TOKENS))
+    encoded = photographs(64, *SIZES[0])
+    images = _data.write_array_record(os.path.join(folder, "images"), (encoded[i % 64] for i in range(4096)))
+    parts = {
+        f"c{i}": _data.write_array_record(os.path.join(folder, f"c{i}"), _data.tokens(2_000, _data.TOKENS))
+        for i in range(35)
+    }
+    raw = meshfeed.sources.DecodeRaw(np.int32, _data.TOKENS)
+    return {
+        "cheap decoding": lambda: meshfeed.sources.ArrayRecord(tokens, decode_batch=raw),
+        "JPEG": lambda: meshfeed.sources.ArrayRecord(images, decode=meshfeed.sources.DecodeImage(224)),
+        "slow disk, 10 ms per batch": lambda: SlowDisk(0.01),
+        "35 components": lambda: meshfeed.sources.Mixture(
+            {name: meshfeed.sources.ArrayRecord(path, decode_batch=raw) for name, path in parts.items()},
+            weights={name: 1.0 + i % 3 for i, name in enumerate(parts)},
+        ),
+        "stream, decoded in Python": lambda: meshfeed.sources.Stream(open_lane),
+        "tiny records": lambda: {"x": np.arange(1_000_000, dtype=np.int32)},
+    }
+
+
+def one(name: str, make_source: Callable[[], Any], options: argparse.Namespace) -> tuple[dict[str, Any], str]:
+    """Returns the row of one kind of data, and what was chosen."""
+    from jax.sharding import NamedSharding, PartitionSpec
+
+    import meshfeed
+
+    sharding = NamedSharding(make_mesh(), PartitionSpec("data"))
+    fixed: dict[str, dict[str, Any]] = {DEFAULT: {}}
+    fixed |= {f"{number} threads": {"num_threads": number} for number in options.threads}
+    fixed |= {f"{number} workers": {"num_workers": number} for number in options.workers}
+    is_stream = name.startswith("stream")
+    trying: dict[str, float] = {}
+    feeds: dict[str, Any] = {}
+
+    def way(label: str, numbers: dict[str, Any]) -> Way:
+        order: dict[str, Any] = {"num_lanes": 8} if is_stream else {"shuffle": True}
+        feed = feeds[label] = meshfeed.Feed(
+            make_source(), sharding, global_batch_size=options.batch, num_epochs=None, **order, **numbers
+        )
+        last: list[Any] = [next(feed)]
+        start = time.perf_counter()
+        for _ in range(200):
+            last[0] = next(feed)
+        trying[label] = 200 / (time.perf_counter() - start)
+
+        def run() -> int:
+            last[0] = next(feed)
+            return 1
+
+        return Way(run, 3, lambda: None)
+
+    ways = {label: way(label, numbers) for label, numbers in {**fixed, "auto": AUTO}.items()}
+    found = take_turns(ways, rounds=options.rounds, seconds=options.seconds)
+    rate = {label: statistics.median(figures["wall"]) for label, figures in found.items()}
+    tuned = feeds["auto"].stats().tuned
+    for feed in feeds.values():
+        feed.close()
+    best = max(fixed, key=lambda label: rate[label])
+    row = {
+        "data": name,
+        "default": rate[DEFAULT],
+        "best fixed": f"{best}: {rate[best]:.0f}",
+        "auto": rate["auto"],
+        "chosen": f"{tuned['num_workers']} workers, {tuned['num_threads']} threads, prefetch {tuned['prefetch']}",
+        "state": tuned["state"],
+        "of the best": rate["auto"] / rate[best],
+        "of the default": rate["auto"] / rate[DEFAULT],
+        "while trying": trying["auto"] / trying[DEFAULT],
+    }
+    grid = ", ".join(f"{label} {value:.0f}" for label, value in rate.items())
+    return row, f"{name}: {grid}. {tuned['reason']}."
+
+
+def measure(options: argparse.Namespace) -> list[Table]:
+    with tempfile.TemporaryDirectory() as folder:
+        made = workloads(folder)
+        wanted = [name for name in made if not options.only or any(part in name for part in options.only)]
+        found = [one(name, made[name], options) for name in wanted]
+    notes = "\n".join(f"- {note}" for _, note in found)
+    return [Table(f"auto, batches/s of {options.batch}", [row for row, _ in found], notes)]
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--batch", type=int, default=64)
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--seconds", type=float, default=1.0, help="of each turn")
+    parser.add_argument("--threads", type=int, nargs="*", default=[2, 4, 8, 16])
+    parser.add_argument("--workers", type=int, nargs="*", default=[1, 2])
+    parser.add_argument("--only", nargs="*", default=[], help="parts of the names of the data")
+
+
+if __name__ == "__main__":
+    with_cpu_devices(8)
+    main(__doc__, measure, add_options)

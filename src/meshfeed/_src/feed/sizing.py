@@ -1,0 +1,363 @@
+"""Chooses the numbers of workers, threads and prefetched batches of a feed that has ``"auto"``, while it runs.
+
+The numbers start at the defaults. While the training step does not wait for data, nothing changes. When it waits,
+:func:`climb` tries other numbers, one change at a time, and keeps a change only if it is clearly faster. With other hosts,
+which may be the ones that it waits for, it compares this host's own reading (:attr:`Window.capacity`). The numbers belong to
+this host and process; they are in no state and no fingerprint, and hosts do not exchange them.
+
+:func:`control` and :func:`climb` are the decisions, from measured windows only; :class:`Sizer` measures.
+"""
+
+from __future__ import annotations
+
+import collections
+import contextlib
+import os
+import pathlib
+import time
+from collections.abc import Callable, Generator
+from typing import Any, NamedTuple
+
+from meshfeed._src.base.host_memory import host_memory_bytes
+from meshfeed._src.base.settings import FeedSettings
+from meshfeed._src.base.stats import StatsRecorder
+from meshfeed._src.feed.pipeline import Pipeline, PrefetchDepth
+from meshfeed._src.reading.reads import AutoReads, ReadNumbers
+from meshfeed._src.streams.protocol import AnyReader
+
+_STALLED = 0.05  # fraction of the time that the step waits, from which other numbers are tried
+_UNEVEN = 0.1  # fraction of the time that the reader has no room: reading is fast enough on average
+_GAIN = 0.1  # a change is kept if the capacity grows by this fraction, or the stall can only have been halved by that
+_NOT_WORSE = 0.95  # and this ratio of delivered batches
+_HOPELESS = 0.6  # a trial ends early below this ratio
+_LESS_STALLED = 0.8  # more prefetched batches are kept from this ratio of stalls on
+_CHANGED, _CHANGED_WINDOWS = 0.5, 10  # the pause ends early if the capacity is below this ratio in as many windows
+_PAUSE_SECONDS, _MAX_PAUSE_SECONDS = 60.0, 3600.0  # between two searches while the step waits; doubles
+_MAX_THREADS, _MAX_PREFETCH = 16, 32
+_READ_AHEAD_SHARE = 0.25  # of the host's memory
+_WORKER_BYTES = 400 << 20  # of a worker process, besides its batches
+_WINDOW_SECONDS, _WINDOW_BATCHES = 0.3, 8
+_LONG_WINDOW_SECONDS = 20.0  # ends a window of few, slow batches
+_START_SECONDS = 60.0  # for workers to start
+_TRIED = 16
+
+
+class Numbers(NamedTuple):
+    """What is chosen; a field whose keyword is not ``"auto"`` stays as it is."""
+
+    num_workers: int
+    num_threads: int
+    prefetch: int
+
+    @property
+    def readers(self) -> int:
+        """Reads at the same time."""
+        return self.num_workers or self.num_threads
+
+    @property
+    def batches_ahead(self) -> int:
+        """Host batches in memory: two per reader, and the prefetched ones."""
+        return (2 * self.readers if self.readers > 1 else 1) + self.prefetch
+
+
+class Window(NamedTuple):
+    """What was measured with the same numbers over some batches.
+
+    Attributes:
+      end: when it ended, in seconds.
+      rate: batches delivered per second.
+      capacity: batches per second: delivered, or with other hosts, read by this one while there was room for them.
+      stalled: fraction of the time that the caller waited in ``next``.
+      uneven: fraction of the time that the reader waited for room.
+      peers: fraction of the time that this host waited for others.
+      cores: CPU seconds of this process per second.
+    """
+
+    end: float
+    rate: float
+    capacity: float
+    stalled: float
+    uneven: float
+    peers: float
+    cores: float
+
+
+Search = Generator[tuple[Numbers, float], "Window | None", Numbers]
+"""Yields numbers to measure and the capacity below which that can end early; receives the window, or None if the numbers
+could not be used; returns the best."""
+
+
+def _is_better(tried: Window, found: Window) -> bool:
+    gain = min(_GAIN, found.stalled / 2)  # a step that waits for 6 % of the time cannot become 10 % faster
+    return tried.capacity >= (1 + gain) * found.capacity and tried.rate >= _NOT_WORSE * found.rate
+
+
+def climb(now: Numbers, found: Window, can: Callable[[Numbers], bool], max_workers: int) -> Search:
+    """Tries other numbers, one change at a time, and returns the best.
+
+    Args:
+      now: the current numbers.
+      found: what was measured with them, while the step waited.
+      can: whether numbers are possible.
+      max_workers: the largest number of workers that makes sense.
+    """
+    if found.uneven >= _UNEVEN:  # reads are fast enough on average, but not evenly
+        while can(more := now._replace(prefetch=2 * now.prefetch)):
+            tried = yield more, 0.0
+            if tried is None or tried.stalled > _LESS_STALLED * found.stalled:
+                break
+            now, found = more, tried
+        return now
+
+    start = now
+    changes: list[Callable[[Numbers], Numbers]] = [
+        lambda n: n if n.num_workers else n._replace(num_threads=2 * n.num_threads),
+        lambda n: n._replace(num_workers=min(max(2, 2 * n.num_workers), max_workers)),
+        lambda n: n if n.num_workers else n._replace(num_threads=max(1, n.num_threads // 2)),
+        lambda n: n._replace(num_workers=n.num_workers // 2),
+    ]
+    for fewer, change in enumerate(changes):
+        waits = found.cores < 0.5 and now.num_threads > start.num_threads
+        if (fewer >= 2 and now != start) or (fewer == 1 and waits):
+            continue  # reads that wait for storage gain nothing from processes that threads do not give
+        while found.stalled >= _STALLED and (other := change(now)) != now and can(other):
+            tried = yield other, _HOPELESS * found.capacity
+            if tried is None or not _is_better(tried, found):
+                break
+            now, found = other, tried
+    return now
+
+
+def control(
+    now: Numbers, can: Callable[[Numbers], bool], max_workers: int, conclude: Callable[[str, bool], object]
+) -> Generator[tuple[Numbers, float], Window | None, None]:
+    """Yields the numbers to use, for ever; receives what was measured with them. See :data:`Search`.
+
+    Args:
+      now: the numbers to begin with.
+      can: whether numbers are possible.
+      max_workers: the largest number of workers that makes sense.
+      conclude: called with a reason, and whether numbers are being tried.
+    """
+    pause, pause_ends, settled, slow = _PAUSE_SECONDS, 0.0, 0.0, 0
+    while True:
+        found = yield now, 0.0
+        if found is None:
+            continue
+        settled = settled or found.capacity
+        slow = slow + 1 if found.capacity < _CHANGED * settled else 0
+        waits = f"the step waits for data {found.stalled:.0%} of the time"
+        if found.stalled < _STALLED:
+            conclude(f"{waits}, which is less than {_STALLED:.0%}, so there is nothing to gain", False)
+            continue
+        if found.peers > found.stalled / 2:
+            conclude(f"{waits}, but mostly for other hosts: see feed.stats() there", False)
+            continue
+        if found.end < pause_ends and slow < _CHANGED_WINDOWS:
+            continue
+        conclude(f"{waits}; trying other numbers", True)
+        best = yield from climb(now, found, can, max_workers)
+        what = "no other numbers are clearly faster" if best == now else f"faster than {_text(now)}"
+        conclude(f"the step waited for data {found.stalled:.0%} of the time; {what}", False)
+        now, settled, slow = best, 0.0, 0
+        pause_ends, pause = found.end + pause, min(2 * pause, _MAX_PAUSE_SECONDS)
+
+
+def _text(numbers: Numbers) -> str:
+    return ", ".join(f"{name}={value}" for name, value in numbers._asdict().items())
+
+
+class _Totals(NamedTuple):
+    seconds: float
+    cpu_seconds: float
+    batches: int
+    wait_seconds: float
+    peer_wait_seconds: float
+    produced: int
+    idle_seconds: float
+
+
+class Sizer:
+    """Measures a feed and changes its numbers. Called on the thread that takes batches.
+
+    Args:
+      settings: the feed's settings.
+      prefetch: the number of batches to keep ready.
+      clock: returns seconds.
+      cpu_clock: returns CPU seconds of this process.
+    """
+
+    def __init__(
+        self,
+        settings: FeedSettings,
+        prefetch: PrefetchDepth,
+        *,
+        clock: Callable[[], float] = time.perf_counter,
+        cpu_clock: Callable[[], float] = time.process_time,
+    ) -> None:
+        self._auto = settings.auto
+        self._prefetch, self._alone = prefetch, True
+        self._clock, self._cpu_clock = clock, cpu_clock
+        self._cpus = available_cpus()
+        self._reads = AutoReads()
+        self._reason, self._measuring = "no batch has been measured yet", True
+        self._tried: collections.deque[dict[str, Any]] = collections.deque(maxlen=_TRIED)
+        self._control: Generator[tuple[Numbers, float], Window | None, None] | None = None
+        self._wanted = self._before = Numbers(0, 1, prefetch.depth)
+        self._floor = 0.0
+        self._applied = False
+        self._measure_at = 0
+        self._apply_until = 0.0
+        self._begin: _Totals | None = None
+
+    def begin(self, reader: AnyReader, *, alone: bool) -> None:
+        """Makes the reader of a new generation use the numbers chosen so far, and measures again from its first batch.
+
+        Args:
+          reader: the reader.
+          alone: whether no other host takes part in the generation.
+        """
+        reader.adapt(self._reads)
+        self._alone = alone
+        self._applied, self._begin = False, None
+        self._apply_until = self._clock() + _START_SECONDS
+
+    # ------------------------------------------------------------------ measuring
+
+    def delivered(self, stats: StatsRecorder, pipeline: Pipeline) -> None:
+        """Counts a delivered batch; changes the numbers when a window is complete."""
+        sums = stats.counts.sums
+        batches: int = sums["batches"]
+        if self._control is None:
+            self._wanted = self._before = self._now()
+            begun = control(self._wanted, self._can, self._max_workers(), self._conclude)
+            next(begun)
+            self._control = begun
+        if not self._applied and not self._apply(batches):
+            return
+        if batches < self._measure_at:
+            return
+        now, waited = self._clock(), sums["wait_seconds"]
+        production = pipeline.production
+        if production is None:  # the reads are part of the wait in next()
+            production = batches, now - waited
+        totals = _Totals(now, self._cpu_clock(), batches, waited, stats.peer_wait_seconds, *production)
+        if self._begin is None:
+            self._begin = totals
+        elif (window := self._window(self._begin, totals)) is not None:
+            self._begin = None
+            self._send(window)
+
+    def _apply(self, batches: int) -> bool:
+        """Whether the reader uses the wanted numbers."""
+        reads = self._reads
+        if reads.in_use != reads.wanted:
+            if self._clock() > self._apply_until:
+                reads.keep("num_workers", f"worker processes did not start within {_START_SECONDS:.0f} s")
+            return False
+        if self._now() != self._wanted:  # the reader cannot
+            self._send(None)
+            return False
+        # Reads under way belong to the numbers before, and the first read of each reader may be slow.
+        self._measure_at = batches + self._before.batches_ahead + self._wanted.readers
+        self._applied = True
+        return True
+
+    def _now(self) -> Numbers:
+        return Numbers(*self._reads.wanted, self._prefetch.depth)
+
+    def _window(self, begin: _Totals, end: _Totals) -> Window | None:
+        """What was measured, or None if the window is not complete."""
+        seconds, batches = end.seconds - begin.seconds, end.batches - begin.batches
+        if seconds <= 0 or batches < 1:
+            return None
+        idle = end.idle_seconds - begin.idle_seconds
+        rate, busy = batches / seconds, max(seconds - idle, 1e-3 * seconds)
+        window = Window(
+            end=end.seconds,
+            rate=rate,
+            capacity=rate if self._alone else (end.produced - begin.produced) / busy,
+            stalled=(end.wait_seconds - begin.wait_seconds) / seconds,
+            uneven=idle / seconds,
+            peers=(end.peer_wait_seconds - begin.peer_wait_seconds) / seconds,
+            cores=(end.cpu_seconds - begin.cpu_seconds) / seconds,
+        )
+        enough = batches >= max(_WINDOW_BATCHES, 2 * self._wanted.readers) and seconds >= _WINDOW_SECONDS
+        slow = batches >= _WINDOW_BATCHES // 2 and (
+            seconds >= _LONG_WINDOW_SECONDS or (seconds >= _WINDOW_SECONDS / 3 and window.capacity < self._floor)
+        )
+        return window if enough or slow else None
+
+    def _send(self, window: Window | None) -> None:
+        assert self._control is not None
+        if window is not None:
+            found = {"batches_per_second": round(window.capacity, 3), "stall_fraction": round(window.stalled, 3)}
+            self._tried.append({**{name: getattr(self._wanted, name) for name in self._shown()}, **found})
+        try:
+            wanted, self._floor = self._control.send(window)
+        except StopIteration:  # Ctrl-C has ended it: begin again with the numbers as they are
+            self._control = None
+            return
+        if wanted == self._wanted == self._now():
+            return
+        self._before, self._wanted = self._now(), wanted
+        if wanted.prefetch != self._prefetch.depth:
+            self._prefetch.want(wanted.prefetch)
+        self._reads.wanted = ReadNumbers(wanted.num_workers, wanted.num_threads)
+        self._applied, self._begin = False, None
+        self._apply_until = self._clock() + _START_SECONDS
+
+    # ------------------------------------------------------------------ limits and result
+
+    def _max_workers(self) -> int:
+        by_memory = int(host_memory_bytes() * _READ_AHEAD_SHARE) // _WORKER_BYTES
+        return min(self._cpus, by_memory) if self._cpus > 1 else 0
+
+    def _can(self, wanted: Numbers) -> bool:
+        now = self._now()
+        changed = [name for name in Numbers._fields if getattr(now, name) != getattr(wanted, name)]
+        if any(name not in self._auto or name in self._reads.unchangeable for name in changed):
+            return False
+        if wanted.num_threads > _MAX_THREADS or wanted.prefetch > _MAX_PREFETCH:
+            return False
+        ahead = wanted.batches_ahead * self._prefetch.batch_bytes
+        return wanted.batches_ahead <= now.batches_ahead or ahead <= host_memory_bytes() * _READ_AHEAD_SHARE
+
+    def _conclude(self, reason: str, measuring: bool) -> None:
+        self._reason, self._measuring = reason, measuring
+
+    def _shown(self) -> list[str]:
+        return [name for name in Numbers._fields if name in self._auto]
+
+    def tuned(self) -> dict[str, Any]:
+        """Returns ``feed.stats().tuned``."""
+        now = Numbers(*self._reads.in_use, self._prefetch.depth)
+        stays = [
+            f"{name} stays at {getattr(now, name)}: {why}"
+            for name, why in self._reads.unchangeable.items()
+            if name in self._auto
+        ]
+        return {
+            **{name: getattr(now, name) for name in self._shown()},
+            "state": "measuring" if self._measuring else "settled",
+            "reason": ". ".join([self._reason, *stays]),
+            "tried": list(self._tried),
+        }
+
+
+_QUOTAS = (  # of a container: control groups of version 2, and of version 1
+    ("/sys/fs/cgroup/cpu.max",),
+    ("/sys/fs/cgroup/cpu/cpu.cfs_quota_us", "/sys/fs/cgroup/cpu/cpu.cfs_period_us"),
+)
+
+
+def available_cpus() -> int:
+    """Returns the CPUs that this process may use, or the limit of its container, rounded up, if that is lower."""
+    known = hasattr(os, "sched_getaffinity")
+    counts = [len(os.sched_getaffinity(0)) if known else os.cpu_count() or 1]
+    for paths in _QUOTAS:
+        with contextlib.suppress(OSError, ValueError):  # there is no such file, or it contains "max"
+            quota, period = " ".join(pathlib.Path(path).read_text() for path in paths).split()
+            if int(quota) > 0:
+                counts.append(-(-int(quota) // int(period)))
+    return max(1, min(counts))

@@ -1,0 +1,222 @@
+"""Reads of one host's part of each step: in the calling thread, in threads, or in worker processes.
+
+The numbers of workers and threads may change between two steps. A read that is under way ends where it began, and its rows
+are the same wherever it runs, so a change neither loses nor changes a batch.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+from collections.abc import Callable
+from typing import NamedTuple
+
+from meshfeed._src.base.errors import SourceError, shorten
+from meshfeed._src.base.host_memory import host_memory_bytes
+from meshfeed._src.base.settings import Workers
+from meshfeed._src.base.threads import Background, Threads
+from meshfeed._src.base.types import ColumnSlices, RecordIds
+from meshfeed._src.reading.records import ReadRows, RecordReader
+from meshfeed._src.reading.workers import WorkerReader
+
+_log = logging.getLogger("meshfeed.workers")
+_CLOSE_SECONDS = 5.0
+_WORKER_SHARE = 1 / 64  # of the host's memory, for the source of one worker
+_SHOWN_CHARACTERS = 300
+
+
+class ReadNumbers(NamedTuple):
+    """How many processes read, and how many threads if there are no processes."""
+
+    num_workers: int
+    num_threads: int
+
+
+class AutoReads:
+    """The numbers that a feed with ``"auto"`` wants, and those that its reader uses. Any thread may read and set them.
+
+    Attributes:
+      wanted: set by the feed; the reader follows between two steps, at once for threads, and once they have started for
+        workers.
+      in_use: set by the reader.
+      unchangeable: keyword → why it stays as it is, set by the reader.
+    """
+
+    def __init__(self) -> None:
+        self.wanted = self.in_use = ReadNumbers(0, 1)
+        self.unchangeable: dict[str, str] = {}
+        self._begun = False
+
+    def begin(self, now: ReadNumbers) -> None:
+        """Sets the numbers that a new reader uses; those of the first reader are also the first wanted ones."""
+        self.in_use = now
+        if not self._begun:
+            self.wanted, self._begun = now, True
+
+    def keep(self, keyword: str, why: str) -> None:
+        """Records that the reader cannot change the number of ``keyword``."""
+        self.unchangeable[keyword] = why
+        self.wanted = self.wanted._replace(**{keyword: getattr(self.in_use, keyword)})
+
+
+class _Group:
+    """Workers that were started together.
+
+    Attributes:
+      workers: the processes.
+      size: their number.
+      num_pending: reads that have not been collected.
+    """
+
+    def __init__(self, workers: WorkerReader, size: int) -> None:
+        self.workers, self.size, self.num_pending = workers, int(size), 0
+
+
+class Reads:
+    """Reads steps of a random-access source. Called from one thread at a time, in the order of the steps.
+
+    Args:
+      records: reads records of the source.
+      num_workers: number of processes.
+      num_threads: number of threads if there are no processes; 1 for the calling thread.
+      timeout_seconds: maximum wait for one result of a worker.
+    """
+
+    def __init__(
+        self, records: RecordReader, num_workers: Workers, num_threads: int, *, timeout_seconds: float
+    ) -> None:
+        self._records = records
+        self._timeout_seconds = timeout_seconds
+        self._groups: list[_Group] = []
+        self._coming: _Group | None = None  # started, and not ready
+        self._leaving: list[_Group] = []  # get no more reads, and have some to be collected
+        self._closing: list[Background] = []
+        self._auto: AutoReads | None = None
+        self._num_threads = num_threads
+        self._threads = _make_threads(num_threads)
+        self._replaced: list[Threads] = []  # end once they have done what they have
+        if num_workers:
+            self._groups.append(
+                _Group(WorkerReader(records, num_workers, timeout_seconds=timeout_seconds), num_workers)
+            )
+
+    @property
+    def num_workers(self) -> int:
+        """Number of processes that get reads."""
+        return sum(group.size for group in self._groups)
+
+    @property
+    def numbers(self) -> ReadNumbers:
+        """The current numbers."""
+        return ReadNumbers(self.num_workers, self._num_threads)
+
+    @property
+    def ahead(self) -> int:
+        """Number of steps to submit at the same time: two per reader, so that none waits for the next one."""
+        readers = self.num_workers or self._num_threads
+        return 2 * readers if self._groups or readers > 1 else 1
+
+    def submit(
+        self, step: int, record_ids: RecordIds, epochs: RecordIds, columns: ColumnSlices | None
+    ) -> Callable[[], ReadRows]:
+        """Starts a read, and returns a function that waits for its rows; the caller's thread reads in that function."""
+        read = functools.partial(self._records.read, record_ids, epochs, columns)
+        if not self._groups:
+            return read if self._threads is None else self._threads.submit(read).result
+        group, worker = self._worker(step % self.num_workers)
+        collect = group.workers.submit(worker, record_ids, epochs, columns)
+        if self._auto is None:
+            return collect
+        group.num_pending += 1
+        return functools.partial(self._collect, group, collect, read)
+
+    def _worker(self, number: int) -> tuple[_Group, int]:
+        for group in self._groups[:-1]:
+            if number < group.size:
+                return group, number
+            number -= group.size
+        return self._groups[-1], number
+
+    def _collect(self, group: _Group, collect: Callable[[], ReadRows], read: Callable[[], ReadRows]) -> ReadRows:
+        try:
+            return collect()
+        except SourceError as error:
+            if not group.workers.killed:
+                raise
+            self._give_up_workers(f"a worker was killed: {error}")
+            return read()  # where it would have been read without "auto"
+        finally:
+            group.num_pending -= 1
+
+    # ------------------------------------------------------------------ changes
+
+    def follow(self, auto: AutoReads) -> None:
+        """Moves towards ``auto.wanted``, without waiting for workers to start. Call it between two steps."""
+        self._auto = auto
+        if auto.wanted == auto.in_use == self.numbers and not (self._coming or self._leaving):
+            return
+        num_workers, num_threads = auto.wanted
+        try:
+            self._follow_workers(num_workers)
+        except Exception as error:  # in a process that might not have been started: the feed reads without it
+            self._give_up_workers(shorten(str(error), _SHOWN_CHARACTERS))
+        if num_threads != self._num_threads:
+            self._replace_threads(num_threads)
+        auto.in_use = self.numbers
+
+    def _replace_threads(self, number: int) -> None:
+        """Safe to call again after an interrupt."""
+        if self._threads is not None:
+            self._replaced.append(self._threads)
+        threads = _make_threads(number)
+        self._threads, self._num_threads = threads, number
+        for replaced in self._replaced:  # only now: until then it may get reads
+            replaced.shutdown(wait=False)
+
+    def _follow_workers(self, wanted: int) -> None:
+        coming = self._coming
+        if coming is not None and self.num_workers + coming.size != wanted:
+            self._coming = None
+            self._leaving.append(coming)
+        elif coming is not None and coming.workers.is_ready():
+            self._coming = None
+            self._groups.append(coming)
+        elif coming is None and self.num_workers < wanted:
+            self._coming = self._start_workers(wanted - self.num_workers)
+        while self._groups and self.num_workers > wanted:
+            self._leaving.append(self._groups.pop())
+        for group in [group for group in self._leaving if not group.num_pending]:
+            self._leaving.remove(group)
+            self._closing.append(closing := Background(group.workers.close, "meshfeed-close-workers"))
+            closing.start()
+
+    def _start_workers(self, number: int) -> _Group:
+        if self._threads is not None:
+            self._threads.shutdown()  # a read that changes the source while it is pickled could break either
+            self._replace_threads(self._num_threads)
+        limit = int(host_memory_bytes() * _WORKER_SHARE)
+        workers = WorkerReader(self._records, Workers(number), timeout_seconds=self._timeout_seconds, max_bytes=limit)
+        return _Group(workers, number)
+
+    def _give_up_workers(self, why: str) -> None:
+        assert self._auto is not None
+        if self._groups:
+            _log.warning("reading without worker processes from now on (num_workers='auto'): %s", why)
+        self._leaving += self._groups + ([self._coming] if self._coming else [])
+        self._groups, self._coming = [], None
+        self._auto.in_use = self.numbers
+        self._auto.keep("num_workers", why)
+
+    def close(self) -> None:
+        """Stops threads and processes."""
+        for threads in [*self._replaced, self._threads]:
+            if threads is not None:
+                threads.close()
+        for group in [*self._groups, *self._leaving, *([self._coming] if self._coming else [])]:
+            group.workers.close()
+        for closing in self._closing:
+            closing.join(_CLOSE_SECONDS)
+
+
+def _make_threads(number: int) -> Threads | None:
+    return Threads(number, "meshfeed-read") if number > 1 else None

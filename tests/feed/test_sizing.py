@@ -1,0 +1,288 @@
+"""What ``"auto"`` decides: from made-up measurements, and on a made-up clock."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from meshfeed._src.base.settings import FeedSettings
+from meshfeed._src.base.stats import StatsRecorder
+from meshfeed._src.feed import sizing
+from meshfeed._src.feed.pipeline import PrefetchDepth
+from meshfeed._src.feed.sizing import Numbers, Sizer, Window, available_cpus, climb, control
+from meshfeed._src.reading.reads import AutoReads, ReadNumbers
+
+START = Numbers(0, 1, 2)
+
+
+def window(capacity: float = 100.0, **changes: Any) -> Window:
+    base = {"end": 0.0, "rate": capacity, "stalled": 1.0, "uneven": 0.0, "peers": 0.0, "cores": 1.0}
+    return Window(**{**base, "capacity": capacity, **changes})
+
+
+def climbed(
+    capacity: Callable[[Numbers], float], can: Callable[[Numbers], bool] = lambda n: True, workers: int = 8, **of: Any
+) -> tuple[Numbers, list[Numbers]]:
+    """What climb() returns from START, and what it tried."""
+    search = climb(START, window(capacity(START), **of), lambda n: n.num_threads <= 16 and can(n), workers)
+    tried: list[Numbers] = []
+    try:
+        wanted, _ = next(search)
+        while True:
+            tried.append(wanted)
+            wanted, _ = search.send(window(capacity(wanted), **of))
+    except StopIteration as end:
+        return end.value, tried
+
+
+def test_reads_that_wait_get_threads_and_no_processes() -> None:
+    best, tried = climbed(lambda n: 10.0 * (n.num_workers or n.num_threads), cores=0.1)
+    assert best == Numbers(0, 16, 2)
+    assert not any(numbers.num_workers for numbers in tried)
+
+
+def test_decoding_that_holds_the_lock_of_python_gets_processes() -> None:
+    best, tried = climbed(lambda n: 10.0 * (n.num_workers or 1))
+    assert best == Numbers(8, 1, 2)
+    assert [numbers.num_threads for numbers in tried if not numbers.num_workers] == [2]
+
+
+def test_the_cores_limit_the_processes() -> None:
+    assert climbed(lambda n: 10.0 * (n.num_workers or 1), workers=3)[0] == Numbers(3, 1, 2)
+    assert climbed(lambda n: 10.0 * (n.num_workers or 1), workers=0)[0] == START
+
+
+def test_a_limit_in_the_source_changes_nothing() -> None:
+    best, tried = climbed(lambda n: 10.0)
+    assert best == START
+    assert len(tried) == 2  # two threads, two processes
+
+
+def test_a_small_gain_is_not_worth_a_thread() -> None:
+    assert climbed(lambda n: 100.0 if n == START else 109.0)[0] == START
+
+
+def test_a_step_that_waits_little_may_gain_little() -> None:
+    search = climb(START, window(100.0, stalled=0.08), lambda n: n.num_threads <= 2, 0)
+    next(search)
+    with pytest.raises(StopIteration) as end:
+        search.send(window(105.0, stalled=0.0))
+    assert end.value.value == Numbers(0, 2, 2)
+
+
+def test_uneven_reads_get_prefetched_batches() -> None:
+    search = climb(START, window(stalled=0.2, uneven=0.5), lambda n: n.prefetch <= 32, 8)
+    assert next(search)[0] == Numbers(0, 1, 4)
+    assert search.send(window(stalled=0.1, uneven=0.5))[0] == Numbers(0, 1, 8)
+    with pytest.raises(StopIteration) as end:
+        search.send(window(stalled=0.09, uneven=0.5))
+    assert end.value.value == Numbers(0, 1, 4)
+
+
+@given(seed=st.integers(0, 10**9), workers=st.integers(0, 64), cores=st.floats(0, 4), worst=st.floats(0.01, 0.99))
+def test_climbing_never_ends_lower_and_always_ends(seed: int, workers: int, cores: float, worst: float) -> None:
+    def capacity(numbers: Numbers) -> float:
+        return 1.0 + hash((seed, *numbers)) % 1000
+
+    def can(numbers: Numbers) -> bool:
+        return hash((seed, numbers.num_workers)) % 100 > 10 * worst
+
+    best, tried = climbed(capacity, can, workers, cores=cores)
+    assert capacity(best) >= capacity(START)
+    assert best == START or capacity(best) >= 1.1 * capacity(START)
+    assert all(can(numbers) and numbers.num_workers <= max(2, workers) for numbers in tried)
+    assert len(tried) <= 14
+
+
+def talk(*answers: Window | None, now: Numbers = START) -> tuple[list[Numbers], list[str]]:
+    """What control() yields after each answer, and what it concludes."""
+    reasons: list[str] = []
+    talking = control(now, lambda n: n.num_threads <= 2, 0, lambda reason, measuring: reasons.append(reason))
+    assert next(talking)[0] == now
+    return [talking.send(answer)[0] for answer in answers], reasons
+
+
+def test_nothing_is_tried_while_the_step_does_not_wait() -> None:
+    wanted, reasons = talk(window(stalled=0.01), window(stalled=0.04))
+    assert wanted == [START, START]
+    assert "4% of the time" in reasons[-1]
+
+
+def test_nothing_is_tried_for_a_host_that_waits_for_others() -> None:
+    wanted, reasons = talk(window(stalled=0.9, peers=0.8))
+    assert wanted == [START]
+    assert "other hosts" in reasons[-1]
+
+
+def test_a_search_without_result_is_not_repeated_at_once() -> None:
+    tried = window(100.0)
+    wanted, _ = talk(tried, tried, *(window(end=at) for at in (1.0, 30.0, 59.0, 61.0)))
+    assert wanted == [Numbers(0, 2, 2), START, START, START, START, Numbers(0, 2, 2)]
+
+
+def test_a_search_is_repeated_soon_if_reading_becomes_much_slower() -> None:
+    slow = [window(40.0, end=2.0)] * 10
+    wanted, _ = talk(window(100.0), window(100.0), window(100.0, end=1.0), *slow)
+    assert wanted == [Numbers(0, 2, 2)] + [START] * 11 + [Numbers(0, 2, 2)]
+
+
+def test_numbers_that_cannot_be_used_end_the_climb() -> None:
+    assert talk(window(), None)[0] == [Numbers(0, 2, 2), START]
+
+
+# ---------------------------------------------------------------------- the Sizer, on a made-up clock
+
+
+class Run:
+    """A feed and a step on a made-up clock.
+
+    Args:
+      seconds: numbers → seconds to read a batch.
+      step_seconds: duration of a training step.
+      start_seconds: time for workers to start.
+      batch_bytes: bytes of a host batch.
+      options: the feed's keywords.
+    """
+
+    def __init__(
+        self,
+        seconds: Callable[[ReadNumbers], float],
+        *,
+        step_seconds: float = 0.0,
+        start_seconds: float = 1.0,
+        batch_bytes: int = 1,
+        **options: Any,
+    ) -> None:
+        auto: dict[str, Any] = {"num_workers": "auto", "num_threads": "auto", "prefetch": "auto", **options}
+        settings = FeedSettings(global_batch_size=8, **auto)
+        self.prefetch = PrefetchDepth(settings.prefetch, "feed")
+        self.prefetch.batch_bytes = batch_bytes
+        self.now = self.cpu = 0.0
+        self.sizer = Sizer(settings, self.prefetch, clock=lambda: self.now, cpu_clock=lambda: self.cpu)
+        self.stats = StatsRecorder()
+        self.production = (0, 0.0)
+        self.seconds, self.step_seconds, self.start_seconds = seconds, step_seconds, start_seconds
+        self.cores = 1.0
+        self.used: list[ReadNumbers] = []
+        self.reads = AutoReads()
+        self._asked = 0.0
+        self.sizer.begin(self, alone=True)
+
+    def adapt(self, auto: AutoReads) -> None:
+        self.reads = auto
+        auto.begin(ReadNumbers(0, 1))
+
+    def take(self, batches: int) -> dict[str, Any]:
+        """Takes batches; returns what was chosen."""
+        for _ in range(batches):
+            self._follow()
+            waited = max(0.0, self.seconds(self.reads.in_use) - self.step_seconds)
+            self.now += waited + self.step_seconds
+            self.cpu += self.cores * (waited + self.step_seconds)
+            sums = dict(self.stats.counts.sums)
+            sums["batches"] += 1
+            sums["wait_seconds"] += waited
+            self.stats.counts = self.stats.counts._replace(sums=sums)
+            self.production = (sums["batches"], 0.0)
+            self.used.append(self.reads.in_use)
+            self.sizer.delivered(self.stats, self)  # type: ignore[arg-type]
+        return self.sizer.tuned()
+
+    def _follow(self) -> None:
+        wanted, used = self.reads.wanted, self.reads.in_use
+        if wanted.num_workers > used.num_workers:
+            self._asked = self._asked or self.now
+            if self.now - self._asked < self.start_seconds:
+                wanted = used._replace(num_threads=wanted.num_threads)
+        if wanted.num_workers == self.reads.wanted.num_workers:
+            self._asked = 0.0
+        self.reads.in_use = wanted
+
+
+@pytest.fixture(autouse=True)
+def _eight_cores(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sizing, "available_cpus", lambda: 8)
+    monkeypatch.setattr(sizing, "host_memory_bytes", lambda: 64 << 30)
+
+
+def test_a_slow_disk_gets_threads_within_200_batches() -> None:
+    run = Run(lambda n: 0.05 / (n.num_workers or n.num_threads))
+    run.cores = 0.1
+    tuned = run.take(200)
+    assert (tuned["num_threads"], tuned["num_workers"], tuned["prefetch"]) == (16, 0, 2)
+    assert [found["num_threads"] for found in tuned["tried"]] == [1, 2, 4, 8]
+    assert json.loads(json.dumps(tuned)) == tuned
+    run.take(100)
+    assert run.sizer.tuned()["state"] == "settled"
+    assert "faster than num_workers=0, num_threads=1" in run.sizer.tuned()["reason"]
+
+
+def test_slow_decoding_gets_processes_and_threads_that_hinder_are_left_soon() -> None:
+    run = Run(lambda n: 0.05 / n.num_workers if n.num_workers else 0.05 * n.num_threads)
+    assert run.take(300)["num_workers"] == 8
+    # of 8 batches of a window; some come after the switch
+    assert run.used.count(ReadNumbers(0, 2)) < 12
+
+
+def test_a_feed_that_is_fast_enough_stays_as_it_is() -> None:
+    run = Run(lambda n: 0.02, step_seconds=0.03)
+    tuned = run.take(300)
+    assert set(run.used) == {(0, 1)}
+    assert (tuned["state"], tuned["num_workers"], tuned["num_threads"]) == ("settled", 0, 1)
+
+
+def test_a_step_that_begins_to_wait_later_gets_more() -> None:
+    run = Run(lambda n: 0.02 / n.num_threads, step_seconds=0.03, num_workers=0)
+    assert run.take(300)["num_threads"] == 1
+    run.step_seconds = 0.004
+    assert run.take(300)["num_threads"] == 8
+
+
+def test_only_keywords_that_are_auto_are_chosen_and_shown() -> None:
+    run = Run(lambda n: 0.05 / (n.num_workers or n.num_threads), num_workers=0, prefetch=5)
+    tuned = run.take(300)
+    assert tuned["num_threads"] == 16
+    assert not tuned.keys() & {"num_workers", "prefetch"}
+    assert run.prefetch.depth == 5
+
+
+def test_batches_ahead_stay_within_the_memory() -> None:
+    run = Run(lambda n: 0.05 / (n.num_workers or n.num_threads), batch_bytes=1 << 30)  # 16 in a quarter of it
+    run.cores = 0.1
+    assert run.take(400)["num_threads"] == 4
+
+
+def test_workers_that_do_not_start_are_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    run = Run(lambda n: 0.05 / (n.num_workers or 1), start_seconds=1e9)
+    tuned = run.take(3000)
+    assert tuned["num_workers"] == 0
+    assert "num_workers stays at 0: worker processes did not start within 60 s" in tuned["reason"]
+
+
+def test_a_source_without_processes_keeps_its_reason() -> None:
+    run = Run(lambda n: 0.05 / (n.num_workers or 1))
+    run.reads.keep("num_workers", "it cannot be pickled")
+    tuned = run.take(300)
+    assert set(run.used) <= {(0, 1), (0, 2)}
+    assert "num_workers stays at 0: it cannot be pickled" in tuned["reason"]
+
+
+def test_an_interrupt_inside_a_decision_begins_it_again() -> None:
+    run = Run(lambda n: 0.05 / n.num_threads, num_workers=0)
+    run.take(20)
+    run.sizer._control.close()  # as a KeyboardInterrupt inside it leaves it
+    assert run.take(400)["num_threads"] == 16
+
+
+def test_the_cores_of_the_container_count(monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> None:
+    whole = available_cpus()
+    quota = tmp_path / "cpu.max"
+    monkeypatch.setattr(sizing, "_QUOTAS", ((str(quota),),))
+    for text, expected in (("max 100000", whole), ("50000 100000", 1), ("99900000 100000", whole), ("junk", whole)):
+        quota.write_text(text)
+        assert available_cpus() == (expected if expected == 1 else whole)
