@@ -35,7 +35,7 @@ class ForcedNumbers:
         self.used: set[ReadNumbers] = set()
         feed._sizer = self  # type: ignore[assignment]
 
-    def begin(self, reader: Any) -> None:
+    def begin(self, reader: Any, *, alone: bool) -> None:
         reader.adapt(self.reads)
 
     def delivered(self, stats: Any, pipeline: Any) -> None:
