@@ -179,7 +179,11 @@ def measure(options: argparse.Namespace) -> list[Table]:
     note = f"All nodes share the {os.cpu_count()} cores of this machine."
     return [
         Table(f"Ray: JPEG 500×375 to 224×224, {options.batch} per batch, on local nodes", rows, note),
-        Table("Ray: node kills", [killed], "The bound is two batches per worker; twice that while answers of a lost actor are not freed yet."),
+        Table(
+            "Ray: node kills",
+            [killed],
+            "The bound is two batches per worker; twice that while answers of a lost actor are not freed yet.",
+        ),
     ]
 
 
