@@ -30,7 +30,7 @@ from meshfeed._src.reading.workers import Pool, open_pool, pickle_task
 pytestmark = pytest.mark.slow
 ray = pytest.importorskip("ray")
 
-SECONDS = 120.0  # far beyond what anything here takes
+SECONDS = 300.0  # far beyond what anything here takes
 NODE = {"num_cpus": 3, "object_store_memory": 80 << 20}
 
 
