@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import datetime
+import io
 import pickle
 
 import jax
@@ -293,3 +294,30 @@ def test_check_resumable(stored):
         )
     )
     assert points == 8
+
+
+def test_lists_of_images_of_several_sizes_reach_a_function() -> None:
+    sizes = [[(3, 4), (5, 2)], [], [(3, 3), (3, 3)]]
+    pillow = pytest.importorskip("PIL.Image")
+
+    def png(size: tuple[int, int], value: int) -> dict:
+        out = io.BytesIO()
+        pillow.fromarray(np.full((*size, 3), value, np.uint8)).save(out, "PNG")
+        return {"bytes": out.getvalue(), "path": None}
+
+    images = [[png(size, 10 * row) for size in of_row] for row, of_row in enumerate(sizes)]
+    dataset = datasets.Dataset.from_dict(
+        {"tokens": [[1, 2], [3], [4, 5]], "images": images},
+        features=Features({"tokens": List(Value("int32")), "images": List(datasets.Image())}),
+    )
+
+    def corners(record: dict) -> dict:
+        pixels = [image[:2, :2] for image in record["images"]]
+        return {"tokens": record["tokens"], "images": np.array(pixels, np.uint8).reshape(-1, 2, 2, 3)}
+
+    stored = HuggingFace(dataset).unconverted()
+    assert [[image.shape[:2] for image in stored[row]["images"]] for row in range(3)] == sizes
+    row = meshfeed.sources.Packed(meshfeed.sources.Map(dataset, corners), 8, method="fit", side={"images": 5})[0]
+    assert sorted(row["images"][row["images_mask"]][:, 0, 0, 0].tolist()) == [0, 0, 20, 20]
+    with pytest.raises(SourceError, match="ragged"):
+        HuggingFace(dataset)[0]

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import hashlib
 import operator
-from collections.abc import Iterator, Sequence
-from typing import Any, SupportsIndex, cast
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, SupportsIndex, Unpack, cast
 
 import jax
 import numpy as np
@@ -161,7 +161,7 @@ class HuggingFaceTable(_Records):
         stored = [name for name in self._columns if name not in self._decoded]
         table = cast("pa.Table", self._dataset.with_format("arrow", columns=stored)[list(record_ids)])
         columns = {name: stored_values(table.column(name), self._dtype) for name in stored}
-        columns |= self._decode(record_ids)
+        columns |= self._decode(record_ids, _stored_decoded)
         return [{name: columns[name][row] for name in self._columns} for row in range(len(record_ids))]
 
     def read_batch(self, record_ids: np.ndarray | Sequence[int]) -> dict[str, PyTree]:
@@ -205,14 +205,16 @@ class HuggingFaceTable(_Records):
         # Only views are read-only. Arrow marks memory as immutable that pandas or a bytearray may still write.
         return batch if self._mapped else jax.tree.map(_copied_if_read_only, batch)
 
-    def _decode(self, record_ids: Sequence[int]) -> dict[str, list[PyTree]]:
-        """The values of the columns that datasets decodes."""
+    def _decode(
+        self, record_ids: Sequence[int], convert: Callable[..., Any] = value_to_numpy
+    ) -> dict[str, list[PyTree]]:
+        """The values of the columns that datasets decodes, converted."""
         if self._decoder is None:
             return {}
         records = self._decoder.__getitems__(list(record_ids))
         return {
             name: [
-                value_to_numpy(record[name], name, self._columns, record_id=int(record_id))
+                convert(record[name], name, self._columns, record_id=int(record_id))
                 for record, record_id in zip(records, record_ids, strict=True)
             ]
             for name in self._decoded
@@ -226,6 +228,17 @@ class HuggingFaceTable(_Records):
             "columns": {name: repr(self._dataset.features[name]) for name in self._columns},
             "content": _content_digest(self._dataset, self._columns),
         }
+
+
+def _stored_decoded(value: Any, name: str, columns: Sequence[str], **where: Unpack[Where]) -> Any:
+    """A value that datasets has decoded, for a function: images of several sizes, nulls and text may stay what they are."""
+    if isinstance(value, Mapping):
+        return {key: _stored_decoded(item, f"{name}.{key}", columns, **where) for key, item in value.items()}
+    if isinstance(value, list):
+        items = [_stored_decoded(item, name, columns, **where) for item in value]
+        shapes = {item.shape if isinstance(item, np.ndarray) else None for item in items}
+        return np.stack(items) if len(shapes) == 1 and None not in shapes else items
+    return value if value is None or isinstance(value, str | bytes) else value_to_numpy(value, name, columns, **where)
 
 
 def _is_mapped(table: object) -> bool:
