@@ -155,7 +155,8 @@ class Handshake:
 
         def publish() -> None:
             reduction.publish({"failure": failure.to_json()})
-            if reduction.is_reducer:
+            # In force, followers learn of it from the windows; an announcement would delete those of a late follower.
+            if reduction.is_reducer and not self.in_force:
                 self._tell_followers(_peer_error(failure))
 
         call_briefly(publish, name="meshfeed-leave-notice", at_exit=True)

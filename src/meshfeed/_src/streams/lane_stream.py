@@ -219,7 +219,12 @@ class LaneStream:
 
     def replay_from(self, current: LaneCursor, step: int, state: FeedState | None) -> LaneCursor:
         """Returns the cursor of ``state``, which must contain all lanes, or of the beginning."""
-        cursor = self.start(current) if state is None else self.restore(state)
+        if state is None:  # past steps keep their sizes
+            schedule, added = current.step_schedule, _added_to(current)
+            source = self._source_under(schedule, current.cut, 0, added)
+            cursor = dataclasses.replace(self.start(current), step_schedule=schedule, source=source)
+        else:
+            cursor = self.restore(state)
         if cursor.step > step:
             raise SettingsError(
                 f"replay of step {step} from a state taken at step {cursor.step}; it takes a state taken at or before "
