@@ -241,7 +241,9 @@ class Handshake:
         if differences:
             named = differences[:_NAMED_DIFFERENCES]
             staged = any(text.startswith(("mixture.stages ", "mixture.added ")) for text in named)
-            called = ", and call set_weights on all of them after the same step, with the same weights" if staged else ""
+            called = (
+                ", and call set_weights on all of them after the same step, with the same weights" if staged else ""
+            )
             raise AgreementError(
                 f"hosts differ in {', and in '.join(named)}. Start all hosts with the same source, settings and state"
                 f"{called}."

@@ -41,7 +41,8 @@ def in_use(name: str) -> MeshfeedError:
     """Returns the error for a call during another one; ``name`` is that of the feed."""
     return MeshfeedError(
         f"{name}: next, or what moves or starts the feed, was called while another such call was running, on another thread "
-        "or below a signal handler. One caller at a time may use a feed: call it from one thread, or hold a lock around each call."
+        "or below a signal handler. One caller at a time may use a feed: call it from one thread, or hold a lock around "
+        "each call."
     )
 
 
