@@ -297,6 +297,38 @@ def test_a_host_that_left_before_a_round_is_named_in_it(gone: int, job: Job) -> 
     assert not job.store.keys
 
 
+def test_an_abandoned_round_names_the_host_and_its_keys_go_with_the_next(job: Job) -> None:
+    hosts = make(2)
+    hosts[1].begin()
+    job.on(1, hosts[1].abandon, "reset its feed at step 0")
+    (error,) = job.run([0], lambda host: hosts[host].agree(SEED, 30))
+    assert isinstance(error, PeerError)
+    assert error.peer_message == "reset its feed at step 0"
+    job.store.set(f"{FEED}/1/0/in/1", "a notice in the windows of the abandoned generation")
+    hosts[1].begin()
+    job.on(1, hosts[1].abandon, None)  # and the other one before it published anything
+    hosts[0].begin()
+    hosts[0].abandon(None)
+    assert job.run(range(2), lambda host: hosts[host].agree(SEED, 30)) == [None, None]
+    assert job.store.keys == [f"{FEED}/settings/2/out"]
+    assert [one.round for one in hosts] == [3, 3]
+
+
+@pytest.mark.parametrize("host", [0, 1])
+def test_only_the_reducer_knows_that_there_is_no_result(host: int, job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
+    one = make(2)[host]
+    calls: list[bool] = []
+
+    def check() -> None:
+        calls.append(one.others_may_have_agreed)
+        raise ValueError("closed")
+
+    with pytest.raises(ValueError, match="closed"):
+        job.on(host, one.agree, SEED, 30, check)
+    assert calls == [host == 1]
+    assert (one.round, one.in_force) == (1, False)
+
+
 @pytest.mark.parametrize("gone", [0, 1])
 def test_a_host_that_leaves_after_it_refused_a_state_is_named_with_that(gone: int, job: Job) -> None:
     hosts = make(2)

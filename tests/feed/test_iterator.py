@@ -398,6 +398,17 @@ class LaneOfNumbers:
         self.source.open_now -= 1
 
 
+def test_a_replay_of_a_stream_has_the_batch_sizes_that_were_delivered() -> None:
+    stream = meshfeed.sources.Stream(lambda lane_index, num_lanes: ({"id": np.int32(i)} for i in range(64)))
+    with make_feed(stream, num_lanes=1) as feed:
+        first = ids_of([next(feed)])[0]
+        state = feed.get_state()
+    with make_feed(stream, num_lanes=1, global_batch_size=32) as feed:
+        feed.set_state(state)
+        assert feed.replay(0)["id"].tolist() == first
+        assert feed.replay(1)["id"].tolist() == ids_of([next(feed)])[0]
+
+
 @pytest.mark.parametrize("prefetch", [0, 2])
 def test_close_in_another_thread_ends_a_next_that_opens_the_data(prefetch: int) -> None:
     before = set(threading.enumerate())

@@ -74,7 +74,6 @@ class Handshake:
         self._refused = self._refused_before = False  # a state, for the next round and for this one
         self._left = False
         self._kept = 0  # rounds before it have been deleted, on the reducer
-        self._generation: int | None = None
 
     @property
     def needed(self) -> bool:
@@ -112,6 +111,12 @@ class Handshake:
             self._begun = None
         else:
             self.round += 1
+
+    @property
+    def others_may_have_agreed(self) -> bool:
+        """Whether the round of this generation may have succeeded without this host's knowledge."""
+        # A reducer that has not announced the result knows that there is none.
+        return self.needed and self._begun is not None and coordination.process_index() != min(self.participants)
 
     def abandon(self, notice: str | None) -> None:
         """Leaves this generation's round if it has no result yet.
@@ -155,7 +160,8 @@ class Handshake:
 
         def publish() -> None:
             reduction.publish({"failure": failure.to_json()})
-            if reduction.is_reducer:
+            # In force, followers learn of it from the windows; an announcement would delete those of a late follower.
+            if reduction.is_reducer and not self.in_force:
                 self._tell_followers(_peer_error(failure))
 
         call_briefly(publish, name="meshfeed-leave-notice", at_exit=True)
@@ -213,11 +219,8 @@ class Handshake:
                     self._tell_followers(error)
             self._begun = None
             raise
-        store = self._store()
-        if store is not None and self._generation is not None and self._reduction(store).is_reducer:
-            store.delete(f"{self._feed}/{self._generation}")  # all hosts have left it, so its windows are unused
         # One statement without calls: signals arrive only at calls, so an interrupt cannot split the update.
-        self._generation, self._begun, self.in_force = self.round, None, True
+        self._begun, self.in_force = None, True
 
     def _spokesman(self, error: Exception) -> int:
         """The host that tells followers of an error: the lowest that did not cause it."""
@@ -272,10 +275,12 @@ class Handshake:
         announcement = reduction.announce(compare(values))
         reduction.discard_values()
         store = self._store()
-        # Every host has reached this round, so all have read the results of those before, some of which they abandoned.
+        # Every host has reached this round, so all have read the results of those before, some of which they abandoned, and
+        # have left their generations, so the windows of those are unused.
         while store is not None and self._kept < self._number:
             store.delete(f"{self._feed}/settings/{self._kept}")
             self._kept += 1
+            store.delete(f"{self._feed}/{self._kept}")
         return announcement
 
     def _complete(self, check: Check) -> Callable[[Mapping[int, JsonValue]], bool]:

@@ -15,6 +15,7 @@ from __future__ import annotations
 import atexit
 import collections
 import functools
+import itertools
 import logging
 import os
 import threading
@@ -172,7 +173,7 @@ def format_differences(values: Mapping[int, str], limit: int | None = None) -> s
         groups.setdefault(value, []).append(host)
     if len(groups) < 2:
         return None
-    shared = len(os.path.commonprefix(list(groups)))  # noqa: RUF071  (of any texts)
+    shared = len([*itertools.takewhile(lambda letters: len(set(letters)) == 1, zip(*groups, strict=False))])
     if limit is not None and shared > limit // 2 and max(map(len, groups)) > limit:  # what differs may be beyond it
         groups = {f"...{value[shared - limit // 4 :]}": hosts for value, hosts in groups.items()}
     return "; ".join(f"{format_hosts(hosts)}: {shorten(value, limit or len(value))}" for value, hosts in groups.items())

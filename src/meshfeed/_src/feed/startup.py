@@ -113,6 +113,7 @@ class Startup:
         self._settings, self._make_pipeline = settings, make_pipeline
         self._timeout_seconds, self._hosts_agree, self._step, self._name = timeout_seconds, hosts_agree, step, name
         self._begun = self._canceled = False
+        self._reader: AnyReader | None = None  # while hosts agree
         self._call = SingleCall(self._run, f"meshfeed-start-{name}")
 
     def start(self) -> None:
@@ -150,6 +151,7 @@ class Startup:
                 self._handshake.fail(error)
             raise
         self._check()  # do not wait for other hosts
+        self._reader = reader
         self._handshake.agree(settings, self._timeout_seconds, self._check)
         pipeline = self._make_pipeline(reader)
         pipeline.start()
@@ -173,5 +175,7 @@ class Startup:
             _log.warning("%s: a request of its start has not returned after %.0f s", self._name, _JOIN_SECONDS)
         self._call.discard(lambda pipeline: pipeline.close(leaving, because))
         if not self._call.succeeded:
+            if self._reader is not None and self._handshake.others_may_have_agreed:
+                self._make_pipeline(self._reader).close(leaving, because)  # then they find the notice in their windows
             self._opening.discard(lambda reader: reader.close())
             self._handshake.abandon(None if leaving is None else leave_notice(leaving, self._step, because))
