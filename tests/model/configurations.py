@@ -1133,6 +1133,11 @@ class Case:
             batches = {number: model.batch(number, steps) for number in {0, 1, step, step + 1}}
             event.ids = {number: batch and batch.ids for number, batch in batches.items()}
         readable = self.config["fault"] in ("none", "transient")
+        if kind == "spec" and self.config["source"] in HOST_BATCHES:
+            # Each host describes its own batches, if it has a further one; once it knows their size, that of every batch.
+            lists_of_hosts = [self._host_lists(host) for host in range(self.topologies[0].hosts)]
+            if all(map(any, lists_of_hosts)) and step == 0 and self.config["source"] != "host_batches_vary":
+                event.following = self._batch_if_any(0, steps)
         if kind == "spec" and self.config["source"] not in HOST_BATCHES and readable:
             # A stream has records of one shape, and may have ended.
             places = (step, 0) if self.config["source"] in STREAMS else (step,)

@@ -26,7 +26,7 @@ from configurations import (
     narrowed,
 )
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
-from reference import Batch
+from reference import Batch, Steps
 from wrong_states import wrong_states
 
 import meshfeed
@@ -40,6 +40,10 @@ class World(Protocol):
 
     def warnings(self) -> list[logging.LogRecord] | None:
         """The warnings of this host so far; None if they are not kept."""
+        ...
+
+    def steps(self) -> list[str] | None:
+        """The lines of this host's log of steps so far; None if they are not kept."""
         ...
 
     def devices(self, processes: int, per_host: int) -> list[Any]:
@@ -174,6 +178,7 @@ class _Player:
         self.left = False  # whether this host or another has closed its feed early
         self.delivered = {"batches": 0, "records": 0, "bytes": 0, "skipped_records": 0}
         self.has_structure = False  # whether this host has had a record since the feed began or was moved
+        self.sizes: tuple[int, ...] = ()  # of the batches that are delivered in an action and before
         self.moved = False  # whether a batch has been delivered since
 
     def play(self, event: Event, where: str) -> None:
@@ -196,6 +201,7 @@ class _Player:
         leaves, leaver = self.case.config["fault"] == "leaves", self.case.odd_host
         leaves_at = self.case.config["taken"] if leaves else None
         outside = self.host >= self.phase.topology.hosts and is_random(self.case.config["source"])
+        self.sizes = event.sizes
         for batch in event.batches:
             here = f"{where}, step {batch.step}"
             if leaves and batch.step == leaves_at and self.host == leaver:
@@ -222,6 +228,7 @@ class _Player:
             at = self.feed.step, self.feed.position
             assert at == (batch.step + 1, batch.position), f"{here}: at {at}, not {(batch.step + 1, batch.position)}"
             self._count(batch)
+            self._check_log(batch, here)
         self._check_stats(where)
         if event.end:
             for _ in range(2):
@@ -310,6 +317,27 @@ class _Player:
         for index in blocks_of(self.phase, name, self.host, leaf.shape).values():
             held[index[1:]] = True
         return int(held.sum()) * leaf.itemsize
+
+    def _check_log(self, batch: Batch, where: str) -> None:
+        lines = self.world.steps()
+        if lines is None:
+            return
+        case, source = self.case, self.case.config["source"]
+        found = json.loads(lines[-1])
+        wanted = {"step": batch.step, "host": self.host, "position": batch.before, "global_batch_size": len(batch.rows)}
+        names = {"time", "feed", "wait_seconds", "transfer_seconds", "read_seconds", "decode_seconds", "bad_records"}
+        if is_random(source):
+            assert batch.ids is not None
+            mine = case.rows_read(self.phase, self.host, len(batch.rows))
+            wanted["record_ids"] = [batch.ids[row] for row in mine if row < len(batch.ids)]
+            assert isinstance(found.pop("files"), list), where
+        elif source in STREAMS:
+            lanes = sorted(case.lanes_of(self.phase, self.host))
+            upto = Steps(self.sizes, self.phase.schedule).position_of(batch.step + 1) // case.num_lanes
+            wanted["lanes"] = {str(lane): len(case.model.upto(lane, upto)) for lane in lanes}
+        assert {name: found.get(name) for name in wanted} == wanted, f"{where}: the log says {found}, not {wanted}"
+        assert found.keys() - names == wanted.keys(), f"{where}: the log has {sorted(found)}"
+        assert len(found.get("bad_records", ())) == case.num_replaced(self.phase, self.host, batch), where
 
     def _check_stats(self, where: str) -> None:
         stats = self.feed.stats()
@@ -408,6 +436,16 @@ class _Player:
         assert found == event.length, f"{where}: length {found}, not {event.length}"
 
     def _ids(self, event: Event, where: str) -> None:
+        if not is_random(self.case.config["source"]):  # which alone has record ids
+            calls = {"record_ids": lambda: self.feed.record_ids(0), "read": lambda: self.feed.read([0])}
+            if self.case.config["source"] in HOST_BATCHES:
+                calls["replay"] = lambda: self.feed.replay(0)
+            for name, call in calls.items():
+                try:
+                    call()
+                except meshfeed.SourceError:
+                    continue
+                raise AssertionError(f"{where}: {name} gave something")
         for step, wanted in (event.ids or {}).items():
             try:
                 found = self.feed.record_ids(step).tolist()
