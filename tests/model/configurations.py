@@ -32,7 +32,7 @@ MIXTURES = ("mixture", "mixture_staged", "mixture_nested", "mixture_take", "mixt
 PACKED = ("packed", "packed_mixture")
 DOCUMENTS = (*PACKED, "mixture_packed", "buckets")
 IN_FILES = (*FILES, *MIXTURES, *DOCUMENTS, "records_batch", "map", "padded")
-RANDOM = (*IN_FILES, "memory", "records", "map_rng", "grain_map")
+RANDOM = (*IN_FILES, "memory", "records", "records_cached", "map_rng", "grain_map")
 TOKENS = ("tokens", *DOCUMENTS)
 STREAMS = (
     *("stream", "stream_state", "stream_uneven", "stream_map", "stream_decode", "stream_mixture", "shuffle_buffer"),
@@ -48,8 +48,7 @@ FAULTY = (
 ANY_DTYPE = (
     *(
         "memory",
-        "records",
-        "records_batch",
+        *("records", "records_batch", "records_cached"),
         "mixture",
         "mixture_staged",
         "mixture_nested",
@@ -178,7 +177,7 @@ def _forbidden(source: str, config: Config) -> Iterator[bool]:
         yield has("view", "none") and has("shuffle", 4)
     if source == "mixture_stop":
         yield has("view", "none") and has("num_epochs", None)
-    if source == "mixture_staged":
+    if source in ("mixture_staged", "records_cached"):
         yield viewed
     if source == "buckets":
         yield has("view", "zip") or has("batch", "schedule") or differs("resume_batch", "same")
@@ -471,6 +470,37 @@ class RecordsInBatches(Records):
         return np.array([length_of(number) for number in range(self._count)])
 
 
+class CachedRecords(Records):
+    """Records in files that are read through a cache; keeps what is asked of it ahead of the reads."""
+
+    def __init__(self, count: int, component: int = 0, faults: Faults | None = None, dtype: str = "float32") -> None:
+        super().__init__(count, component, faults, dtype)
+        self.asked: list[list[int]] = []  # record ids of each batch
+
+    def cached_files(self, record_ids: np.ndarray) -> list[CachedFile]:
+        self.asked.append(record_ids.tolist())
+        return [CachedFile(number) for number in dict.fromkeys((record_ids // 4).tolist())]
+
+
+@dataclasses.dataclass(frozen=True)
+class CachedFile:
+    """A file of which the copy is always there."""
+
+    number: int
+    num_bytes: int = 10
+    ahead_bytes: int = 1000
+    plan_bytes: int = 1000
+
+    def follow(self, next_use: Any) -> None:
+        assert next_use(self) >= 0
+
+    def is_here(self) -> bool:
+        return True
+
+    def fetch(self, next_use: float) -> bool:
+        return True
+
+
 def length_of(record_id: int) -> int:
     """How long a record says it is, by which rows are balanced."""
     return (3 * record_id + 1) % 11
@@ -506,6 +536,9 @@ class Documents(RecordsInBatches):
         return np.array([len(self.record(number)["tokens"]) for number in range(self._count)])
 
 
+RECORDS = {"records": Records, "records_batch": RecordsInBatches, "records_cached": CachedRecords}
+
+
 def lengths_of_files(count: int) -> list[int]:
     """Records of each file."""
     lengths: list[int] = []
@@ -537,7 +570,7 @@ def leaf(
 
 def leaf_of(kind: type[Records], count: int, component: int = 0, dtype: str = "float32") -> Node:
     record = kind(count, component, dtype=dtype).record
-    return leaf(lambda faults: kind(count, component, faults, dtype), count, record, component, kind is not Records)
+    return leaf(lambda faults: kind(count, component, faults, dtype), count, record, component, kind not in (Records, CachedRecords))
 
 
 def mixture_of(source: str, count: int, dtype: str = "float32") -> Node:
@@ -597,8 +630,8 @@ def node_of(source: str, count: int, folder: str, dtype: str = "float32") -> Nod
     if source == "grain_map":
         made = leaf(lambda faults: _grain(count).map(mapped), count, plain_record, in_files=False)
         return dataclasses.replace(made, read=lambda i, draw: mapped(plain_record(i)))
-    if source in ("records", "records_batch"):
-        return leaf_of(Records if source == "records" else RecordsInBatches, count, dtype=dtype)
+    if source in RECORDS:
+        return leaf_of(RECORDS[source], count, dtype=dtype)
     return mixture_of(source, count, dtype)
 
 
@@ -1281,6 +1314,15 @@ class Case:
         read = sum(lengths.values()) - steps.position_of(event.step) * len(mine) // self.num_lanes
         lanes = ", ".join(map(str, longer[:8])) + (", …" if len(longer) > 8 else "")
         return shortest, self.num_lanes, f"{lengths[shortest]:,}", lanes, f"{read:,}"
+
+    def asked_ahead(self, phase: Phase, host: int, count: int) -> list[list[int]]:
+        """The record ids of a host's first batches, whose files are fetched ahead."""
+        found: list[list[int]] = []
+        while len(found) < count and (batch := self._batch_if_any(len(found), Steps((), phase.schedule))) is not None:
+            assert batch.ids is not None
+            rows = self.rows_read(phase, host, len(batch.rows))
+            found.append([batch.ids[row] for row in rows if row < len(batch.ids)])
+        return found
 
     def rows_read(self, phase: Phase, host: int, size: int) -> list[int]:
         """The rows of a batch that a host reads."""

@@ -132,10 +132,10 @@ def _play_phase(case: Case, phase: Phase, wanted: list[Event], host: int, world:
     timeout = TIMEOUT_SECONDS * (5 if settings["num_workers"] else 1)  # processes are slow to start
     if case.config["fault"] == "late":
         timeout = SHORT_TIMEOUT_SECONDS
-    before = len(world.warnings() or ())
+    before, source = len(world.warnings() or ()), case.source(phase, host, faults)
     try:
         feed = meshfeed.Feed(
-            case.source(phase, host, faults),
+            source,
             sharding,
             **settings,
             name=name,
@@ -155,6 +155,10 @@ def _play_phase(case: Case, phase: Phase, wanted: list[Event], host: int, world:
         player = _Player(case, phase, host, world, feed, faults, name.rpartition("-")[0])
         for number, event in enumerate(wanted):
             player.play(event, f"action {name.rpartition('-')[2]}.{number} {event.action}")
+    if case.config["source"] == "records_cached" and case.config["script"] == "run":
+        asked = [ids for number, ids in enumerate(source.asked) if ids or number]  # at first for none, to see if it is cached
+        wanted_ids = case.asked_ahead(phase, host, len(asked))
+        assert asked == wanted_ids, f"asked ahead for {asked}, not {wanted_ids}"
 
 
 _WARNINGS = {
