@@ -288,7 +288,7 @@ def test_rows_of_some_devices_reach_all(seed: int) -> None:
     size = rng.choice([8, 16])
     chunk = -(-size // len(reading))
     names = ["float32", "bfloat16", "bool", "int4", "uint8", "int16", "complex64", "uint32"]
-    hosts = [some(rng, (size, 4), name) for name in names]
+    hosts = [some(rng, (size, 8), name) for name in names]
     shardings = [NamedSharding(mesh, some_spec(rng, mesh, 2)) for _ in names]
     specs = [jax.ShapeDtypeStruct(host.shape, host.dtype, sharding=s) for host, s in zip(hosts, shardings, strict=True)]
     carried = []
