@@ -196,7 +196,13 @@ class _Player:
         late = self.case.config["outside"] == "late" and self.host >= self.phase.topology.hosts
         if late and not is_random(self.case.config["source"]):  # which would not follow
             self.world.gather(f"{self.name}/{where}", self.phase.topology.hosts)
+        hosts = self.phase.topology.hosts
+        waits = self.case.config["fault"] == "unopened" and hosts > 2
+        if waits and self.host == 1:  # the others learn of the host that fails before this one has come
+            self.world.gather(f"{self.name}/{where}", hosts - 2)
         self._take_now(event, where, count)
+        if waits and 1 != self.host < hosts:
+            self.world.put(f"{self.name}/{where}", self.host, None)
         if self.case.config["outside"] == "late" and self.host < self.phase.topology.hosts:
             self.world.put(f"{self.name}/{where}", self.host, None)
 
