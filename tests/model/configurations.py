@@ -111,7 +111,14 @@ DEFAULTS: Config = {
 OF_ALL_HOSTS = [fault for fault in OPTIONS["fault"] if fault not in ODD]
 SIMULATED = {**OPTIONS, "num_workers": [0]}
 REAL_HOSTS = 4
-REAL = {**OPTIONS, "x64": [False], "fault": OF_ALL_HOSTS, "hosts": [1, 2, 3, 4], "devices": [2], "outside": [0]}  # hosts beyond `hosts` are outside
+REAL = {
+    **OPTIONS,
+    "x64": [False],
+    "fault": OF_ALL_HOSTS,
+    "hosts": [1, 2, 3, 4],
+    "devices": [2],
+    "outside": [0],
+}  # hosts beyond `hosts` are outside
 ONE_HOST = {  # on real devices
     **SIMULATED,
     "fault": OF_ALL_HOSTS,
@@ -570,7 +577,13 @@ def leaf(
 
 def leaf_of(kind: type[Records], count: int, component: int = 0, dtype: str = "float32") -> Node:
     record = kind(count, component, dtype=dtype).record
-    return leaf(lambda faults: kind(count, component, faults, dtype), count, record, component, kind not in (Records, CachedRecords))
+    return leaf(
+        lambda faults: kind(count, component, faults, dtype),
+        count,
+        record,
+        component,
+        kind not in (Records, CachedRecords),
+    )
 
 
 def mixture_of(source: str, count: int, dtype: str = "float32") -> Node:
@@ -827,7 +840,9 @@ class Event:
     following: Batch | None = None  # the next batch, by whose shapes the feed describes itself
     read: tuple[list[int], Batch] | None = None  # record ids, and their records as of the first epoch
     sizes: tuple[int, ...] = ()  # of the delivered batches
-    segments: list[list[int]] = dataclasses.field(default_factory=list)  # first step, first position, size: as delivered
+    segments: list[list[int]] = dataclasses.field(
+        default_factory=list
+    )  # first step, first position, size: as delivered
     replayed: list[Batch] = dataclasses.field(default_factory=list)  # some of the delivered batches
 
 
@@ -1308,7 +1323,9 @@ class Case:
         if len(longer) == len(mine) or not longer:
             return None
         shortest = min(mine, key=lengths.__getitem__)
-        counted = config["source"] == "stream_decode" and DecodedLanes(config["records"], False).lane_lengths(self.num_lanes)
+        counted = config["source"] == "stream_decode" and DecodedLanes(config["records"], False).lane_lengths(
+            self.num_lanes
+        )
         if counted and lengths[shortest] >= config["num_epochs"] * counted[shortest]:
             return None
         read = sum(lengths.values()) - steps.position_of(event.step) * len(mine) // self.num_lanes

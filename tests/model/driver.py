@@ -156,7 +156,9 @@ def _play_phase(case: Case, phase: Phase, wanted: list[Event], host: int, world:
         for number, event in enumerate(wanted):
             player.play(event, f"action {name.rpartition('-')[2]}.{number} {event.action}")
     if case.config["source"] == "records_cached" and case.config["script"] == "run":
-        asked = [ids for number, ids in enumerate(source.asked) if ids or number]  # at first for none, to see if it is cached
+        asked = [
+            ids for number, ids in enumerate(source.asked) if ids or number
+        ]  # at first for none, to see if it is cached
         wanted_ids = case.asked_ahead(phase, host, len(asked))
         assert asked == wanted_ids, f"asked ahead for {asked}, not {wanted_ids}"
 
@@ -174,9 +176,7 @@ def _warned(world: World, of: str, after: int = 0) -> list[Any]:
 
 
 class _Player:
-    def __init__(
-        self, case: Case, phase: Phase, host: int, world: World, feed: Any, faults: Faults, name: str
-    ) -> None:
+    def __init__(self, case: Case, phase: Phase, host: int, world: World, feed: Any, faults: Faults, name: str) -> None:
         self.case, self.phase, self.host, self.world, self.feed, self.name = case, phase, host, world, feed, name
         self.faults = faults
         self.left = False  # whether this host or another has closed its feed early
@@ -227,7 +227,9 @@ class _Player:
                 return
             except Exception as error:
                 raise AssertionError(f"{here}: raised {error!r}") from error
-            wanted = {name: narrowed(leaf, self.case.config["x64"]) for name, leaf in flat(batch.arrays(mask_key)).items()}
+            wanted = {
+                name: narrowed(leaf, self.case.config["x64"]) for name, leaf in flat(batch.arrays(mask_key)).items()
+            }
             arrays = flat(arrays)
             assert sorted(arrays) == sorted(wanted), f"{here}: leaves {sorted(arrays)}"
             for name, array in arrays.items():
@@ -419,7 +421,8 @@ class _Player:
             try:
                 self.feed.set_state(wrong)
             except meshfeed.StateMismatchError as error:
-                assert error.field.startswith(field), f"{where}: {error!r}, not about {field!r}"
+                if not error.field.startswith(field):
+                    raise AssertionError(f"{where}: {error!r}, not about {field!r}") from error
             else:
                 raise AssertionError(f"{where}: took a state with another {field!r}: {wrong}")
             at = self.feed.step, self.feed.position, self.feed.get_state()
@@ -466,7 +469,9 @@ class _Player:
     def _spec(self, event: Event, where: str) -> None:
         if event.following is not None:
             batch = event.following.arrays("mask" if self.case.config["mask"] else None)
-            wanted = {name: (leaf.shape, narrowed(leaf, self.case.config["x64"]).dtype) for name, leaf in flat(batch).items()}
+            wanted = {
+                name: (leaf.shape, narrowed(leaf, self.case.config["x64"]).dtype) for name, leaf in flat(batch).items()
+            }
             spec = flat(self.feed.element_spec)
             found = {name: (leaf.shape, leaf.dtype) for name, leaf in spec.items()}
             assert found == wanted, f"{where}: element_spec {found}, not {wanted}"
@@ -501,8 +506,8 @@ class _Player:
             try:
                 self.feed.read(wrong)
             except meshfeed.MeshfeedError as error:
-                assert type(error).__name__ == kind, f"{where}: read({wrong}) raised {error!r}"
-                assert str(np.ravel(wrong)[-1]) in str(error), f"{where}: read({wrong}) raised {error!r}"
+                if type(error).__name__ != kind or str(np.ravel(wrong)[-1]) not in str(error):
+                    raise AssertionError(f"{where}: read({wrong}) raised {error!r}") from error
             else:
                 raise AssertionError(f"{where}: read({wrong}) gave records")
 
@@ -512,7 +517,9 @@ class _Player:
             found, wanted = flat(self.feed.replay(batch.step)), flat(batch.arrays(mask_key))
             assert sorted(found) == sorted(wanted), f"{where}: replay({batch.step}) has the leaves {sorted(found)}"
             for name, leaf in wanted.items():
-                assert _same(found[name], leaf), f"{where}: replay({batch.step}), leaf {name}: {found[name]}, not {leaf}"
+                assert _same(found[name], leaf), (
+                    f"{where}: replay({batch.step}), leaf {name}: {found[name]}, not {leaf}"
+                )
 
 
 def _same(found: np.ndarray, wanted: np.ndarray) -> bool:

@@ -602,9 +602,7 @@ def _halves(group: list[int], costs: Sequence[float]) -> tuple[list[int], list[i
     right = [b if sign > 0 else a for (a, b), sign in zip(pairs, signs, strict=True)]
     for _ in range(3 if len(left) <= _SWAPPED else 0):
         gap = sum(costs[row] for row in left) - sum(costs[row] for row in right)
-        after = {
-            (i, j): abs(gap - 2 * (costs[a] - costs[b])) for i, a in enumerate(left) for j, b in enumerate(right)
-        }
+        after = {(i, j): abs(gap - 2 * (costs[a] - costs[b])) for i, a in enumerate(left) for j, b in enumerate(right)}
         i, j = min(after, key=after.__getitem__)
         if after[i, j] < abs(gap):
             left[i], right[j] = right[j], left[i]
@@ -629,7 +627,10 @@ def _halves_of_shards(group: list[int], costs: Sequence[Sequence[int]]) -> tuple
             a, b = b, a
         left, right, gap = [*left, a], [*right, b], [x + y for x, y in zip(gap, gap_of((a, b)), strict=True)]
     for _ in range(8 if len(left) <= _SWAPPED else 0):
-        gap = minus([sum(costs[row][s] for row in left) for s in range(len(gap))], [sum(costs[row][s] for row in right) for s in range(len(gap))])
+        gap = minus(
+            [sum(costs[row][s] for row in left) for s in range(len(gap))],
+            [sum(costs[row][s] for row in right) for s in range(len(gap))],
+        )
         after = {
             (i, j): [g - 2 * d for g, d in zip(gap, gap_of((a, b)), strict=True)]
             for i, a in enumerate(left)

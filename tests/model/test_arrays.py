@@ -35,7 +35,7 @@ def some(rng: random.Random, shape: tuple[int, ...], name: str) -> np.ndarray:
     """Any bits that a value of the dtype may have."""
     dtype = dtype_of(name)
     bits = np.frombuffer(rng.randbytes(int(np.prod(shape)) * dtype.itemsize), np.uint8)
-    if dtype == bool:
+    if dtype.kind == "b":
         return (bits % 2 == 1).reshape(shape)
     if name in WIDTHS:
         values = bits.astype(np.int32) % 2 ** WIDTHS[name]
@@ -133,7 +133,9 @@ def test_integers_that_do_not_fit_are_named(dtype: str, limits: tuple[int, int])
         dtypes.narrow(np.array([limits[1] + 1], dtype), "", False)
 
 
-@pytest.mark.parametrize("wrong", [["a"], [b"a"], [None], np.zeros(1, "M8[s]"), np.zeros(1, "m8[s]"), np.zeros(1, "V3")])
+@pytest.mark.parametrize(
+    "wrong", [["a"], [b"a"], [None], np.zeros(1, "M8[s]"), np.zeros(1, "m8[s]"), np.zeros(1, "V3")]
+)
 def test_what_is_no_number_is_named(wrong: Any) -> None:
     for array in (np.array(wrong), np.array(wrong)[:0]):
         with pytest.raises(SourceError) as caught:
@@ -270,10 +272,15 @@ def test_a_mask_lies_as_the_rows_do() -> None:
     assert found["m"].sharding.spec == PartitionSpec("a")
     assert found["m"].tolist() == host["m"].tolist()
     for size in (6, 10):
-        wrong = FeedSettings.of({**{f: getattr(settings, f) for f in settings.__dataclass_fields__}, "global_batch_size": size})
+        wrong = FeedSettings.of(
+            {**{f: getattr(settings, f) for f in settings.__dataclass_fields__}, "global_batch_size": size}
+        )
         for load in ("sharded", "once"):
             with pytest.raises(PlanError):
-                make_placer(sharding, FeedSettings.of({**{f: getattr(wrong, f) for f in wrong.__dataclass_fields__}, "load": load}))
+                make_placer(
+                    sharding,
+                    FeedSettings.of({**{f: getattr(wrong, f) for f in wrong.__dataclass_fields__}, "load": load}),
+                )
 
 
 @pytest.mark.parametrize("seed", range(4))

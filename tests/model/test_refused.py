@@ -27,6 +27,11 @@ def feed_of(source: Any, **settings: Any) -> meshfeed.Feed:
     return meshfeed.Feed(source, mesh(), **{"global_batch_size": 8, "retry": retry, **settings})
 
 
+def take(feed: meshfeed.Feed, count: int) -> None:
+    for _ in range(count):
+        next(feed)
+
+
 def record(number: int) -> Record:
     return {"id": np.int32(number)}
 
@@ -96,11 +101,29 @@ SETTINGS: list[tuple[Callable[[], Any], dict[str, Any], type[Exception], str | N
         ["num_lanes=8; it must divide every global batch size, here 8, 12"],
     ),
     (lambda: Table(0), {}, meshfeed.SourceError, None, ["the source Table is empty: it has 0 records"]),
-    (Table, {"balance": "tokens"}, meshfeed.SettingsError, "balance", ["balance='tokens' needs the lengths", "'Table'"]),
-    (Table, {"global_batch_size": None}, meshfeed.SettingsError, "global_batch_size", ["a random-access source needs it"]),
+    (
+        Table,
+        {"balance": "tokens"},
+        meshfeed.SettingsError,
+        "balance",
+        ["balance='tokens' needs the lengths", "'Table'"],
+    ),
+    (
+        Table,
+        {"global_batch_size": None},
+        meshfeed.SettingsError,
+        "global_batch_size",
+        ["a random-access source needs it"],
+    ),
     (lambda: batches(8), {"shuffle": True}, meshfeed.SettingsError, "shuffle", ["shuffle=True has no effect"]),
     (lambda: batches(8), {"shuffle": 1}, meshfeed.SettingsError, "shuffle", ["shuffle=1 has no effect"]),
-    (lambda: batches(8), {"num_workers": 2}, meshfeed.SettingsError, "num_workers", ["num_workers=", "has no effect on an iterable"]),
+    (
+        lambda: batches(8),
+        {"num_workers": 2},
+        meshfeed.SettingsError,
+        "num_workers",
+        ["num_workers=", "has no effect on an iterable"],
+    ),
     (lambda: batches(8), {"num_lanes": 2}, meshfeed.SettingsError, "num_lanes", ["num_lanes=2 has no effect"]),
     (lambda: batches(8), {"bad_records": SKIP}, meshfeed.SettingsError, "bad_records", ["has no effect", "handle bad"]),
     (lambda: batches(8), {"load": "once"}, meshfeed.SettingsError, "load", ["load='once' needs a source of records"]),
@@ -172,12 +195,20 @@ class WithState:
 
 def several(lane_index: int, num_lanes: int) -> Iterator[Record]:
     """Records of which those of the second lane, and the third of the first one, are different."""
-    return iter([record(1), record(2), {"id": np.int64(3)}, record(4)] if not lane_index else [{"id": np.float32(1)}] * 4)
+    return iter(
+        [record(1), record(2), {"id": np.int64(3)}, record(4)] if not lane_index else [{"id": np.float32(1)}] * 4
+    )
 
 
 SOURCES: list[tuple[Callable[[], Any], dict[str, Any], type[Exception], list[str], int | None]] = [
     (lambda: Lanes(stop), {}, meshfeed.SourceError, ["opening lane 0 raised StopIteration"], 0),
-    (lambda: Lanes(raising(KeyError("gone"))), {"num_lanes": 1}, KeyError, ["while reading lane 0, after record 5"], None),
+    (
+        lambda: Lanes(raising(KeyError("gone"))),
+        {"num_lanes": 1},
+        KeyError,
+        ["while reading lane 0, after record 5"],
+        None,
+    ),
     (
         lambda: Lanes(decode=stop),
         {"num_lanes": 1},
@@ -210,7 +241,13 @@ SOURCES: list[tuple[Callable[[], Any], dict[str, Any], type[Exception], list[str
     (lambda: Lanes(several), {"num_lanes": 2, "global_batch_size": 4}, meshfeed.SourceError, ["lane 1", "float32"], 1),
     (lambda: Lanes(several), {"num_lanes": 1}, meshfeed.SourceError, ["lane 0", "int64"], 0),
     (lambda: batches(), {}, meshfeed.SourceError, ["the host batches are empty"], None),
-    (lambda: batches(8, 4, 8), {}, meshfeed.SourceError, ["host batch 1 has 4 rows and is not the last; expected 8"], None),
+    (
+        lambda: batches(8, 4, 8),
+        {},
+        meshfeed.SourceError,
+        ["host batch 1 has 4 rows and is not the last; expected 8"],
+        None,
+    ),
     (
         lambda: batches(16),
         {},
@@ -218,7 +255,13 @@ SOURCES: list[tuple[Callable[[], Any], dict[str, Any], type[Exception], list[str
         ["host batch 0: leaf ['x'] has 16 rows, but this host holds 8 rows", "global batch of 8"],
         None,
     ),
-    (lambda: batches(6), {"global_batch_size": None}, meshfeed.PlanError, ["6 rows cannot be split", "4 of the 4"], None),
+    (
+        lambda: batches(6),
+        {"global_batch_size": None},
+        meshfeed.PlanError,
+        ["6 rows cannot be split", "4 of the 4"],
+        None,
+    ),
     (
         lambda: sources.HostBatches([{"x": np.zeros((8, 2))}, {"x": np.zeros((8, 3))}]),
         {},
@@ -266,8 +309,7 @@ def test_sources_that_break_the_rules(case: Any) -> None:
     with feed_of(make(), **settings) as feed:
         for _ in range(2):
             with pytest.raises(kind) as caught:
-                for _ in range(9):
-                    next(feed)
+                take(feed, 9)
             text = f"{caught.value} {getattr(caught.value, '__notes__', '')}"
             assert all(word in text for word in words), caught.value
             assert getattr(caught.value, "lane_index", None) == lane_index
@@ -306,7 +348,12 @@ def saved(source: Any, steps: int = 2, **settings: Any) -> Any:
         (None, lambda *_: iter([]), meshfeed.SourceError, ["lane 0 ended 8 records before", "epoch 0, record 8"]),
         (None, lambda i, n: map(record, range(5)), meshfeed.SourceError, ["lane 0 ended 3 records before"]),
         (lambda *_: WithState(), None, meshfeed.StateMismatchError, ["lanes.0.state", "has no set_state"]),
-        (lambda *_: WithState(), lambda *_: WithState(set_state=stop), meshfeed.SourceError, ["restoring lane 0 raised"]),
+        (
+            lambda *_: WithState(),
+            lambda *_: WithState(set_state=stop),
+            meshfeed.SourceError,
+            ["restoring lane 0 raised"],
+        ),
     ],
 )
 def test_states_that_a_source_cannot_take(before: Any, after: Any, kind: type[Exception], words: Sequence[str]) -> None:
@@ -333,7 +380,11 @@ def test_lanes_are_resumed_with_any_number_of_records_that_fits() -> None:
         with pytest.raises(meshfeed.StateMismatchError) as caught:
             feed.set_state(wide)
         assert (caught.value.field, caught.value.saved, caught.value.current) == ("num_lanes", 2, 4)
-    six = meshfeed.Feed(Lanes(), jax.make_mesh((3,), ("data",), devices=jax.devices()[:3], axis_types=(AxisType.Auto,)), global_batch_size=9)
+    six = meshfeed.Feed(
+        Lanes(),
+        jax.make_mesh((3,), ("data",), devices=jax.devices()[:3], axis_types=(AxisType.Auto,)),
+        global_batch_size=9,
+    )
     with six as feed:
         with pytest.raises(meshfeed.StateMismatchError) as caught:
             feed.set_state(wide)

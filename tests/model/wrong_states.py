@@ -63,7 +63,9 @@ def wrong_states(state: State, host: int, lanes: set[int], total: int | None) ->
         yield from _of_hosts(state, str(host), changed, put)
 
 
-def _of_lanes(state: State, needed: set[int], changed: Callable[..., Wrong], put: Callable[..., Any]) -> Iterator[Wrong]:
+def _of_lanes(
+    state: State, needed: set[int], changed: Callable[..., Wrong], put: Callable[..., Any]
+) -> Iterator[Wrong]:
     count = state["num_lanes"]
     yield changed("position", put("position", state["position"] + 1))
     if not all(entry["ended"] for entry in state["lanes"].values()):
@@ -85,8 +87,9 @@ def _of_lanes(state: State, needed: set[int], changed: Callable[..., Wrong], put
         before = {**entry, "records": entry["records"] - 1, "ended": False}
         yield changed(f"{field}.records", put("lanes", key, sealed(before)))
         yield changed("position", put("lanes", key, sealed({**before, "ended": True})))
-    for lane in sorted(needed)[:1]:
-        yield changed("lanes", lambda other: other["lanes"].pop(str(lane)))
+    if needed:
+        first = str(min(needed))
+        yield changed("lanes", lambda other: other["lanes"].pop(first))
 
 
 def _of_hosts(state: State, host: str, changed: Callable[..., Wrong], put: Callable[..., Any]) -> Iterator[Wrong]:

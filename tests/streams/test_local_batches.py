@@ -165,7 +165,7 @@ def test_a_short_batch_ends_an_epoch_and_is_an_error_before_its_end() -> None:
 
 def test_epochs_of_short_batches_alone_are_an_error_instead_of_an_endless_search() -> None:
     with make_feed(meshfeed.sources.HostBatches(batches_of(6)), global_batch_size=8, num_epochs=None) as feed:
-        with pytest.raises(meshfeed.SourceError, match="only 6 rows in epoch 1; expected 8 rows.*would never end"):
+        with pytest.raises(meshfeed.SourceError, match=r"only 6 rows in epoch 1; expected 8 rows.*would never end"):
             next(feed)
     with make_feed(meshfeed.sources.HostBatches(batches_of(6)), global_batch_size=8, num_epochs=3) as feed:
         assert list(feed) == []
