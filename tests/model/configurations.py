@@ -1346,10 +1346,11 @@ class Case:
         return phase.topology.rows_of(host, size, phase.load)
 
     def shows_structure(self, phase: Phase, host: int, batch: Batch) -> bool:
-        """Whether a host has a record of a batch: one of its lanes, even if another host holds its row."""
+        """Whether a host has a record of a batch: one of the lanes of its rows, even if another host holds its row."""
         rows = self.rows_read(phase, host, len(batch.rows))
         if self.config["source"] in STREAMS:
-            lanes, each = self.lanes_of(phase, host), len(batch.rows) // self.num_lanes
+            each = len(batch.rows) // self.num_lanes
+            lanes = {row // each for row in rows}
             rows = [row for row in range(len(batch.rows)) if row // each in lanes]
         return is_random(self.config["source"]) or any(batch.rows[row] is not None for row in rows)
 

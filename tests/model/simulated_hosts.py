@@ -180,11 +180,14 @@ def simulation() -> Iterator[None]:
     log.addHandler(handler)
     propagates, log.propagate = log.propagate, False
     steps.setLevel(logging.DEBUG)
+    disabled = logging.root.manager.disable
+    logging.disable(logging.NOTSET)
     try:
         yield
     finally:
         log.removeHandler(handler)
         steps.setLevel(logging.NOTSET)
+        logging.disable(disabled)
         log.propagate = propagates
         _current.pop()
         for owner, name, value in saved:
