@@ -1354,15 +1354,17 @@ class Case:
             rows = [row for row in range(len(batch.rows)) if row // each in lanes]
         return is_random(self.config["source"]) or any(batch.rows[row] is not None for row in rows)
 
-    def num_replaced(self, phase: Phase, host: int, batch: Batch) -> int:
-        """The bad records of a batch that a host finds."""
+    def num_replaced(self, phase: Phase, host: int, batch: Batch, first_step: int) -> int:
+        """The bad records of a batch that a host finds, which has read from a step on."""
         if self.config["source"] in STREAMS:
-            return sum(record_id >> 48 in self.lanes_of(phase, host) for record_id, _, _ in batch.bad)
+            return sum(record_id >> 48 in self.lanes_of(phase, host, first_step) for record_id, _, _ in batch.bad)
         return len(set(batch.replaced) & set(self.rows_read(phase, host, len(batch.rows))))
 
-    def lanes_of(self, phase: Phase, host: int) -> set[int]:
-        """The lanes that a host reads: those of its rows, in batches of any of the sizes."""
-        sizes = {size for _, size in phase.schedule}
+    def lanes_of(self, phase: Phase, host: int, first_step: int = 0) -> set[int]:
+        """The lanes that a host reads from a step on: those of its rows, in batches of any of the sizes."""
+        stages = phase.schedule
+        now = max(first for first, _ in stages if first <= first_step)
+        sizes = {size for first, size in stages if first >= now}
         return {
             row // (size // self.num_lanes) for size in sizes for row in phase.topology.rows_of(host, size, phase.load)
         }

@@ -183,6 +183,7 @@ class _Player:
         self.delivered = {"batches": 0, "records": 0, "bytes": 0, "skipped_records": 0}
         self.has_structure = False  # whether this host has had a record since the feed began or was moved
         self.sizes: tuple[int, ...] = ()  # of the batches that are delivered in an action and before
+        self.first_step = 0  # where the feed began or was moved to
         self.moved = False  # whether a batch has been delivered since
 
     def play(self, event: Event, where: str) -> None:
@@ -319,7 +320,7 @@ class _Player:
         self.delivered["batches"] += 1
         self.delivered["records"] += batch.position - batch.before
         self.delivered["bytes"] += each * len(mine) if self.has_structure else 0
-        self.delivered["skipped_records"] += case.num_replaced(self.phase, self.host, batch)
+        self.delivered["skipped_records"] += case.num_replaced(self.phase, self.host, batch, self.first_step)
 
     def _bytes_of_row(self, name: str, leaf: np.ndarray) -> int:
         """Bytes of a row of a leaf that this host reads: of the memory's columns only those that it holds."""
@@ -344,12 +345,14 @@ class _Player:
             wanted["record_ids"] = [batch.ids[row] for row in mine if row < len(batch.ids)]
             assert isinstance(found.pop("files"), list), where
         elif source in STREAMS:
-            lanes = sorted(case.lanes_of(self.phase, self.host))
+            lanes = sorted(case.lanes_of(self.phase, self.host, self.first_step))
             upto = Steps(self.sizes, self.phase.schedule).position_of(batch.step + 1) // case.num_lanes
             wanted["lanes"] = {str(lane): len(case.model.upto(lane, upto)) for lane in lanes}
         assert {name: found.get(name) for name in wanted} == wanted, f"{where}: the log says {found}, not {wanted}"
         assert found.keys() - names == wanted.keys(), f"{where}: the log has {sorted(found)}"
-        assert len(found.get("bad_records", ())) == case.num_replaced(self.phase, self.host, batch), where
+        assert len(found.get("bad_records", ())) == case.num_replaced(self.phase, self.host, batch, self.first_step), (
+            where
+        )
 
     def _check_stats(self, where: str) -> None:
         stats = self.feed.stats()
@@ -394,7 +397,7 @@ class _Player:
         elif source in STREAMS:
             wanted["num_lanes"] = case.num_lanes
             names |= {"num_lanes"} | ({"mixture"} if source == "stream_mixture" else set())
-            lanes = case.lanes_of(self.phase, self.host) if self.moved else set(range(case.num_lanes))
+            lanes = case.lanes_of(self.phase, self.host, self.first_step) if self.moved else set(range(case.num_lanes))
             assert set(state["lanes"]) == {str(lane) for lane in lanes}, f"{where}: lanes {sorted(state['lanes'])}"
             fields = {"records", "epoch", "taken", "state", "skip", "ended", "digest"}
             assert all(set(lane) == fields for lane in state["lanes"].values()), f"{where}: {state['lanes']}"
@@ -407,16 +410,16 @@ class _Player:
         states = self.world.gather(f"{self.name}/{key}", self.case.savers(key))
         merged = meshfeed.merge_states(states)
         self._check_merged(merged, event, where)
-        self._refuses_wrong_states(merged, where)
+        self._refuses_wrong_states(merged, event.step, where)
         self.feed.set_state(merged)
-        self.has_structure = self.moved = False
+        self.has_structure, self.moved, self.first_step = False, False, event.step
         again = self.feed.get_state()
         assert again["position"] == merged["position"], where
 
-    def _refuses_wrong_states(self, state: Any, where: str) -> None:
+    def _refuses_wrong_states(self, state: Any, step: int, where: str) -> None:
         """Whether the feed refuses what resembles a state, and is as before."""
         before = self.feed.get_state()
-        lanes = self.case.lanes_of(self.phase, self.host) if self.case.config["source"] in STREAMS else set()
+        lanes = self.case.lanes_of(self.phase, self.host, step) if self.case.config["source"] in STREAMS else set()
         for field, wrong in wrong_states(state, self.host, lanes, self.case.total):
             try:
                 self.feed.set_state(wrong)
@@ -439,7 +442,7 @@ class _Player:
 
     def _reset(self, event: Event, where: str) -> None:
         self.feed.reset()
-        self.has_structure = self.moved = False
+        self.has_structure, self.moved, self.first_step = False, False, 0
 
     def _len(self, event: Event, where: str) -> None:
         try:
