@@ -1,4 +1,4 @@
-"""Which mutants change only what people read, or nothing. Neither ``scripts/mutate`` nor ``mutate-by-model`` counts them.
+"""Which mutants change only what people read, or nothing: ``scripts/mutate`` and ``mutate-by-model`` do not count them.
 
 A mutant does not count if all that it changes is
 

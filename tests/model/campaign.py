@@ -60,7 +60,7 @@ def shrunk(config: Config, fails: Callable[[Config], bool], seconds: float = _SH
 def _simpler(config: Config) -> Iterator[Config]:
     """The configuration with one setting changed, the largest simplifications first."""
     for name, default in DEFAULTS.items():
-        if config[name] is not default:
+        if config.get(name, default) is not default:
             yield {**config, name: default}
     for name in ("records", "hosts", "resume_hosts", "taken", "prefetch", "num_lanes"):
         if config[name] is not DEFAULTS[name]:

@@ -32,7 +32,7 @@ MIXTURES = ("mixture", "mixture_staged", "mixture_nested", "mixture_take", "mixt
 PACKED = ("packed", "packed_mixture")
 DOCUMENTS = (*PACKED, "mixture_packed", "buckets")
 IN_FILES = (*FILES, *MIXTURES, *DOCUMENTS, "records_batch", "map", "padded")
-RANDOM = (*IN_FILES, "memory", "records", "map_rng", "grain_map")
+RANDOM = (*IN_FILES, "memory", "records", "records_cached", "map_rng", "grain_map")
 TOKENS = ("tokens", *DOCUMENTS)
 STREAMS = (
     *("stream", "stream_state", "stream_uneven", "stream_map", "stream_decode", "stream_mixture", "shuffle_buffer"),
@@ -48,8 +48,7 @@ FAULTY = (
 ANY_DTYPE = (
     *(
         "memory",
-        "records",
-        "records_batch",
+        *("records", "records_batch", "records_cached"),
         "mixture",
         "mixture_staged",
         "mixture_nested",
@@ -186,7 +185,7 @@ def _forbidden(source: str, config: Config) -> Iterator[bool]:
         yield has("view", "none") and has("shuffle", 4)
     if source == "mixture_stop":
         yield has("view", "none") and has("num_epochs", None)
-    if source == "mixture_staged":
+    if source in ("mixture_staged", "records_cached"):
         yield viewed
     if source == "buckets":
         yield has("view", "zip") or has("batch", "schedule") or differs("resume_batch", "same")
@@ -479,6 +478,37 @@ class RecordsInBatches(Records):
         return np.array([length_of(number) for number in range(self._count)])
 
 
+class CachedRecords(Records):
+    """Records in files that are read through a cache; keeps what is asked of it ahead of the reads."""
+
+    def __init__(self, count: int, component: int = 0, faults: Faults | None = None, dtype: str = "float32") -> None:
+        super().__init__(count, component, faults, dtype)
+        self.asked: list[list[int]] = []  # record ids of each batch
+
+    def cached_files(self, record_ids: np.ndarray) -> list[CachedFile]:
+        self.asked.append(record_ids.tolist())
+        return [CachedFile(number) for number in dict.fromkeys((record_ids // 4).tolist())]
+
+
+@dataclasses.dataclass(frozen=True)
+class CachedFile:
+    """A file of which the copy is always there."""
+
+    number: int
+    num_bytes: int = 10
+    ahead_bytes: int = 1000
+    plan_bytes: int = 1000
+
+    def follow(self, next_use: Any) -> None:
+        assert next_use(self) >= 0
+
+    def is_here(self) -> bool:
+        return True
+
+    def fetch(self, next_use: float) -> bool:
+        return True
+
+
 def length_of(record_id: int) -> int:
     """How long a record says it is, by which rows are balanced."""
     return (3 * record_id + 1) % 11
@@ -514,6 +544,9 @@ class Documents(RecordsInBatches):
         return np.array([len(self.record(number)["tokens"]) for number in range(self._count)])
 
 
+RECORDS = {"records": Records, "records_batch": RecordsInBatches, "records_cached": CachedRecords}
+
+
 def lengths_of_files(count: int) -> list[int]:
     """Records of each file."""
     lengths: list[int] = []
@@ -545,7 +578,13 @@ def leaf(
 
 def leaf_of(kind: type[Records], count: int, component: int = 0, dtype: str = "float32") -> Node:
     record = kind(count, component, dtype=dtype).record
-    return leaf(lambda faults: kind(count, component, faults, dtype), count, record, component, kind is not Records)
+    return leaf(
+        lambda faults: kind(count, component, faults, dtype),
+        count,
+        record,
+        component,
+        kind not in (Records, CachedRecords),
+    )
 
 
 def mixture_of(source: str, count: int, dtype: str = "float32") -> Node:
@@ -605,8 +644,8 @@ def node_of(source: str, count: int, folder: str, dtype: str = "float32") -> Nod
     if source == "grain_map":
         made = leaf(lambda faults: _grain(count).map(mapped), count, plain_record, in_files=False)
         return dataclasses.replace(made, read=lambda i, draw: mapped(plain_record(i)))
-    if source in ("records", "records_batch"):
-        return leaf_of(Records if source == "records" else RecordsInBatches, count, dtype=dtype)
+    if source in RECORDS:
+        return leaf_of(RECORDS[source], count, dtype=dtype)
     return mixture_of(source, count, dtype)
 
 
@@ -1143,6 +1182,11 @@ class Case:
             batches = {number: model.batch(number, steps) for number in {0, 1, step, step + 1}}
             event.ids = {number: batch and batch.ids for number, batch in batches.items()}
         readable = self.config["fault"] in ("none", "transient")
+        if kind == "spec" and self.config["source"] in HOST_BATCHES:
+            # Each host describes its own batches, if it has a further one; once it knows their size, that of every batch.
+            lists_of_hosts = [self._host_lists(host) for host in range(self.topologies[0].hosts)]
+            if all(map(any, lists_of_hosts)) and step == 0 and self.config["source"] != "host_batches_vary":
+                event.following = self._batch_if_any(0, steps)
         if kind == "spec" and self.config["source"] not in HOST_BATCHES and readable:
             # A stream has records of one shape, and may have ended.
             places = (step, 0) if self.config["source"] in STREAMS else (step,)
@@ -1289,27 +1333,39 @@ class Case:
         lanes = ", ".join(map(str, longer[:8])) + (", …" if len(longer) > 8 else "")
         return shortest, self.num_lanes, f"{lengths[shortest]:,}", lanes, f"{read:,}"
 
+    def asked_ahead(self, phase: Phase, host: int, count: int) -> list[list[int]]:
+        """The record ids of a host's first batches, whose files are fetched ahead."""
+        found: list[list[int]] = []
+        while len(found) < count and (batch := self._batch_if_any(len(found), Steps((), phase.schedule))) is not None:
+            assert batch.ids is not None
+            rows = self.rows_read(phase, host, len(batch.rows))
+            found.append([batch.ids[row] for row in rows if row < len(batch.ids)])
+        return found
+
     def rows_read(self, phase: Phase, host: int, size: int) -> list[int]:
         """The rows of a batch that a host reads."""
         return phase.topology.rows_of(host, size, phase.load)
 
     def shows_structure(self, phase: Phase, host: int, batch: Batch) -> bool:
-        """Whether a host has a record of a batch: one of its lanes, even if another host holds its row."""
+        """Whether a host has a record of a batch: one of the lanes of its rows, even if another host holds its row."""
         rows = self.rows_read(phase, host, len(batch.rows))
         if self.config["source"] in STREAMS:
-            lanes, each = self.lanes_of(phase, host), len(batch.rows) // self.num_lanes
+            each = len(batch.rows) // self.num_lanes
+            lanes = {row // each for row in rows}
             rows = [row for row in range(len(batch.rows)) if row // each in lanes]
         return is_random(self.config["source"]) or any(batch.rows[row] is not None for row in rows)
 
-    def num_replaced(self, phase: Phase, host: int, batch: Batch) -> int:
-        """The bad records of a batch that a host finds."""
+    def num_replaced(self, phase: Phase, host: int, batch: Batch, first_step: int) -> int:
+        """The bad records of a batch that a host finds, which has read from a step on."""
         if self.config["source"] in STREAMS:
-            return sum(record_id >> 48 in self.lanes_of(phase, host) for record_id, _, _ in batch.bad)
+            return sum(record_id >> 48 in self.lanes_of(phase, host, first_step) for record_id, _, _ in batch.bad)
         return len(set(batch.replaced) & set(self.rows_read(phase, host, len(batch.rows))))
 
-    def lanes_of(self, phase: Phase, host: int) -> set[int]:
-        """The lanes that a host reads: those of its rows, in batches of any of the sizes."""
-        sizes = {size for _, size in phase.schedule}
+    def lanes_of(self, phase: Phase, host: int, first_step: int = 0) -> set[int]:
+        """The lanes that a host reads from a step on: those of its rows, in batches of any of the sizes."""
+        stages = phase.schedule
+        now = max(first for first, _ in stages if first <= first_step)
+        sizes = {size for first, size in stages if first >= now}
         return {
             row // (size // self.num_lanes) for size in sizes for row in phase.topology.rows_of(host, size, phase.load)
         }

@@ -29,6 +29,9 @@ class _World:
     def warnings(self) -> None:
         return None
 
+    def steps(self) -> None:
+        return None
+
     def devices(self, processes: int, per_host: int) -> list[Any]:
         import jax
 

@@ -35,6 +35,7 @@ from meshfeed._src.reading import identity
 from meshfeed._src.state import files
 
 JOIN_SECONDS, CLEANUP_SECONDS = 60.0, 10.0
+_STEPS = "meshfeed.steps"
 
 
 @dataclasses.dataclass
@@ -102,17 +103,20 @@ class Job:
         self.store = MemoryStore()
         self.counts: dict[int, collections.Counter[str]] = collections.defaultdict(collections.Counter)
         self.warnings: dict[int, list[logging.LogRecord]] = collections.defaultdict(list)  # by host
+        self.steps: dict[int, list[str]] = collections.defaultdict(list)  # host → lines of its log of steps
 
 
-class _Warnings(logging.Handler):
-    """Keeps the warnings of each host, instead of writing them."""
+class _Entries(logging.Handler):
+    """Keeps the warnings of each host and its log of steps, instead of writing them."""
 
     def __init__(self, here: _Here) -> None:
-        super().__init__(logging.WARNING)
+        super().__init__()
         self._here = here
 
     def emit(self, record: logging.LogRecord) -> None:
-        if self._here.job is not None:
+        if self._here.job is not None and record.name == _STEPS:
+            self._here.job.steps[self._here.host].append(record.getMessage())
+        elif self._here.job is not None and record.levelno >= logging.WARNING:
             self._here.job.warnings[self._here.host].append(record)
 
 
@@ -176,13 +180,18 @@ def simulation(*, quiet: bool = True) -> Iterator[None]:
     for owner, name, value in patches:
         setattr(owner, name, value)
     _current.append(here)
-    log, handler = logging.getLogger("meshfeed"), _Warnings(here)
+    log, steps, handler = logging.getLogger("meshfeed"), logging.getLogger(_STEPS), _Entries(here)
     log.addHandler(handler)
     propagates, log.propagate = log.propagate, not quiet
+    steps.setLevel(logging.DEBUG)
+    disabled = logging.root.manager.disable
+    logging.disable(logging.NOTSET)
     try:
         yield
     finally:
         log.removeHandler(handler)
+        steps.setLevel(logging.NOTSET)
+        logging.disable(disabled)
         log.propagate = propagates
         _current.pop()
         for owner, name, value in saved:
@@ -199,6 +208,9 @@ class _World(Exchange):
 
     def warnings(self) -> list[logging.LogRecord]:
         return self._here.job.warnings[self._here.host]
+
+    def steps(self) -> list[str]:
+        return self._here.job.steps[self._here.host]
 
     def devices(self, processes: int, per_host: int) -> list[Any]:
         return fake_devices(processes, per_host, this_process=self._here.host)

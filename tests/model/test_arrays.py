@@ -35,7 +35,7 @@ def some(rng: random.Random, shape: tuple[int, ...], name: str) -> np.ndarray:
     """Any bits that a value of the dtype may have."""
     dtype = dtype_of(name)
     bits = np.frombuffer(rng.randbytes(int(np.prod(shape)) * dtype.itemsize), np.uint8)
-    if dtype == np.bool_:
+    if dtype.kind == "b":
         return (bits % 2 == 1).reshape(shape)
     if name in WIDTHS:
         values = bits.astype(np.int32) % 2 ** WIDTHS[name]
@@ -281,3 +281,34 @@ def test_a_mask_lies_as_the_rows_do() -> None:
                     sharding,
                     FeedSettings.of({**{f: getattr(wrong, f) for f in wrong.__dataclass_fields__}, "load": load}),
                 )
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_rows_of_some_devices_reach_all(seed: int) -> None:
+    """Devices of hosts that do not read hold anything."""
+    rng = random.Random(seed)
+    mesh = mesh_of((2, 4))
+    flat = Mesh(mesh.devices.reshape(-1), ("load",), axis_types=(AxisType.Auto,))
+    load_sharding = NamedSharding(flat, PartitionSpec("load"))
+    reading = sorted(rng.sample(range(8), rng.choice([1, 2, 5, 8])))
+    ranks = [reading.index(number) if number in reading else -1 for number in range(8)]
+    size = rng.choice([8, 16])
+    chunk = -(-size // len(reading))
+    names = ["float32", "bfloat16", "bool", "int4", "uint8", "int16", "complex64", "uint32"]
+    hosts = [some(rng, (size, 8), name) for name in names]
+    shardings = [NamedSharding(mesh, some_spec(rng, mesh, 2)) for _ in names]
+    specs = [jax.ShapeDtypeStruct(host.shape, host.dtype, sharding=s) for host, s in zip(hosts, shardings, strict=True)]
+    carried = []
+    for host in hosts:
+        rows = load_once.to_carrier(host, load_once.carrier_of(host.dtype))
+        whole = np.frombuffer(rng.randbytes(8 * chunk * rows[0].nbytes), rows.dtype).reshape(8 * chunk, *rows.shape[1:])
+        whole = whole.copy()
+        for device, rank in enumerate(ranks):
+            mine = rows[rank * chunk : (rank + 1) * chunk] if rank >= 0 else rows[:0]
+            whole[device * chunk : device * chunk + len(mine)] = mine
+        carried.append(jax.device_put(whole, load_sharding))
+    moved = load_once.make_mover(load_sharding, ranks, chunk, specs)(tuple(carried))
+    for name, host, array, sharding in zip(names, hosts, moved, shardings, strict=True):
+        assert array.sharding.is_equivalent_to(sharding, 2)
+        for shard in array.addressable_shards:
+            assert np.asarray(shard.data).tobytes() == host[shard.index].tobytes(), (name, ranks)

@@ -87,8 +87,9 @@ def _of_lanes(
         before = {**entry, "records": entry["records"] - 1, "ended": False}
         yield changed(f"{field}.records", put("lanes", key, sealed(before)))
         yield changed("position", put("lanes", key, sealed({**before, "ended": True})))
-    for lane in sorted(needed)[:1]:
-        yield changed("lanes", lambda other, lane=lane: other["lanes"].pop(str(lane)))
+    if needed:
+        first = str(min(needed))
+        yield changed("lanes", lambda other: other["lanes"].pop(first))
 
 
 def _of_hosts(state: State, host: str, changed: Callable[..., Wrong], put: Callable[..., Any]) -> Iterator[Wrong]:
