@@ -172,6 +172,7 @@ class Reads:
 
     def _replace_threads(self, number: int) -> None:
         """Safe to call again after an interrupt."""
+        self._replaced = [threads for threads in self._replaced if not threads.ended]
         if self._threads is not None:
             self._replaced.append(self._threads)
         threads = _make_threads(number)
