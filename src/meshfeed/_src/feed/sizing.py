@@ -29,6 +29,7 @@ _STALLED = 0.05  # fraction of the time that the step waits, from which other nu
 _UNEVEN = 0.1  # fraction of the time that the reader has no room: reading is fast enough on average
 _GAIN = 0.1  # a change is kept if the capacity grows by this fraction, or the stall can only have been halved by that
 _NOT_WORSE = 0.95  # and this ratio of delivered batches
+_SURE = 1.5  # below this ratio, the first numbers are measured once more; not if that would end worker processes
 _HOPELESS = 0.6  # a trial ends early below this ratio
 _LESS_STALLED = 0.8  # more prefetched batches are kept from this ratio of stalls on
 _CHANGED, _CHANGED_WINDOWS = 0.5, 10  # the pause ends early if the capacity is below this ratio in as many windows
@@ -117,7 +118,7 @@ def climb(now: Numbers, found: Window, can: Callable[[Numbers], bool], max_worke
             now, found = more, tried
         return now
 
-    start = now
+    start, first = now, found
     changes: list[Callable[[Numbers], Numbers]] = [
         lambda n: n if n.num_workers else n._replace(num_threads=2 * n.num_threads),
         lambda n: n._replace(num_workers=min(max(2, 2 * n.num_workers), max_workers)),
@@ -135,6 +136,10 @@ def climb(now: Numbers, found: Window, can: Callable[[Numbers], bool], max_worke
             if tried is None or not _is_better(tried, found):
                 break
             now, found = other, tried
+    if now != start and not now.num_workers and found.capacity < _SURE * first.capacity:
+        again = yield start, 0.0  # the machine may have become faster meanwhile
+        if again is None or not _is_better(found, again):
+            return start
     return now
 
 
