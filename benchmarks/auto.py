@@ -1,9 +1,9 @@
 """``"auto"`` for workers, threads and prefetch, beside fixed numbers, over six kinds of data.
 
-Each feed first gives 200 batches, in which ``"auto"`` tries numbers, and then takes turns with the others. A figure is the
-median over rounds of batches per second without a training step: the loop waits all of the time, so ``"auto"`` has most
+Each feed first gives 200 batches, and ``"auto"`` as many as it takes until it has settled; then they take turns. A figure is
+the median over rounds of batches per second without a training step: the loop waits all of the time, so ``"auto"`` has most
 to try. "of the best" is the ratio to the best fixed numbers, "of the default" that to no workers and one thread. "while
-trying" are batches per second of the first 200, against the same of the default.
+trying" are batches per second until it has settled, against the first 200 of the default.
 """
 
 from __future__ import annotations
@@ -97,6 +97,7 @@ def one(name: str, make_source: Callable[[], Any], options: argparse.Namespace) 
     fixed |= {f"{number} workers": {"num_workers": number} for number in options.workers}
     is_stream = name.startswith("stream")
     trying: dict[str, float] = {}
+    settled: dict[str, str] = {}
     feeds: dict[str, Any] = {}
 
     def way(label: str, numbers: dict[str, Any]) -> Way:
@@ -106,15 +107,16 @@ def one(name: str, make_source: Callable[[], Any], options: argparse.Namespace) 
         )
         last: list[Any] = [next(feed)]
         start = time.perf_counter()
-        for _ in range(200):
+        while feed.step < 201 or (_is_trying(feed) and time.perf_counter() - start < options.settle):
             last[0] = next(feed)
-        trying[label] = 200 / (time.perf_counter() - start)
+        trying[label] = (feed.step - 1) / (time.perf_counter() - start)
+        settled[label] = f"{feed.step:,} batches, {time.perf_counter() - start:.1f} s"
 
         def run() -> int:
             last[0] = next(feed)
             return 1
 
-        return Way(run, 3, lambda: None)
+        return Way(run, 3 + 2 * numbers.get("num_threads", 1) if label != "auto" else 35, lambda: None)
 
     ways = {label: way(label, numbers) for label, numbers in {**fixed, "auto": AUTO}.items()}
     found = take_turns(ways, rounds=options.rounds, seconds=options.seconds)
@@ -129,7 +131,7 @@ def one(name: str, make_source: Callable[[], Any], options: argparse.Namespace) 
         "best fixed": f"{best}: {rate[best]:.0f}",
         "auto": rate["auto"],
         "chosen": f"{tuned['num_workers']} workers, {tuned['num_threads']} threads, prefetch {tuned['prefetch']}",
-        "state": tuned["state"],
+        "settled after": settled["auto"],
         "of the best": rate["auto"] / rate[best],
         "of the default": rate["auto"] / rate[DEFAULT],
         "while trying": trying["auto"] / trying[DEFAULT],
@@ -138,19 +140,24 @@ def one(name: str, make_source: Callable[[], Any], options: argparse.Namespace) 
     return row, f"{name}: {grid}. {tuned['reason']}."
 
 
-def measure(options: argparse.Namespace) -> list[Table]:
+def _is_trying(feed: Any) -> bool:
+    tuned = feed.stats().tuned
+    return tuned is not None and tuned["state"] == "measuring"
+
+
+def measure(options: argparse.Namespace) -> Iterator[Table]:
     with tempfile.TemporaryDirectory() as folder:
-        made = workloads(folder)
-        wanted = [name for name in made if not options.only or any(part in name for part in options.only)]
-        found = [one(name, made[name], options) for name in wanted]
-    notes = "\n".join(f"- {note}" for _, note in found)
-    return [Table(f"auto, batches/s of {options.batch}", [row for row, _ in found], notes)]
+        for name, make_source in workloads(folder).items():
+            if not options.only or any(part in name for part in options.only):
+                row, note = one(name, make_source, options)
+                yield Table(f"auto, {name}, batches/s of {options.batch}", [row], note)
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--batch", type=int, default=64)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--seconds", type=float, default=1.0, help="of each turn")
+    parser.add_argument("--settle", type=float, default=60.0, help="longest time to settle")
     parser.add_argument("--threads", type=int, nargs="*", default=[2, 4, 8, 16])
     parser.add_argument("--workers", type=int, nargs="*", default=[1, 2])
     parser.add_argument("--only", nargs="*", default=[], help="parts of the names of the data")

@@ -35,6 +35,7 @@ ALLOWED = {
     "_fields": "named tuples",
     "_replace": "named tuples",
     "_register_atexit": "Python's threading",
+    "_current_frames": "sys, which documents it",
     "_per_second": "the end of a name",
     "_METADATA": "a file of Orbax's checkpoints",
     "_cat_file": "fsspec, whose page on async use documents the coroutines of its file systems",

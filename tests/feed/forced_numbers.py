@@ -32,6 +32,7 @@ class ForcedNumbers:
         self._numbers = itertools.cycle(numbers) if times is None else iter(times * [*numbers])
         self._patient = patient
         self.reads = AutoReads()
+        self.look_at = 0.0
         self.used: set[ReadNumbers] = set()
         feed._sizer = self  # type: ignore[assignment]
 

@@ -54,6 +54,7 @@ CASES: dict[str, tuple[Any, dict[str, Any]]] = {
     "random access": (make_memory, RANDOM),
     "padded, masked": (make_memory, {**RANDOM, "end": "pad", "mask_key": "mask", "prefetch": 0}),
     "batch ramp-up": (make_memory, {**RANDOM, "global_batch_size": meshfeed.BatchSchedule([(0, 8), (3, 16), (5, 24)])}),
+    "auto": (make_memory, {**RANDOM, "num_threads": "auto", "num_workers": "auto", "prefetch": "auto"}),
     "load once": (make_memory, {**RANDOM, "load": "once"}),
     "stream": (make_stream, {"global_batch_size": 16, "end": "pad", "mask_key": "mask"}),
 }
@@ -72,6 +73,9 @@ def test_the_same_batches_and_states_as_the_local_feed(mesh: Mesh, case: str) ->
         assert jax.tree.map(lambda leaf: leaf.sharding, there) == jax.tree.map(lambda leaf: leaf.sharding, here)
         assert (remote.step, remote.position) == (local.step, local.position)
         assert remote.get_state() == local.get_state()
+    tuned = remote.stats().tuned
+    assert (tuned is None) == ("auto" not in case)
+    assert tuned is None or tuned["num_threads"] >= 1
     # each continues the other's state
     state = local.get_state()
     fresh = RemoteFeed(make, sharding, **settings)

@@ -16,10 +16,11 @@ import weakref
 from types import FrameType
 from typing import Protocol
 
-_PACKAGE = str(pathlib.Path(__file__).resolve().parents[2]) + os.sep
+_HERE = pathlib.Path(__file__).resolve()
+_PACKAGE = str(_HERE.parents[2]) + os.sep
 # The innermost frame of a thread that waits for another one is in these files.
 _WAITING = frozenset(
-    os.path.join(_PACKAGE, "_src", *path)
+    str(_HERE.parents[1].joinpath(*path))
     for path in (
         ("base", "threads.py"),
         ("base", "read_ahead.py"),

@@ -90,6 +90,11 @@ class Background:
         """Whether :meth:`start` has never been called."""
         return not self._requested
 
+    @property
+    def ended(self) -> bool:
+        """Whether the function has returned."""
+        return self._ended
+
     def start(self) -> None:
         """Starts the thread, once. Safe to call again after an interrupt."""
         if self._started:
@@ -264,6 +269,11 @@ class Threads:
         self._closed = False
         # The threads hold the queue but not the pool, so they do not keep it alive. Daemon threads need no end at exit.
         weakref.finalize(self, _end, self._tasks, num_threads).atexit = False
+
+    @property
+    def ended(self) -> bool:
+        """Whether no thread is running, because none was started or the pool was shut down."""
+        return all(thread.unused or thread.ended for thread in self._threads)
 
     def submit(self, function: Callable[..., R], /, *args: object, **kwargs: object) -> Call[R]:
         """Calls ``function(*args, **kwargs)`` on one of the threads; RuntimeError once the pool is closed."""

@@ -355,7 +355,11 @@ class Feed(Inspection, Checkpointable):
             **batch.times,
         )
         self._stats.counts, ready.counted = counts, True  # without a call, so an interrupt cannot split it
-        if self._sizer is not None and self._pipeline is not None:
+        if (
+            self._sizer is not None
+            and (counts.last_delivery or 0.0) >= self._sizer.look_at
+            and self._pipeline is not None
+        ):
             self._sizer.delivered(self._stats, self._pipeline)
         if self._stats.due:
             self._stats.publish(ready.cursor.step, ready.cursor.position)

@@ -29,14 +29,21 @@ _STALLED = 0.05  # fraction of the time that the step waits, from which other nu
 _UNEVEN = 0.1  # fraction of the time that the reader has no room: reading is fast enough on average
 _GAIN = 0.1  # a change is kept if the capacity grows by this fraction, or the stall can only have been halved by that
 _NOT_WORSE = 0.95  # and this ratio of delivered batches
+_SURE = 1.5  # below this ratio, the first numbers are measured once more; not if that would end worker processes
 _HOPELESS = 0.6  # a trial ends early below this ratio
 _LESS_STALLED = 0.8  # more prefetched batches are kept from this ratio of stalls on
 _CHANGED, _CHANGED_WINDOWS = 0.5, 10  # the pause ends early if the capacity is below this ratio in as many windows
-_PAUSE_SECONDS, _MAX_PAUSE_SECONDS = 60.0, 3600.0  # between two searches while the step waits; doubles
+_PAUSE_SECONDS, _MAX_PAUSE_SECONDS = 600.0, 7200.0  # between two searches while the step waits; doubles
 _MAX_THREADS, _MAX_PREFETCH = 16, 32
+_WORKER_MILLISECONDS = 2.0  # reading and decoding per batch from which a process, which must send it, may be faster
+_INTERRUPTED, _INTERRUPTED_SECONDS = (
+    5.0,
+    0.5,
+)  # a step longer than the usual by that, as for a checkpoint, is in no window
 _READ_AHEAD_SHARE = 0.25  # of the host's memory
 _WORKER_BYTES = 400 << 20  # of a worker process, besides its batches
 _WINDOW_SECONDS, _WINDOW_BATCHES = 0.3, 8
+_LOOK_SECONDS = 0.005
 _LONG_WINDOW_SECONDS = 20.0  # ends a window of few, slow batches
 _START_SECONDS = 60.0  # for workers to start
 _TRIED = 16
@@ -71,6 +78,7 @@ class Window(NamedTuple):
       uneven: fraction of the time that the reader waited for room.
       peers: fraction of the time that this host waited for others.
       cores: CPU seconds of this process per second.
+      work: seconds of reading and decoding per batch, summed over threads.
     """
 
     end: float
@@ -80,6 +88,7 @@ class Window(NamedTuple):
     uneven: float
     peers: float
     cores: float
+    work: float
 
 
 Search = Generator[tuple[Numbers, float], "Window | None", Numbers]
@@ -109,7 +118,7 @@ def climb(now: Numbers, found: Window, can: Callable[[Numbers], bool], max_worke
             now, found = more, tried
         return now
 
-    start = now
+    start, first = now, found
     changes: list[Callable[[Numbers], Numbers]] = [
         lambda n: n if n.num_workers else n._replace(num_threads=2 * n.num_threads),
         lambda n: n._replace(num_workers=min(max(2, 2 * n.num_workers), max_workers)),
@@ -117,14 +126,20 @@ def climb(now: Numbers, found: Window, can: Callable[[Numbers], bool], max_worke
         lambda n: n._replace(num_workers=n.num_workers // 2),
     ]
     for fewer, change in enumerate(changes):
+        # Reads that wait for storage gain nothing from processes that threads do not give, and neither do short ones.
         waits = found.cores < 0.5 and now.num_threads > start.num_threads
-        if (fewer >= 2 and now != start) or (fewer == 1 and waits):
-            continue  # reads that wait for storage gain nothing from processes that threads do not give
+        short = found.work * 1e3 < _WORKER_MILLISECONDS and not now.num_workers
+        if (fewer >= 2 and now != start) or (fewer == 1 and (waits or short)):
+            continue
         while found.stalled >= _STALLED and (other := change(now)) != now and can(other):
             tried = yield other, _HOPELESS * found.capacity
             if tried is None or not _is_better(tried, found):
                 break
             now, found = other, tried
+    if now != start and not now.num_workers and found.capacity < _SURE * first.capacity:
+        again = yield start, 0.0  # the machine may have become faster meanwhile
+        if again is None or not _is_better(found, again):
+            return start
     return now
 
 
@@ -164,7 +179,7 @@ def control(
 
 
 def _text(numbers: Numbers) -> str:
-    return ", ".join(f"{name}={value}" for name, value in numbers._asdict().items())
+    return ", ".join(f"{name}={value}" for name, value in zip(Numbers._fields, numbers, strict=True))
 
 
 class _Totals(NamedTuple):
@@ -173,6 +188,7 @@ class _Totals(NamedTuple):
     batches: int
     wait_seconds: float
     peer_wait_seconds: float
+    work_seconds: float
     produced: int
     idle_seconds: float
 
@@ -185,6 +201,9 @@ class Sizer:
       prefetch: the number of batches to keep ready.
       clock: returns seconds.
       cpu_clock: returns CPU seconds of this process.
+
+    Attributes:
+      look_at: time from which :meth:`delivered` is to be called again, so that it costs nothing with short batches.
     """
 
     def __init__(
@@ -208,6 +227,9 @@ class Sizer:
         self._applied = False
         self._measure_at = 0
         self._apply_until = 0.0
+        self.look_at = 0.0
+        self._outside = clock()
+        self._usual_step = 0.0
         self._begin: _Totals | None = None
 
     def begin(self, reader: AnyReader, *, alone: bool) -> None:
@@ -226,6 +248,7 @@ class Sizer:
 
     def delivered(self, stats: StatsRecorder, pipeline: Pipeline) -> None:
         """Counts a delivered batch; changes the numbers when a window is complete."""
+        self.look_at = self._clock() + _LOOK_SECONDS
         sums = stats.counts.sums
         batches: int = sums["batches"]
         if self._control is None:
@@ -235,18 +258,28 @@ class Sizer:
             self._control = begun
         if not self._applied and not self._apply(batches):
             return
+        now, waited = self._clock(), sums["wait_seconds"]
+        if self._is_interrupted(now - waited):
+            self._measure_at, self._begin = batches + self._wanted.batches_ahead, None
         if batches < self._measure_at:
             return
-        now, waited = self._clock(), sums["wait_seconds"]
         production = pipeline.production
         if production is None:  # the reads are part of the wait in next()
             production = batches, now - waited
-        totals = _Totals(now, self._cpu_clock(), batches, waited, stats.peer_wait_seconds, *production)
+        work = sums["read_seconds"] + sums["decode_seconds"]
+        totals = _Totals(now, self._cpu_clock(), batches, waited, stats.peer_wait_seconds, work, *production)
         if self._begin is None:
             self._begin = totals
         elif (window := self._window(self._begin, totals)) is not None:
             self._begin = None
             self._send(window)
+
+    def _is_interrupted(self, outside: float) -> bool:
+        """Whether the last step took far longer than usual; ``outside`` are the seconds outside of ``next`` so far."""
+        seconds, self._outside = outside - self._outside, outside
+        interrupted = seconds > _INTERRUPTED * self._usual_step + _INTERRUPTED_SECONDS
+        self._usual_step += (seconds - self._usual_step) / 16
+        return interrupted
 
     def _apply(self, batches: int) -> bool:
         """Whether the reader uses the wanted numbers."""
@@ -281,6 +314,7 @@ class Sizer:
             uneven=idle / seconds,
             peers=(end.peer_wait_seconds - begin.peer_wait_seconds) / seconds,
             cores=(end.cpu_seconds - begin.cpu_seconds) / seconds,
+            work=(end.work_seconds - begin.work_seconds) / batches,
         )
         enough = batches >= max(_WINDOW_BATCHES, 2 * self._wanted.readers) and seconds >= _WINDOW_SECONDS
         slow = batches >= _WINDOW_BATCHES // 2 and (

@@ -80,6 +80,10 @@ class Reads:
       num_workers: number of processes.
       num_threads: number of threads if there are no processes; 1 for the calling thread.
       timeout_seconds: maximum wait for one result of a worker.
+
+    Attributes:
+      num_workers: number of processes that get reads.
+      ahead: number of steps to submit at the same time.
     """
 
     def __init__(
@@ -92,6 +96,7 @@ class Reads:
         self._leaving: list[_Group] = []  # get no more reads, and have some to be collected
         self._closing: list[Background] = []
         self._auto: AutoReads | None = None
+        self._followed: ReadNumbers | None = None
         self._num_threads = num_threads
         self._threads = _make_threads(num_threads)
         self._replaced: list[Threads] = []  # end once they have done what they have
@@ -99,22 +104,19 @@ class Reads:
             self._groups.append(
                 _Group(WorkerReader(records, num_workers, timeout_seconds=timeout_seconds), num_workers)
             )
+        self._count()
 
-    @property
-    def num_workers(self) -> int:
-        """Number of processes that get reads."""
-        return sum(group.size for group in self._groups)
+    def _count(self) -> None:
+        self.num_workers = sum(group.size for group in self._groups)
+        readers = self.num_workers or self._num_threads
+        self.ahead = (
+            2 * readers if self._groups or readers > 1 else 1
+        )  # two per reader, so that none waits for the next
 
     @property
     def numbers(self) -> ReadNumbers:
         """The current numbers."""
         return ReadNumbers(self.num_workers, self._num_threads)
-
-    @property
-    def ahead(self) -> int:
-        """Number of steps to submit at the same time: two per reader, so that none waits for the next one."""
-        readers = self.num_workers or self._num_threads
-        return 2 * readers if self._groups or readers > 1 else 1
 
     def submit(
         self, step: int, record_ids: RecordIds, epochs: RecordIds, columns: ColumnSlices | None
@@ -152,20 +154,25 @@ class Reads:
 
     def follow(self, auto: AutoReads) -> None:
         """Moves towards ``auto.wanted``, without waiting for workers to start. Call it between two steps."""
-        self._auto = auto
-        if auto.wanted == auto.in_use == self.numbers and not (self._coming or self._leaving):
+        wanted = auto.wanted
+        if wanted is self._followed:
             return
-        num_workers, num_threads = auto.wanted
+        self._auto = auto
+        num_workers, num_threads = wanted
         try:
             self._follow_workers(num_workers)
         except Exception as error:  # in a process that might not have been started: the feed reads without it
             self._give_up_workers(shorten(str(error), _SHOWN_CHARACTERS))
         if num_threads != self._num_threads:
             self._replace_threads(num_threads)
+        self._count()
         auto.in_use = self.numbers
+        if auto.in_use == wanted and not self._coming and not self._leaving:
+            self._followed = wanted
 
     def _replace_threads(self, number: int) -> None:
         """Safe to call again after an interrupt."""
+        self._replaced = [threads for threads in self._replaced if not threads.ended]
         if self._threads is not None:
             self._replaced.append(self._threads)
         threads = _make_threads(number)
@@ -183,8 +190,10 @@ class Reads:
             self._groups.append(coming)
         elif coming is None and self.num_workers < wanted:
             self._coming = self._start_workers(wanted - self.num_workers)
-        while self._groups and self.num_workers > wanted:
+        self._count()
+        while self.num_workers > wanted:
             self._leaving.append(self._groups.pop())
+            self._count()
         for group in [group for group in self._leaving if not group.num_pending]:
             self._leaving.remove(group)
             self._closing.append(closing := Background(group.workers.close, "meshfeed-close-workers"))
@@ -204,6 +213,7 @@ class Reads:
             _log.warning("reading without worker processes from now on (num_workers='auto'): %s", why)
         self._leaving += self._groups + ([self._coming] if self._coming else [])
         self._groups, self._coming = [], None
+        self._count()
         self._auto.in_use = self.numbers
         self._auto.keep("num_workers", why)
 

@@ -299,6 +299,7 @@ class LaneReader:
         self._settings = settings
         self._num_lanes = cursor.num_lanes
         self._step = cursor.step
+        self._since = time.monotonic()
         self._asked = cursor.step
         self._go_on = hosts_agree and settings.end == "pad"
         self._hosts_agree = hosts_agree
@@ -341,7 +342,7 @@ class LaneReader:
 
     def next(self) -> HostBatch:
         """See :class:`meshfeed._src.streams.protocol.HostReader`."""
-        step = self._step
+        step, self._since = self._step, time.monotonic()
         size = self._step_schedule.at(step)[1]
         num_rows, runs = self._lane_runs(size)
         group = self._read(step)
@@ -421,7 +422,7 @@ class LaneReader:
 
     def describe(self) -> str:
         """Returns what the reader is doing."""
-        return f"step {self._step}: {self._lanes.describe()}"
+        return f"step {self._step}: {self._lanes.describe()} for {time.monotonic() - self._since:.1f} s"
 
     def close(self) -> None:
         """Closes lanes, threads and processes."""

@@ -157,6 +157,7 @@ class RandomAccessReader:
             self._fetches = FetchAhead(_files_of_steps(files, cursor, num_steps, host_rows, balance))
             weakref.finalize(self, self._fetches.close).atexit = False  # for a reader dropped without close
         self._specs: dict[int, RecordSpec] = {}
+        self._compares = False  # whether several readers have read, each of which compares its own records
         self._part: _Part | None = None
         # (step, record ids) while reading. Formatted lazily: formatting costs more than computing the order.
         self._doing: tuple[str | tuple[int, RecordIds], float] = ("idle", time.monotonic())
@@ -195,6 +196,7 @@ class RandomAccessReader:
         if self._auto is not None:
             self._reads.follow(self._auto)
         ahead = self._reads.ahead
+        self._compares = self._compares or ahead > 1
         if ahead == 1 and not self._pending:
             read = self._submit(step)
         else:
@@ -246,7 +248,7 @@ class RandomAccessReader:
             tree = spec_at(self._records, self._order, self._step_schedule.at(step)[0]).zeros(part.num_rows)
         else:
             tree = rows.tree if len(record_ids) == part.num_rows else pad_rows(rows.tree, part.num_rows)
-        if (self._auto is not None or self._reads.ahead > 1) and part.columns is None and len(record_ids):
+        if self._compares and part.columns is None and len(record_ids):
             self._check(tree, record_ids, step)
         if self._settings.mask_key is not None:
             tree = add_mask(tree, self._settings.mask_key, np.arange(part.num_rows) < len(record_ids))
