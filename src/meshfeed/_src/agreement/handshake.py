@@ -95,8 +95,18 @@ class Handshake:
         self._refused = refused
         self.round += not refused
 
+    def step_aside(self, notice: str) -> None:
+        """Publishes why this host does not come to this round, for hosts that wait for it; it may still join."""
+        store = self._store()
+        if store is not None:
+            try:
+                self._reduction(store).publish({"failure": Failure.left(notice, coordination.process_index()).to_json()})
+            except Exception as error:  # the call that needs the other hosts finds that out
+                _log.debug("cannot tell the other hosts that this one %s: %s", notice, error)
+            self._refused = True
+
     def withdraw(self) -> None:
-        """Starts a new generation of the feed and retracts the failure that a refused state published."""
+        """Starts a new generation of the feed and retracts what a refused state, or a host that stepped aside, published."""
         self.in_force = False
         store = self._store() if self._refused else None
         if store is not None:
