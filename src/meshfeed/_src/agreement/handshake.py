@@ -16,6 +16,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 
 from meshfeed._src.agreement.followers import announce_failure
+from meshfeed._src.agreement.messages import ASIDE_SECONDS, aside_key
 from meshfeed._src.base import coordination
 from meshfeed._src.base.coordination import KeyValueStore, call_briefly, format_differences
 from meshfeed._src.base.errors import LEFT, AgreementError, Failure, PeerError
@@ -96,14 +97,26 @@ class Handshake:
         self.round += not refused
 
     def step_aside(self, notice: str) -> None:
-        """Publishes why this host does not come to this round, for hosts that wait for it; it may still join."""
+        """Publishes that this host has left for another sharding: for the last generation, and for this round.
+
+        It may still join this round, which retracts that.
+        """
         store = self._store()
-        if store is not None:
-            try:
-                self._reduction(store).publish({"failure": Failure.left(notice, coordination.process_index()).to_json()})
-            except Exception as error:  # the call that needs the other hosts finds that out
-                _log.debug("cannot tell the other hosts that this one %s: %s", notice, error)
-            self._refused = True
+        if store is None:
+            return
+        failure = Failure.left(notice, coordination.process_index()).to_json()
+        try:
+            if self._generation is not None:
+                store.set(aside_key(self._scope, self._generation), json.dumps(failure), overwrite=True)
+            reduction = self._reduction(store)
+            reduction.publish({"failure": failure})
+            store.set(self._aside_in_round(), json.dumps(failure), overwrite=True)
+        except Exception as error:  # the meeting that follows needs the store too, and raises
+            _log.debug("cannot tell the other hosts that this one %s: %s", notice, error)
+        self._refused = True
+
+    def _aside_in_round(self) -> str:
+        return f"{self._feed}/settings/{self.round}/aside"
 
     def withdraw(self) -> None:
         """Starts a new generation of the feed and retracts what a refused state, or a host that stepped aside, published."""
@@ -111,6 +124,7 @@ class Handshake:
         store = self._store() if self._refused else None
         if store is not None:
             self._reduction(store).retract()
+            store.delete(self._aside_in_round())
         self._refused = False
 
     def leave(self, notice: str | None = None) -> None:
@@ -253,6 +267,10 @@ class Handshake:
         def tick(waited: float) -> None:
             nonlocal failed_since
             value = None if self._refused else reduction.value_of_reducer()
+            if (value is None or "failure" not in value) and waited >= ASIDE_SECONDS and not self._refused:
+                # The reducer may be lost, and another host wait for this one on another sharding.
+                text = coordination.require_store().try_get(self._aside_in_round())
+                value = None if text is None else {"failure": json.loads(text)}
             if value is None or "failure" not in value:
                 failed_since = None
                 return

@@ -21,6 +21,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import itertools
+import json
 import logging
 import math
 import threading
@@ -28,7 +29,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 
 from meshfeed._src.agreement.followers import Summary
-from meshfeed._src.agreement.messages import AnnouncedContents, Announcement, Stop, WindowReport
+from meshfeed._src.agreement.messages import ASIDE_SECONDS, AnnouncedContents, Announcement, Stop, WindowReport
 from meshfeed._src.base.coordination import KeyValueStore, call_briefly
 from meshfeed._src.base.errors import Failure, StalledError
 from meshfeed._src.base.reduction import Patience, ProgressReport, Reduction, Stragglers
@@ -163,6 +164,11 @@ class _Keys:
     def doing(self, host: int) -> str | None:
         """Returns what another host's reader was doing, if it has published that."""
         return self.store.try_get(f"{self.prefix}/doing/{host}")
+
+    def aside(self) -> Failure | None:
+        """Returns the notice of a host that has left for another sharding; see :func:`messages.aside_key`."""
+        text = self.store.try_get(f"{self.prefix}/aside")
+        return None if text is None else Failure.from_json(json.loads(text))
 
     @property
     def reducer(self) -> int:
@@ -316,11 +322,13 @@ class WindowAgreement:
         report = ProgressReport(self._keys.store, self._timeout_seconds)
         late_log = _LateLog(start, min(30.0, self._timeout_seconds / 4))
 
-        def tick(_: float) -> None:
+        def tick(waited: float) -> None:
             if self._closed:
                 raise StalledError("the feed was closed while it waited for other hosts")
             if self._announced != number:  # processed by this host's other thread, and perhaps deleted since
                 raise _AlreadySeen
+            if waited >= ASIDE_SECONDS and (aside := self._keys.aside()) is not None:
+                raise Stop(step, (aside,)).exception()
             own = self._published <= number
             if own:
                 report.update()
