@@ -47,7 +47,9 @@ def _play(settings: dict[str, Any]) -> list[dict[int, int]]:
     steps: list[dict[int, int]] = []
     feed: meshfeed.Feed | None = None
     for hosts, count in WITH_WORKERS if "num_workers" in settings else SHARDINGS:
-        mesh = Mesh(np.array([d for d in jax.devices() if d.process_index in hosts]), ("data",), axis_types=(AxisType.Auto,))
+        mesh = Mesh(
+            np.array([d for d in jax.devices() if d.process_index in hosts]), ("data",), axis_types=(AxisType.Auto,)
+        )
         if feed is None:
             feed = meshfeed.Feed(source, mesh, global_batch_size=BATCH, timeout_seconds=60, **settings)
         else:
