@@ -45,7 +45,7 @@ from meshfeed._src.feed.local_iterator import LocalIterator
 from meshfeed._src.feed.membership import Membership
 from meshfeed._src.feed.parts import check_can_follow, make_pipeline, make_stream
 from meshfeed._src.feed.pipeline import Pipeline, PrefetchDepth, Ready
-from meshfeed._src.feed.resharding import Place, conclude, make_offer, make_place, warn_of_going_back
+from meshfeed._src.feed.resharding import FeedPlace, conclude, make_offer, make_place, warn_of_going_back
 from meshfeed._src.feed.step_log import STEP_LOG, log_step
 from meshfeed._src.plan.plan import normalize_sharding, participants
 from meshfeed._src.sources.recognize import describe_source
@@ -538,7 +538,7 @@ class Feed(Inspection, Checkpointable):
             self._handshake.withdraw()
             raise
 
-    def _meet(self, sharding: PyTree) -> tuple[Place, Membership, Cursor]:
+    def _meet(self, sharding: PyTree) -> tuple[FeedPlace, Membership, Cursor]:
         """Agrees with the hosts of a sharding on the step to continue at, and reads their lanes forward to it."""
         settings, stream, cursor = self._settings, self._stream, self._cursor
         hosts, depth = _participants(sharding), self._prefetch.depth
@@ -572,7 +572,7 @@ class Feed(Inspection, Checkpointable):
         self._begin(self._cursor, None, _RESHARDED)
         self._handshake.step_aside(leave_notice(_RESHARDED, self._cursor.step, None))
 
-    def _move(self, place: Place, joined: Membership, cursor: Cursor) -> None:
+    def _move(self, place: FeedPlace, joined: Membership, cursor: Cursor) -> None:
         """Starts a new generation of the feed at ``cursor``, with other hosts."""
         if self._left is not None:
             self._close_left()
