@@ -6,19 +6,22 @@ import contextlib
 import dataclasses
 import random
 import sys
+import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 sys.path.insert(0, str(Path(__file__).parent))
 
 from resharding import Job, Numbers, job_of, join, reference, rows_of
 
 import meshfeed
-from meshfeed._src.agreement import handover
+from meshfeed._src.agreement import handover, meeting
+from meshfeed._src.feed import iterator
 
 BATCH = 12
 
@@ -384,8 +387,6 @@ def test_hosts_that_mean_different_hosts_are_told_and_can_call_again() -> None:
 
 def test_a_host_that_does_not_call_is_named_and_the_call_can_be_repeated() -> None:
     kind, settings, expected = expected_of("uneven lanes")
-    import threading
-
     gave_up = threading.Barrier(3)
 
     with job_of(3) as job:
@@ -531,8 +532,6 @@ class Batches:
 
 
 def test_host_batches_keep_their_rows() -> None:
-    from jax.sharding import NamedSharding, PartitionSpec
-
     with job_of(2) as job:
 
         def host_job(host: int) -> Any:
@@ -540,8 +539,6 @@ def test_host_batches_keep_their_rows() -> None:
             with meshfeed.Feed(source, job.mesh(host, [0, 1], 2), timeout_seconds=10) as feed:
                 delivered = [rows_of(next(feed)) for _ in range(3)]
                 error = error_of(lambda: feed.reshard(job.mesh(host, [0])))
-                from jax.sharding import AxisType, Mesh
-
                 devices = np.array(job.devices(host, [0, 1], 2)).reshape(2, 2)
                 mesh = Mesh(devices, ("data", "model"), axis_types=(AxisType.Auto,) * 2)
                 feed.reshard(NamedSharding(mesh, PartitionSpec(("data", "model"))))
@@ -636,3 +633,37 @@ def test_any_history_of_hosts_gives_the_same_stream(seed: int, name: str, slots:
 
 def take(feed: meshfeed.Feed, count: int) -> Iterator[Any]:
     return (next(feed) for _ in range(count))
+
+
+def test_an_interrupted_call_can_be_repeated(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ctrl-C while the call waits for the other host, which is then found waiting."""
+    kind, settings, expected = expected_of("uneven lanes")
+    called = threading.Event()
+
+    class Interrupted(meeting.Meetings):
+        def meet(self, participants: Any, offer: Any, conclude: Any, *, timeout_seconds: float) -> Any:
+            if not called.is_set() and job.here == 0:
+                timeout_seconds = 0.5  # the other comes only after the interrupt
+            try:
+                return super().meet(participants, offer, conclude, timeout_seconds=timeout_seconds)
+            except meshfeed.StalledError:
+                raise KeyboardInterrupt from None
+
+    monkeypatch.setattr(iterator, "Meetings", Interrupted)
+    with job_of(2) as job:
+
+        def host_job(host: int) -> list[dict[int, int]]:
+            feed = meshfeed.Feed(kind.make(), job.mesh(host, [0, 1]), **settings)
+            for _ in range(7):
+                next(feed)
+            if host == 0:
+                with pytest.raises(KeyboardInterrupt):
+                    feed.reshard(job.mesh(host, [0, 1]))
+                assert feed.step == 7
+                called.set()
+            called.wait(30)
+            feed.reshard(job.mesh(host, [0, 1]))
+            with feed:
+                return [rows_of(batch) for batch in feed]
+
+        assert join(job.run(host_job)) == expected[7:]
