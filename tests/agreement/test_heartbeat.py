@@ -203,3 +203,12 @@ def test_a_coordinator_that_does_not_answer(monkeypatch: pytest.MonkeyPatch, cap
     assert heart.thread.join(30)
     assert not caplog.records
     member.leave()
+
+
+def test_hosts_that_no_feed_waits_for_any_more_are_not_logged(caplog: pytest.LogCaptureFixture) -> None:
+    log = SilenceLog()
+    log.update({1: 6.0, 2: 6.0})
+    log.forget_all_but([0, 2])  # a feed continues without host 1
+    log.update({2: 8.0})
+    log.update({})
+    assert [record.getMessage().partition(":")[0] for record in caplog.records] == ["hosts 1, 2", "host 2"]

@@ -56,7 +56,13 @@ class Job:
         self.killed: list[int] = []
         self.remains: list[Any] = []  # a killed process closes nothing
 
+    @property
+    def here(self) -> int:
+        """The host that this thread is."""
+        return simulated_hosts._current[-1].host
+
     def run(self, function: Callable[[int], Any], seconds: float = 60.0) -> list[Any]:
+        """Calls ``function(host)`` as each host; see :func:`simulated_hosts.run`."""
         return simulated_hosts.run(self.processes, function, seconds, job=self.job)
 
     def kill(self, host: int, feed: meshfeed.Feed) -> None:

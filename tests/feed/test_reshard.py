@@ -2,21 +2,26 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import random
 import sys
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 sys.path.insert(0, str(Path(__file__).parent))
 
 from resharding import Job, Numbers, job_of, join, reference, rows_of
 
 import meshfeed
-from meshfeed._src.agreement import handover
+from meshfeed._src.agreement import handover, meeting
+from meshfeed._src.feed import iterator
 
 BATCH = 12
 
@@ -381,8 +386,6 @@ def test_hosts_that_mean_different_hosts_are_told_and_can_call_again() -> None:
 
 def test_a_host_that_does_not_call_is_named_and_the_call_can_be_repeated() -> None:
     kind, settings, expected = expected_of("uneven lanes")
-    import threading
-
     gave_up = threading.Barrier(3)
 
     with job_of(3) as job:
@@ -415,6 +418,7 @@ def test_a_sharding_that_does_not_fit_is_refused_on_all_hosts_and_changes_nothin
                 next(feed)
             per_host = 5 if host else 1
             error = error_of(lambda: feed.reshard(job.mesh(host, [0, 1], per_host)))
+            assert feed.step == 5
             rest = [rows_of(next(feed)) for _ in range(3)]
             feed.reshard(job.mesh(host, [0, 1], 3))
             with feed:
@@ -448,6 +452,32 @@ def test_hosts_of_different_pasts_are_refused() -> None:
     assert {type(error) for error in errors} == {meshfeed.AgreementError}
     assert "different steps (host 0: step 30; host 1: step 0), more than 20 apart" in str(errors[1])
     assert "Call set_state with the same state on all of them first" in str(errors[1])
+
+
+@pytest.mark.parametrize("steps", [0, 9])
+def test_a_host_that_waits_in_next_learns_that_another_called(steps: int) -> None:
+    kind, settings, expected = expected_of("uneven lanes")
+
+    with job_of(3) as job:
+
+        def host_job(host: int) -> Any:
+            feed = meshfeed.Feed(kind.make(), job.mesh(host, range(3)), **settings)
+            for _ in range(steps):
+                next(feed)
+            if host == 2:
+                job.kill(host, feed)
+                return None
+            error = None if host else error_of(lambda: [*feed])  # waits for host 2
+            feed.reshard(job.mesh(host, [0, 1]))
+            with feed:
+                return error, feed.step, [rows_of(batch) for batch in feed]
+
+        (error, step, zero), (_, _, one), _ = job.run(host_job)
+    assert isinstance(error, meshfeed.PeerError)
+    assert error.host == 1
+    assert f"host 1 called reshard of its feed at step {steps}" in str(error)
+    assert step == steps
+    assert join([zero, one]) == expected[steps:]
 
 
 def test_feeds_with_different_settings_are_refused() -> None:
@@ -501,8 +531,6 @@ class Batches:
 
 
 def test_host_batches_keep_their_rows() -> None:
-    from jax.sharding import NamedSharding, PartitionSpec
-
     with job_of(2) as job:
 
         def host_job(host: int) -> Any:
@@ -510,8 +538,6 @@ def test_host_batches_keep_their_rows() -> None:
             with meshfeed.Feed(source, job.mesh(host, [0, 1], 2), timeout_seconds=10) as feed:
                 delivered = [rows_of(next(feed)) for _ in range(3)]
                 error = error_of(lambda: feed.reshard(job.mesh(host, [0])))
-                from jax.sharding import AxisType, Mesh
-
                 devices = np.array(job.devices(host, [0, 1], 2)).reshape(2, 2)
                 mesh = Mesh(devices, ("data", "model"), axis_types=(AxisType.Auto,) * 2)
                 feed.reshard(NamedSharding(mesh, PartitionSpec(("data", "model"))))
@@ -534,3 +560,109 @@ def test_host_batches_keep_their_rows() -> None:
     with job_of(1) as job:
         error = job.run(once)[0]
     assert "reshard drops what was read ahead, and the batches come from a" in str(error)
+
+
+# ------------------------------------------------------------------ any history
+
+
+@dataclasses.dataclass(frozen=True)
+class Phase:
+    """Steps on some hosts; ``ahead``: further batches that hosts take before they continue in the next phase."""
+
+    hosts: tuple[int, ...]
+    steps: int
+    ahead: dict[int, int]
+    killed: int | None
+
+
+def draw_history(rng: random.Random, processes: int) -> list[Phase]:
+    alive, phases, hosts = list(range(processes)), list[Phase](), tuple(range(processes))
+    while len(phases) < 5:
+        victim = rng.choice([None, *hosts]) if len(alive) > 2 else None
+        ahead = {host: rng.choice((0, 0, 1, 2)) for host in hosts}
+        alive = [host for host in alive if host != victim]
+        following = tuple(sorted(rng.sample(alive, rng.randint(min(2, len(alive)), len(alive)))))
+        ahead[rng.choice([host for host in following if host in hosts] or [hosts[0]])] = 0
+        if not set(following) & set(hosts):  # lanes would be known to nobody who continues
+            following = tuple(sorted({*following, *(host for host in hosts if host != victim)}))
+            ahead = dict.fromkeys(hosts, 0)
+        phases.append(Phase(hosts, rng.randint(0, 5), ahead, victim))
+        hosts = following
+    return [*phases, Phase(hosts, -1, {}, None)]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["random access", "uneven lanes", "lanes without a state", "mixture of streams"])
+@pytest.mark.parametrize("seed", range(6))
+def test_any_history_of_hosts_gives_the_same_stream(seed: int, name: str, slots: None) -> None:
+    rng = random.Random(f"{seed} {name}")
+    kind, settings, expected = expected_of(name)
+    history = draw_history(rng, 4)
+
+    with job_of(4) as job:
+
+        def host_job(host: int) -> list[list[dict[int, int]] | None]:
+            feed: meshfeed.Feed | None = None
+            parts: list[list[dict[int, int]] | None] = []
+            for phase in history:
+                if feed is None:
+                    feed = meshfeed.Feed(kind.make(), job.mesh(host, phase.hosts), **settings)
+                else:
+                    feed.reshard(job.mesh(host, phase.hosts))
+                first = feed.step
+                delivered = [rows_of(batch) for batch in (feed if phase.steps < 0 else take(feed, phase.steps))]
+                parts.append(delivered)
+                if host == phase.killed:
+                    job.kill(host, feed)
+                    return parts
+                with contextlib.suppress(meshfeed.PeerError):  # another host has called reshard
+                    for _ in take(feed, phase.ahead.get(host, 0) if host in phase.hosts else 0):
+                        pass
+                assert feed.step >= first
+            assert feed is not None
+            feed.close()
+            return parts
+
+        found = job.run(host_job)
+    for number, phase in enumerate(history):
+        assert all(len(found[host]) > number for host in phase.hosts)
+    steps = [join([part[number] for part in found if len(part) > number]) for number in range(len(history))]
+    assert [step for part in steps for step in part] == expected
+
+
+def take(feed: meshfeed.Feed, count: int) -> Iterator[Any]:
+    return (next(feed) for _ in range(count))
+
+
+def test_an_interrupted_call_can_be_repeated(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ctrl-C while the call waits for the other host, which is then found waiting."""
+    kind, settings, expected = expected_of("uneven lanes")
+    called = threading.Event()
+
+    class Interrupted(meeting.Meetings):
+        def meet(self, participants: Any, offer: Any, conclude: Any, *, timeout_seconds: float) -> Any:
+            if not called.is_set() and job.here == 0:
+                timeout_seconds = 0.5  # the other comes only after the interrupt
+            try:
+                return super().meet(participants, offer, conclude, timeout_seconds=timeout_seconds)
+            except meshfeed.StalledError:
+                raise KeyboardInterrupt from None
+
+    monkeypatch.setattr(iterator, "Meetings", Interrupted)
+    with job_of(2) as job:
+
+        def host_job(host: int) -> list[dict[int, int]]:
+            feed = meshfeed.Feed(kind.make(), job.mesh(host, [0, 1]), **settings)
+            for _ in range(7):
+                next(feed)
+            if host == 0:
+                with pytest.raises(KeyboardInterrupt):
+                    feed.reshard(job.mesh(host, [0, 1]))
+                assert feed.step == 7
+                called.set()
+            called.wait(30)
+            feed.reshard(job.mesh(host, [0, 1]))
+            with feed:
+                return [rows_of(batch) for batch in feed]
+
+        assert join(job.run(host_job)) == expected[7:]

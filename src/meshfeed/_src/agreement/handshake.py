@@ -19,6 +19,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 
 from meshfeed._src.agreement.followers import announce_failure
+from meshfeed._src.agreement.messages import ASIDE_SECONDS, aside_key
 from meshfeed._src.base import coordination
 from meshfeed._src.base.coordination import KeyValueStore, call_briefly, format_differences
 from meshfeed._src.base.errors import LEFT, AgreementError, Failure, PeerError
@@ -128,12 +129,36 @@ class Handshake:
             self._publish_notice(notice)
         self._begun = None
 
+    def step_aside(self, notice: str) -> None:
+        """Publishes that this host has left for another sharding, once it has ended its generation.
+
+        Hosts may wait for it in the windows of that generation, in the round with which it began, or in the next round. It
+        may still join the next round: :meth:`withdraw` retracts what concerns that.
+        """
+        store = self._store()
+        if store is None:
+            return
+        failure = Failure.left(notice, coordination.process_index()).to_json()
+        try:
+            text = json.dumps(failure)
+            store.set(aside_key(self._scope, self.round), text, overwrite=True)
+            for number in range(max(0, self.round - 1), self.round + 1):
+                store.set(self._aside_in(number), text, overwrite=True)
+            self._reduction(store).publish({"failure": failure})
+        except Exception as error:  # the meeting that follows needs the store too, and raises
+            _log.debug("cannot tell the other hosts that this one %s: %s", notice, error)
+        self._refused = True
+
+    def _aside_in(self, number: int) -> str:
+        return f"{self._feed}/settings/{number}/aside"
+
     def withdraw(self) -> None:
-        """Ends this generation of the feed and retracts the failure that a refused state published."""
+        """Starts a new generation of the feed and retracts what a refused state, or a host that stepped aside, published."""
         self.in_force = False
         store = self._store() if self._refused else None
         if store is not None:
             self._reduction(store).retract()
+            store.delete(self._aside_in(self.round))
         self._refused = False
 
     def leave(self, notice: str | None = None, *, awaited: bool = False) -> None:
@@ -309,6 +334,10 @@ class Handshake:
             nonlocal failed_since
             _call(check)
             value = None if self._refused_before else reduction.value_of_reducer()
+            if (value is None or "failure" not in value) and waited >= ASIDE_SECONDS and not self._refused_before:
+                # The reducer may be lost, and another host wait for this one on another sharding.
+                text = coordination.require_store().try_get(self._aside_in(self._number))
+                value = None if text is None else {"failure": json.loads(text)}
             if value is None or "failure" not in value:
                 failed_since = None
                 return

@@ -147,6 +147,18 @@ class Stop:
         return PeerError(message, host=hosts[0], peer_message=text)
 
 
+ASIDE_SECONDS = 2.0
+"""How long a host waits for others before it looks whether one of them has left for another sharding."""
+
+
+def aside_key(scope: str, generation: int) -> str:
+    """Returns the key in which a host writes that it left a generation of a feed for another sharding.
+
+    It waits for the others there, while they may wait for the window of a host that was lost.
+    """
+    return f"meshfeed/{scope}/{generation}/aside"
+
+
 @dataclasses.dataclass(frozen=True)
 class Announcement:
     """The reducer's conclusion from all reports on a window.

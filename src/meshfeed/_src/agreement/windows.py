@@ -21,6 +21,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import itertools
+import json
 import logging
 import math
 import threading
@@ -28,7 +29,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 
 from meshfeed._src.agreement.followers import Summary
-from meshfeed._src.agreement.messages import AnnouncedContents, Announcement, Stop, WindowReport
+from meshfeed._src.agreement.messages import ASIDE_SECONDS, AnnouncedContents, Announcement, Stop, WindowReport
 from meshfeed._src.base.coordination import KeyValueStore, call_briefly
 from meshfeed._src.base.errors import Failure, StalledError
 from meshfeed._src.base.reduction import Patience, ProgressReport, Reduction, Stragglers
@@ -170,6 +171,11 @@ class _Keys:
     def doing(self, host: int) -> str | None:
         """Returns what another host's reader was doing, if it has published that."""
         return self.store.try_get(f"{self.prefix}/doing/{host}")
+
+    def aside(self) -> Failure | None:
+        """Returns the notice of a host that has left for another sharding; see :func:`messages.aside_key`."""
+        text = self.store.try_get(f"{self.prefix}/aside")
+        return None if text is None else Failure.from_json(json.loads(text))
 
     @property
     def reducer(self) -> int:
@@ -328,11 +334,13 @@ class WindowAgreement:
         report = ProgressReport(self._keys.store, self._timeout_seconds)
         late_log = _LateLog(start, late_seconds(self._timeout_seconds))
 
-        def tick(_: float) -> None:
+        def tick(waited: float) -> None:
             if self._closed:
                 raise StalledError("the feed was closed while it waited for other hosts")
             if self._announced != number:  # processed by this host's other thread, and perhaps deleted since
                 raise _AlreadySeen
+            if waited >= ASIDE_SECONDS and (aside := self._keys.aside()) is not None:
+                raise Stop(step, (aside,)).exception()
             own = self._published <= number
             if own:
                 report.update()
@@ -352,25 +360,27 @@ class WindowAgreement:
             if self._announced != number:  # the other thread of this host was faster
                 return
             if announcement is None:
-                waited = time.monotonic() - start
-                who, stacks = self._describe_stragglers(stragglers)
-                self._record(step, waited, who, stacks)
-                error = StalledError(
-                    f"step {step}: {who} (waited {waited:.0f} s, "
-                    f"timeout_seconds={self._timeout_seconds:g}). Check the log of that host; raise timeout_seconds if its "
-                    "reads may take longer.",
-                    hosts=stragglers.hosts or (self._keys.reducer,),
-                    waited_seconds=waited,
-                )
-                if stacks:
-                    error.add_note(stacks)
-                raise error
+                raise self._stalled(step, time.monotonic() - start, stragglers)
             self._size = announcement.window
             self._contents.append(announcement.contents)
             if announcement.stop is not None:
                 self._stop = announcement.stop
             self._upto = announcement.upto
             self._announced = number + 1
+
+    def _stalled(self, step: int, waited: float, stragglers: Stragglers) -> StalledError:
+        who, stacks = self._describe_stragglers(stragglers)
+        self._record(step, waited, who, stacks)
+        error = StalledError(
+            f"step {step}: {who} (waited {waited:.0f} s, "
+            f"timeout_seconds={self._timeout_seconds:g}). Check the log of that host; raise timeout_seconds if its "
+            "reads may take longer.",
+            hosts=stragglers.hosts or (self._keys.reducer,),
+            waited_seconds=waited,
+        )
+        if stacks:
+            error.add_note(stacks)
+        return error
 
     def _announcement(self, number: int, tick: Callable[[float], None]) -> tuple[Announcement | None, Stragglers]:
         reduction = self._keys.reduction(number)

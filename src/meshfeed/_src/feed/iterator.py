@@ -45,7 +45,7 @@ from meshfeed._src.feed.local_iterator import LocalIterator
 from meshfeed._src.feed.membership import Membership
 from meshfeed._src.feed.parts import check_can_follow, make_pipeline, make_stream
 from meshfeed._src.feed.pipeline import Pipeline, PrefetchDepth, Ready
-from meshfeed._src.feed.resharding import Place, conclude, make_offer, make_place, warn_of_going_back
+from meshfeed._src.feed.resharding import FeedPlace, conclude, make_offer, make_place, warn_of_going_back
 from meshfeed._src.feed.sizing import Sizer
 from meshfeed._src.feed.startup import Startup, wait_until_open
 from meshfeed._src.feed.step_log import STEP_LOG, log_step
@@ -57,6 +57,7 @@ from meshfeed._src.streams.protocol import AnyReader, Cursor
 
 _log = logging.getLogger("meshfeed.feed")
 _CLOSE_SECONDS = 5.0
+_RESHARDED = "called reshard of its feed"
 
 
 class SecondPass:
@@ -610,19 +611,30 @@ class Feed(Inspection, Checkpointable):
           SourceError: a lane cannot be read forward.
           MeshfeedError: the feed is closed, or another call of ``next``, ``set_state``, ``reset`` or ``reshard`` is running.
 
-        After an error or an interrupt (Ctrl-C) the feed is as it was, and the call can be repeated on all hosts.
+        After an error or an interrupt (Ctrl-C) the feed is on its old sharding at the same position, and the call can be
+        repeated on all hosts. A host that is still in ``next`` raises a ``PeerError`` within seconds of another's call.
         """
         if self._closed:
             self._raise_closed()
+        try:
+            self._move(*self._meet(sharding))
+        except BaseException:
+            self._handshake.withdraw()
+            raise
+
+    def _meet(self, sharding: PyTree) -> tuple[FeedPlace, Membership, Cursor]:
+        """Agrees with the hosts of a sharding on the step to continue at, and reads their lanes forward to it."""
         settings, stream, cursor = self._settings, self._stream, self._cursor
-        hosts = _participants(sharding)
+        hosts, depth = _participants(sharding), self._prefetch.depth
         try:
             place = make_place(sharding, settings, stream, self._placer, self._host_rows)
             offer = make_offer(settings, stream, cursor, self._membership.scope)
+            self._step_aside()
         except Exception as error:
             self._meetings.fail(hosts, error)
+            if stream.cannot_resume is None:  # the others have left this generation of the feed
+                self._step_aside()
             raise
-        depth = self._prefetch.depth
         outcome = self._meetings.meet(
             hosts, offer, lambda offers: conclude(offers, depth), timeout_seconds=settings.timeout_seconds
         )
@@ -637,16 +649,19 @@ class Feed(Inspection, Checkpointable):
             joined.handshake.fail(error)  # the others wait for this host before their next batch
             raise
         warn_of_going_back(self.name, outcome.result["steps"], moved.step, self._host)
-        self._move(place, joined, moved)
+        return place, joined, moved
 
-    def _move(self, place: Place, joined: Membership, cursor: Cursor) -> None:
+    def _step_aside(self) -> None:
+        """Ends this generation of the feed, so that hosts that wait for this one in ``next`` learn of it."""
+        self._begin(self._cursor, None, _RESHARDED)
+        self._handshake.step_aside(leave_notice(_RESHARDED, self._cursor.step, None))
+
+    def _move(self, place: FeedPlace, joined: Membership, cursor: Cursor) -> None:
         """Starts a new generation of the feed at ``cursor``, with other hosts."""
-        self._stats.restart()
         if self._left is not None:
             self._close_left()
         joined.join(self)
-        doing = "continued on another sharding"
-        left = _Generation(self._startup, self._opening, self._finalizer, doing, None, self._membership)
+        left = _Generation(self._startup, self._opening, self._finalizer, _RESHARDED, None, self._membership)
         participants, agree = joined.handshake.participants, joined.handshake.needed
         # As in _leave.
         self._left, self._cursor, self._opening = left, cursor, None

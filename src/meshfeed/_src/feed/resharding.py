@@ -22,9 +22,8 @@ from meshfeed._src.base.errors import AgreementError, SettingsError
 from meshfeed._src.base.settings import FeedSettings
 from meshfeed._src.base.types import JsonValue, PyTree
 from meshfeed._src.feed.parts import check_can_follow
-from meshfeed._src.order.steps import parse_segments, position_at
 from meshfeed._src.plan.plan import HostRows, normalize_sharding, participants
-from meshfeed._src.state.state import FeedState, Ledgers, flatten, parse_state
+from meshfeed._src.state.state import Ledgers, flatten, parse_state
 from meshfeed._src.streams.lane_moves import furthest_entries
 from meshfeed._src.streams.protocol import AnyStream, Cursor
 
@@ -33,7 +32,7 @@ _SHOWN_CHARACTERS = 120  # of a setting in a message
 _NAMED_DIFFERENCES = 4
 
 
-class Place(NamedTuple):
+class FeedPlace(NamedTuple):
     """What a sharding determines for a feed on this host.
 
     Attributes:
@@ -49,7 +48,7 @@ class Place(NamedTuple):
 
 def make_place(
     sharding: PyTree, settings: FeedSettings, stream: AnyStream, before: Placer, rows_before: HostRows
-) -> Place:
+) -> FeedPlace:
     """Returns the place of a feed on another sharding.
 
     Args:
@@ -70,7 +69,7 @@ def make_place(
     follows = not stream.length_is_known and coordination.process_index() not in placer.participants
     if follows:
         check_can_follow(stream, placer.participants)
-    return Place(placer, host_rows, follows)
+    return FeedPlace(placer, host_rows, follows)
 
 
 def _with_hosts_left(settings: FeedSettings, sharding: PyTree) -> FeedSettings:
@@ -145,7 +144,7 @@ def conclude(offers: Mapping[int, JsonValue], prefetch: int) -> dict[str, JsonVa
         handed_over.add(one)
     lanes = None
     if base.lanes is not None:
-        lanes = furthest_entries(handed_over.lanes_for(base), _records_per_lane(base))
+        lanes = furthest_entries(handed_over.lanes_for(base), base)
     skipped = max((states[host].num_skipped or 0 for host in there), default=0)
     ledgers = _merge_ledgers(handed_over.ledgers, step)
     state = dataclasses.replace(base, lanes=lanes, num_skipped=skipped or None, **ledgers.state_fields())
@@ -213,11 +212,6 @@ def _handed_over(scopes: Sequence[str]) -> HandedOver:
         if (result := result_of(store, scope)) is not None:
             found.add(parse_state(result["state"]))
     return found
-
-
-def _records_per_lane(state: FeedState) -> int:
-    """Records that each lane without an end has delivered at a state of a stream."""
-    return position_at(parse_segments(state.segments), state.step or 0) // (state.num_lanes or 1)
 
 
 def _merge_ledgers(ledgers: Iterable[Ledgers], step: int) -> Ledgers:

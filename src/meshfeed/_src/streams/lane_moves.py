@@ -10,19 +10,23 @@ from collections.abc import Iterable, Mapping
 
 from meshfeed._src.base.progress import Dropping
 from meshfeed._src.base.types import JsonValue, StreamSource
+from meshfeed._src.order.steps import parse_segments, position_at
+from meshfeed._src.state.state import FeedState
 from meshfeed._src.streams.lane import LaneEntry, LaneSettings
 from meshfeed._src.streams.lane_reader import LaneGroup
 
 _CHUNK_RECORDS = 1024  # records that are held at once
 
 
-def furthest_entries(found: Iterable[Mapping[str, JsonValue]], records: int) -> dict[str, JsonValue]:
-    """Returns the entry of each lane that is furthest without having delivered more than ``records`` records.
+def furthest_entries(found: Iterable[Mapping[str, JsonValue]], state: FeedState) -> dict[str, JsonValue]:
+    """Returns the entry of each lane that is furthest without being past the step of ``state``.
 
     Args:
       found: lane → entry as in a state, of any steps and hosts.
-      records: records that a lane without an end has delivered at the step to continue at.
+      state: a state of the stream, whose own lanes are ignored.
     """
+    # Of a lane that has not ended.
+    records = position_at(parse_segments(state.segments), state.step or 0) // (state.num_lanes or 1)
 
     def rank(entry: JsonValue) -> tuple[int, bool, int]:
         # A lane that has delivered as many records and has ended is known from a later step.
