@@ -326,7 +326,10 @@ class Sizer:
         assert self._control is not None
         if window is not None:
             found = {"batches_per_second": round(window.capacity, 3), "stall_fraction": round(window.stalled, 3)}
-            self._tried.append({**{name: getattr(self._wanted, name) for name in self._shown()}, **found})
+            numbers = {name: getattr(self._wanted, name) for name in self._shown()}
+            if self._tried and numbers.items() <= self._tried[-1].items():
+                self._tried.pop()  # the same numbers again
+            self._tried.append({**numbers, **found})
         try:
             wanted, self._floor = self._control.send(window)
         except StopIteration:  # Ctrl-C has ended it: begin again with the numbers as they are
