@@ -98,6 +98,8 @@ def train(killed: int | None) -> None:
             weights = place(kept[feed.step][1])  # the hosts may have agreed on the step before
             print(f"host {here}, continues at step {feed.step} on {mesh.size} devices", flush=True)
     feed.close()
+    if here == 0:
+        time.sleep(5)  # JAX's shutdown does not wait for recoverable hosts, and the others still need its service
 
 
 def start_all(num_hosts: int) -> int:

@@ -49,7 +49,7 @@ def test_the_others_survive_the_loss_of_a_host() -> None:
     losses = {}
     for host in (0, 2):
         assert re.search(rf"host {host}, continues at step 20 on 2 devices", out)
-        losses[host] = re.findall(rf"host {host}, step (\d+), (\d) devices, loss (\S+)", out)
+        losses[host] = re.findall(rf"host {host}, step (\d+), (\d) devices, loss (\d+\.\d{{4}})", out)
     steps = [(step, devices) for step, devices, _ in losses[0]]
     assert steps == [("20", "3"), ("40", "2"), ("60", "2")]
     assert losses[0] == losses[2]
