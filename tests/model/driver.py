@@ -159,6 +159,7 @@ def _play_phase(case: Case, phase: Phase, wanted: list[Event], host: int, world:
         asked = [
             ids for number, ids in enumerate(source.asked) if ids or number
         ]  # at first for none, to see if it is cached
+        assert source.asked or not any(event.batches for event in wanted), "nothing is asked of the cache"
         wanted_ids = case.asked_ahead(phase, host, len(asked))
         assert asked == wanted_ids, f"asked ahead for {asked}, not {wanted_ids}"
 
