@@ -433,6 +433,8 @@ class _Player:
             assert at == (before.get("step", at[0]), before["position"], before), f"{where}: moved to {at}"
 
     def _check_merged(self, state: Any, event: Event, where: str) -> None:
+        count = state.get("num_skipped", 0)
+        assert count == len(event.bad), f"{where}: the state counts {count} bad records, not {len(event.bad)}"
         ledgers = (state.get("skipped") or {}).values()
         bad = {(entry[0], entry[1], entry[3]) for ledger in ledgers for entry in ledger}
         assert bad == event.bad, f"{where}: the state lists the bad records {bad}, not {event.bad}"
