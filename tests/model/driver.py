@@ -161,6 +161,7 @@ def _play_phase(case: Case, phase: Phase, wanted: list[Event], host: int, world:
         asked = [
             ids for number, ids in enumerate(source.asked) if ids or number
         ]  # at first for none, to see if it is cached
+        assert source.asked or not any(event.batches for event in wanted), "nothing is asked of the cache"
         wanted_ids = case.asked_ahead(phase, host, len(asked))
         assert asked == wanted_ids, f"asked ahead for {asked}, not {wanted_ids}"
 
@@ -434,6 +435,8 @@ class _Player:
             assert at == (before.get("step", at[0]), before["position"], before), f"{where}: moved to {at}"
 
     def _check_merged(self, state: Any, event: Event, where: str) -> None:
+        count = state.get("num_skipped", 0)
+        assert count == len(event.bad), f"{where}: the state counts {count} bad records, not {len(event.bad)}"
         ledgers = (state.get("skipped") or {}).values()
         bad = {(entry[0], entry[1], entry[3]) for ledger in ledgers for entry in ledger}
         assert bad == event.bad, f"{where}: the state lists the bad records {bad}, not {event.bad}"
