@@ -1103,10 +1103,9 @@ class Case:
                 continue
             for row in self.phases[0].topology.rows_of(host, steps.size(step), phase.load):
                 token = batch.tokens[row] if row < len(batch.tokens) else None
-                if isinstance(token, frozenset):
-                    token = max(
-                        token - model.origin(model.first), default=None
-                    )  # not of the one that shows the structure
+                if isinstance(token, frozenset):  # not of those that show the structure, also to a host without rows
+                    start = model.batch(0, steps).tokens[:1]
+                    token = max(token.difference(model.origin(model.first), *start), default=None)
                 if token is not None:
                     phase.fatal_host = host
                     return host, token
