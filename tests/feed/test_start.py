@@ -15,6 +15,7 @@ import pytest
 from jax.sharding import AxisType
 
 import meshfeed
+from meshfeed._src.feed.startup import Startup
 from meshfeed.sources import HostBatches, Memory, Mixture, Stream
 
 BATCH, STEPS = 8, 6
@@ -333,3 +334,24 @@ def test_feeds_around_a_feed_start_it(kind: str, gate: Gate) -> None:
         assert [ids(next(feed)) for _ in range(STEPS)] == expected()
     with pytest.raises(meshfeed.MeshfeedError, match="closed"):
         feed.start()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_state_that_is_set_before_the_start_gets_to_its_data(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    run, gate = Startup._run, Gate()
+    gate.opened.set()
+    with make_feed(kind, gate) as feed:
+        expected = [ids(batch) for batch in feed]
+        feed.reset()
+        next(feed)
+        state = feed.get_state()
+
+    def run_late(startup: Startup) -> Any:
+        time.sleep(0.3)
+        return run(startup)
+
+    monkeypatch.setattr(Startup, "_run", run_late)
+    with make_feed(kind, gate) as feed:
+        feed.start()
+        feed.set_state(state)
+        assert [ids(batch) for batch in feed] == expected[1:]

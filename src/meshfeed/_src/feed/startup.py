@@ -121,6 +121,8 @@ class Startup:
         if not self._begun:
             self._handshake.begin()  # here, in the order of the caller's calls, which is the same on all hosts
             self._begun = True
+        # Here, so that a later opening waits for this one: both may use one iterator, and the later one must get it.
+        self._opening.start()
         self._call.start()
 
     def pipeline(self) -> Pipeline:
