@@ -193,7 +193,7 @@ def test_hosts_log_who_was_killed_and_leave_nothing(
         assert time.monotonic() - start < 1.5  # it is woken
         assert host not in heartbeat._hearts
 
-    with caplog.at_level(logging.INFO, "meshfeed.agree"), simulated_hosts.simulation():
+    with caplog.at_level(logging.INFO, "meshfeed.agree"), simulated_hosts.simulation(quiet=False):
         simulated_hosts.run(4, run, job=job)
     assert job.store.keys() == []
     texts = [record.getMessage() for record in caplog.records]
