@@ -666,3 +666,44 @@ def test_an_interrupted_call_can_be_repeated(monkeypatch: pytest.MonkeyPatch) ->
                 return [rows_of(batch) for batch in feed]
 
         assert join(job.run(host_job)) == expected[7:]
+
+
+def mixture_of_records() -> Any:
+    parts = {name: {"id": np.arange(400, dtype=np.int32) + start} for name, start in (("a", 0), ("b", 1 << 16))}
+    return meshfeed.sources.Mixture(parts, weights={"a": 1, "b": 1}, block=BATCH)
+
+
+@pytest.mark.parametrize("make", [mixture_of_records, mixture_of_streams])
+def test_weights_set_before_and_after_it_hold(make: Callable[[], Any], slots: None) -> None:
+    settings = settings_of(KINDS["mixture of streams" if make is mixture_of_streams else "random access"])
+    first, second = {"a": 3, "b": 1}, {"a": 1, "b": 4}
+
+    def play(feed: meshfeed.Feed, until: int, weights: Any = None) -> list[Any]:
+        feed.start()
+        taken = [rows_of(next(feed)) for _ in range(until - feed.step)]
+        if weights is not None:
+            feed.set_weights(weights)
+        return taken
+
+    def whole(host: int) -> list[Any]:
+        with meshfeed.Feed(make(), job.mesh(0, [0]), **settings) as feed:
+            return [*play(feed, 4, first), *play(feed, 12, second), *play(feed, 18)]
+
+    with job_of(1) as job:
+        expected = job.run(whole)[0]
+
+    with job_of(3) as job:
+
+        def host_job(host: int) -> list[Any]:
+            feed = meshfeed.Feed(make(), job.mesh(host, range(3)), **settings)
+            delivered = [*play(feed, 4, first), *play(feed, 9)]
+            if host == 1:
+                job.kill(host, feed)
+                return delivered
+            feed.start()
+            feed.reshard(job.mesh(host, [0, 2]))
+            with feed:
+                return [*delivered, *play(feed, 12, second), *play(feed, 18)]
+
+        found = job.run(host_job)
+    assert join([part[:9] for part in found]) + join([found[host][9:] for host in (0, 2)]) == expected
