@@ -311,6 +311,7 @@ def test_a_startup_refers_to_nothing_that_keeps_its_feed(gate: Gate) -> None:
     with pytest.raises(meshfeed.MeshfeedError, match="closed"):
         startup.pipeline()
     opener.join()
+    assert startup._opening.join(JOIN_SECONDS)  # a dropped feed does not wait for it
 
 
 def wrapped(kind: str, gate: Gate) -> tuple[Any, Callable[[], int]]:
