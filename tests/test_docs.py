@@ -176,7 +176,14 @@ def test_no_block_is_of_a_kind_that_is_not_run() -> None:
         if block.language == "sh":
             for line in block.content.splitlines():
                 command = shlex.split(line, comments=True)
-                known = command[:2] == ["pip", "install"] or command[0] in ("git", "cd", "kubectl", "python", "ray", "sbatch")
+                known = command[:2] == ["pip", "install"] or command[0] in (
+                    "git",
+                    "cd",
+                    "kubectl",
+                    "python",
+                    "ray",
+                    "sbatch",
+                )
                 assert known or (ROOT / command[0]).is_file(), f"{name(page)}:{block.line}: {line}"
                 files = [word for word in command if word.startswith("examples/")]
                 assert all((ROOT / word).is_file() for word in files), f"{name(page)}:{block.line}: {line}"

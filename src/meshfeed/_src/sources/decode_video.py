@@ -140,7 +140,9 @@ class DecodeVideo:
         what, opened = _as_file(video)
         clip = memory.empty((self.num_frames, self.height, self.width, 3), np.uint8)
         try:
-            with av.open(opened, metadata_errors="ignore") as container:
+            # Titles may be of any encoding; PyAV 19 ignores that itself.
+            options: dict[str, Any] = {"metadata_errors": "ignore"} if int(av.__version__.split(".")[0]) < 19 else {}
+            with av.open(opened, **options) as container:
                 if not container.streams.video:
                     raise ValueError(f"{what} has no video stream. Expected a video.")
                 stream = container.streams.video[0]
