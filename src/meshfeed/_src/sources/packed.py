@@ -368,9 +368,10 @@ class Packed:
 
     def _leaves(self, record: object) -> dict[str, np.ndarray]:
         leaves = _leaves(record, self._key)
-        if reserved := sorted(leaves.keys() & set(self._rows.added)):
+        if not self._rows.added.isdisjoint(leaves):
+            name = min(self._rows.added & leaves.keys())
             raise SourceError(
-                f"documents have the leaf {reserved[0]!r}, which Packed writes itself. Rename that with Packed("
+                f"documents have the leaf {name!r}, which Packed writes itself. Rename that with Packed("
                 "segment_ids=…, positions=…), or the documents' with Map."
             )
         for name in self._rows.side:

@@ -82,12 +82,12 @@ class RowLayout:
             found["sequence_order"] = list(self.sequence_order)
         return found
 
-    @property
-    def added(self) -> list[str]:
+    @functools.cached_property
+    def added(self) -> frozenset[str]:
         """Names of the leaves that rows have beside those of the documents."""
         of_side = [added for name in self.side for added in _added(name)]
         names = [self.segment_ids, self.positions, *([self.cumulative_lengths] if self.cumulative_lengths else [])]
-        return [*names, *of_side]
+        return frozenset([*names, *of_side])
 
     def lay_out(
         self, pieces: Pieces, leaves: Mapping[str, np.ndarray], entries: Mapping[str, Entries]
