@@ -70,7 +70,7 @@ def make_feed(cache: ShardCache, **settings: Any) -> Any:
     return meshfeed.Feed(source, mesh, **{"global_batch_size": 8, "prefetch": 0, **settings})
 
 
-def until(condition: Callable[[], bool]) -> None:
+def until(condition: Callable[[], object]) -> None:
     end = time.monotonic() + 60
     while not condition():
         assert time.monotonic() < end
@@ -241,7 +241,7 @@ def test_threads_end_with_the_reader(store: Any, tmp_path: pathlib.Path) -> None
     for _ in range(3):
         next(feed)
     until(running)
-    assert list((tmp_path / "cache").glob("*.plan"))
+    until(lambda: list((tmp_path / "cache").glob("*.plan")))
     feed.close()
     until(lambda: not running())
     until(lambda: not list((tmp_path / "cache").glob("*.plan")))  # nobody needs the copies any more
