@@ -23,6 +23,7 @@ from signal_storm import KINDS, make_feed
 
 import meshfeed
 
+pytestmark = pytest.mark.usefixtures("no_thread_is_left")
 SOAK = bool(os.environ.get("MESHFEED_SOAK"))
 SOURCE = str(pathlib.Path(meshfeed.__file__).parent)
 RESTARTABLE = [kind for kind in KINDS if not kind.startswith("one-shot")]
@@ -104,14 +105,6 @@ def ids(batch: Any) -> list[int]:
 
 def batch_ids(step: int) -> list[int]:
     return list(range(8 * step, 8 * step + 8))
-
-
-@pytest.fixture(autouse=True)
-def _no_thread_is_left() -> Iterator[None]:
-    others = set(threading.enumerate())
-    yield
-    new = set(threading.enumerate()) - others
-    assert not [thread for thread in new if thread.name.startswith("meshfeed") and thread.is_alive()]
 
 
 @pytest.mark.slow

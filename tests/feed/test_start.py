@@ -20,6 +20,7 @@ from meshfeed.sources import HostBatches, Memory, Mixture, Stream
 
 BATCH, STEPS = 8, 6
 KINDS = ["random", "mixture", "streams", "mixture of streams", "batches"]
+pytestmark = pytest.mark.usefixtures("no_thread_is_left")
 JOIN_SECONDS = 60.0
 
 
@@ -120,14 +121,6 @@ def the_rest(feed: meshfeed.Feed) -> list[list[int]]:
 
 def expected(first: int = 0) -> list[list[int]]:
     return [batch_ids(step) for step in range(first, STEPS)]
-
-
-@pytest.fixture(autouse=True)
-def _no_thread_is_left() -> Iterator[None]:
-    others = set(threading.enumerate())
-    yield
-    new = set(threading.enumerate()) - others
-    assert not [thread for thread in new if thread.name.startswith("meshfeed") and thread.is_alive()]
 
 
 @pytest.fixture
