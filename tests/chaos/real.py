@@ -34,20 +34,7 @@ def train(scenario: Scenario, number: int, folder: str) -> dict[str, Any]:
     mesh = Mesh(np.array(jax.devices()), ("data",), axis_types=(AxisType.Auto,))
     total = jax.jit(lambda x: x.sum())
     log = open(f"{folder}/log-{number}-{host}.jsonl", "a")  # noqa: SIM115  until the end or SIGKILL
-    feed = meshfeed.MultiHostDataLoadIterator(
-        scenario.source(number, host),
-        mesh,
-        global_batch_size=scenario.batch,
-        shuffle=scenario.kind == "random",
-        seed=scenario.seed,
-        end="pad",
-        mask_key="mask",
-        num_lanes=scenario.num_lanes if scenario.kind == "stream" else None,
-        prefetch=scenario.prefetch,
-        retry=meshfeed.Retry(attempts=60, initial_seconds=0.001, max_seconds=0.01),
-        timeout_seconds=40,
-        name="train",
-    )
+    feed = scenario.feed(number, host, mesh, timeout_seconds=40)
     steps = 0
     checkpointer = meshfeed.checkpoint.Checkpointer(f"{folder}/checkpoints", save_interval_steps=scenario.save_every)
     try:

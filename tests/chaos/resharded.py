@@ -84,20 +84,7 @@ class Host:
         self.killed: tuple[bool, float] | None = None  # noticed, time
         self.total = jax.jit(lambda x: x.sum())
         self.log = open(f"{folder}/log-{self.host}.jsonl", "a")  # noqa: SIM115  until the end or SIGKILL
-        self.feed = meshfeed.Feed(
-            stream.source(0, self.host),
-            mesh_of(jax.devices()),
-            global_batch_size=stream.batch,
-            shuffle=stream.kind == "random",
-            seed=stream.seed,
-            end="pad",
-            mask_key="mask",
-            num_lanes=stream.num_lanes if stream.kind == "stream" else None,
-            prefetch=stream.prefetch,
-            retry=meshfeed.Retry(attempts=60, initial_seconds=0.001, max_seconds=0.01),
-            timeout_seconds=30,
-            name="train",
-        )
+        self.feed = stream.feed(0, self.host, mesh_of(jax.devices()), timeout_seconds=30)
         self.state = self.feed.get_state()
 
     def train(self) -> list[tuple[bool, float]]:

@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 
+import meshfeed
 from meshfeed.sources import Stream
 
 KINDS = ("random", "stream")
@@ -74,6 +75,23 @@ class Scenario:
         rng = random.Random(self.seed * 1000 + lane)
         mean = max(1, self.num_records // self.num_lanes)
         return rng.randint(0, 2 * mean)
+
+    def feed(self, incarnation: int, host: int, mesh: Any, *, timeout_seconds: float) -> meshfeed.Feed:
+        """The feed of this host in this incarnation."""
+        return meshfeed.Feed(
+            self.source(incarnation, host),
+            mesh,
+            global_batch_size=self.batch,
+            shuffle=self.kind == "random",
+            seed=self.seed,
+            end="pad",
+            mask_key="mask",
+            num_lanes=self.num_lanes if self.kind == "stream" else None,
+            prefetch=self.prefetch,
+            retry=meshfeed.Retry(attempts=60, initial_seconds=0.001, max_seconds=0.01),
+            timeout_seconds=timeout_seconds,
+            name="train",
+        )
 
     def source(self, incarnation: int, host: int) -> Any:
         """The source as this host has it in this incarnation."""
