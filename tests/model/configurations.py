@@ -495,12 +495,16 @@ class CachedFile:
     """A file of which the copy is always there."""
 
     number: int
+    cache: object = None
     num_bytes: int = 10
     ahead_bytes: int = 1000
     plan_bytes: int = 1000
 
     def follow(self, next_use: Any) -> None:
         assert next_use(self) >= 0
+
+    def unfollow(self, next_use: Any) -> None:
+        pass
 
     def is_here(self) -> bool:
         return True

@@ -164,11 +164,13 @@ def _play_phase(case: Case, phase: Phase, wanted: list[Event], host: int, world:
         assert source.asked or not any(event.batches for event in wanted), "nothing is asked of the cache"
         wanted_ids = case.asked_ahead(phase, host, len(asked))
         assert asked == wanted_ids, f"asked ahead for {asked}, not {wanted_ids}"
+        assert not _warned(world, "ahead"), _warned(world, "ahead")
 
 
 _WARNINGS = {
     "records": ("%.0f %% of the records will not be delivered", "the source has %d records in all epochs, fewer"),
     "end": ("the stream ends with lane %d of %d",),
+    "ahead": ("fetching ahead has stopped",),
 }
 
 
