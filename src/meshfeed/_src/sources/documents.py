@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import logging
 import tempfile
-from collections.abc import Callable, Sequence
-from typing import Any, cast
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, TypeVar, cast
 
 import jax
 import numpy as np
@@ -21,6 +21,7 @@ from meshfeed._src.sources.lists import listed
 from meshfeed._src.sources.recognize import as_source
 
 _log = logging.getLogger("meshfeed.sources.documents")
+T = TypeVar("T")
 _MAPPED_BYTES = 64 << 20  # larger arrays are in a temporary file, which the system may drop from memory
 _RECORDS_PER_READ = 4096
 _RECORDS_PER_DIGEST = 1 << 20
@@ -95,17 +96,10 @@ def lengths_of_leaves(
     measured = {leaf: empty(number, np.uint32) for leaf in missing}
     if missing:
         _log.info("reading %d records once for their lengths", number)
-        with Dropping("a source of records of unequal length: read for their lengths", number, "records") as progress:
-            for first in range(0, number, _RECORDS_PER_READ):
-                ids = np.arange(first, min(first + _RECORDS_PER_READ, number))
-                for record_id, record in zip(ids.tolist(), read_items(source, ids), strict=True):
-                    try:
-                        lengths = measure(record)
-                    except (SourceError, ValueError) as error:
-                        raise in_record(source, record_id, error) from error
-                    for leaf, values in measured.items():
-                        values[record_id] = lengths[leaf]
-                progress.add(len(ids))
+        doing = "a source of records of unequal length: read for their lengths"
+        for record_id, lengths in enumerate(of_each(source, measure, doing, _RECORDS_PER_READ)):
+            for leaf, values in measured.items():
+                values[record_id] = lengths[leaf]
     return [measured[leaf] if lengths is None else lengths for leaf, lengths in enumerate(all_lengths)]
 
 
@@ -153,6 +147,33 @@ class RowError(Exception):
     def __init__(self, row: int, reason: Exception) -> None:
         super().__init__(row, reason)
         self.row, self.reason = row, reason
+
+
+def of_each(
+    source: RandomAccessSource, function: Callable[[Record], T], doing: str, records_per_read: int
+) -> Iterator[T]:
+    """Yields ``function(record)`` of every record, in order, read once; shows the progress.
+
+    Args:
+      source: a random-access source.
+      function: may raise a SourceError or a ValueError, to which the record is added.
+      doing: for the progress.
+      records_per_read: how many are read at once.
+
+    Raises:
+      SourceError: ``function`` raised it or a ValueError; names the record.
+    """
+    number = len(source)
+    with Dropping(doing, number, "records") as progress:
+        for first in range(0, number, records_per_read):
+            ids = np.arange(first, min(first + records_per_read, number))
+            for record_id, record in zip(ids.tolist(), read_items(source, ids), strict=True):
+                try:
+                    found = function(record)
+                except (SourceError, ValueError) as error:
+                    raise in_record(source, record_id, error) from error
+                yield found
+            progress.add(len(ids))
 
 
 def in_record(source: object, record_id: int, reason: Exception) -> SourceError:

@@ -15,10 +15,9 @@ import xxhash
 
 from meshfeed._src.base import hooks
 from meshfeed._src.base.errors import SettingsError, SourceError
-from meshfeed._src.base.progress import Dropping
 from meshfeed._src.base.types import RandomAccessSource, Record
 from meshfeed._src.reading.identity import source_identity
-from meshfeed._src.sources.documents import in_record, read_items
+from meshfeed._src.sources.documents import in_record, of_each
 
 _log = logging.getLogger("meshfeed.sources.join")
 _USUAL_KEYS = ("__key__", "path")  # of WebDataset and Folder
@@ -119,17 +118,9 @@ def _digests(source: RandomAccessSource, keys: Iterable[object]) -> Iterator[int
 
 def _read(source: RandomAccessSource, key: str) -> Iterator[object]:
     """Yields the key of each record."""
-    number = len(source)
-    _log.info("reading %d records once for their keys", number)
-    with Dropping("Join: reads the records once for their keys", number, "records") as progress:
-        for first in range(0, number, _RECORDS_PER_READ):
-            ids = np.arange(first, min(first + _RECORDS_PER_READ, number))
-            for record_id, record in zip(ids.tolist(), read_items(source, ids), strict=True):
-                try:
-                    yield key_of(record, key)
-                except ValueError as error:
-                    raise in_record(source, record_id, error) from error
-            progress.add(len(ids))
+    _log.info("reading %d records once for their keys", len(source))
+    doing = "Join: reads the records once for their keys"
+    yield from of_each(source, lambda record: key_of(record, key), doing, _RECORDS_PER_READ)
 
 
 def key_at(source: RandomAccessSource, key: str, record_id: int) -> object:
