@@ -19,7 +19,7 @@ from meshfeed._src.agreement.messages import (
     Announcement,
     Stop,
     WindowReport,
-    aside_key,
+    find_aside,
 )
 from meshfeed._src.base.coordination import KeyValueStore
 from meshfeed._src.base.errors import Failure, StalledError
@@ -99,7 +99,7 @@ class Follower:
         timeout_seconds: float,
     ) -> None:
         self._store, self._key = store, follow_key(scope, generation)
-        self._aside_key = aside_key(scope, generation)
+        self._generation = f"meshfeed/{scope}/{generation}"
         self._participants, self._timeout_seconds = tuple(participants), timeout_seconds
         self._pause = max(_PAUSE_SECONDS, num_followers * _PAUSE_SECONDS_PER_HOST)
         self._upto = first_step
@@ -132,8 +132,8 @@ class Follower:
             waited = time.monotonic() - since
             if waited >= self._timeout_seconds:
                 raise self._stalled(step, waited)
-            if waited >= ASIDE_SECONDS and (text := self._store.try_get(self._aside_key)) is not None:
-                raise Stop(step, (Failure.from_json(json.loads(text)),)).exception()
+            if waited >= ASIDE_SECONDS and (aside := find_aside(self._store, self._generation)) is not None:
+                raise Stop(step, (aside,)).exception()
             time.sleep(self._pause)
         self.peer_wait_seconds += time.monotonic() - started
         return self._stop if self._stop is not None and step >= self._stop.step else None

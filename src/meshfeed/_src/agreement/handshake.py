@@ -19,7 +19,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 
 from meshfeed._src.agreement.followers import announce_failure
-from meshfeed._src.agreement.messages import ASIDE_SECONDS, aside_key
+from meshfeed._src.agreement.messages import ASIDE_SECONDS, aside_key, find_aside
 from meshfeed._src.base import coordination
 from meshfeed._src.base.coordination import KeyValueStore, call_briefly, format_differences
 from meshfeed._src.base.errors import LEFT, AgreementError, Failure, PeerError
@@ -141,16 +141,17 @@ class Handshake:
         failure = Failure.left(notice, coordination.process_index()).to_json()
         try:
             text = json.dumps(failure)
-            store.set(aside_key(self._scope, self.round), text, overwrite=True)
-            for number in range(max(0, self.round - 1), self.round + 1):
-                store.set(self._aside_in(number), text, overwrite=True)
+            rounds = [self._round(number) for number in range(max(0, self.round - 1), self.round + 1)]
+            for prefix in (f"{self._feed}/{self.round}", *rounds):
+                store.set(aside_key(prefix), text, overwrite=True)
             self._reduction(store).publish({"failure": failure})
         except Exception as error:  # the meeting that follows needs the store too, and raises
             _log.debug("cannot tell the other hosts that this one %s: %s", notice, error)
         self._refused = True
 
-    def _aside_in(self, number: int) -> str:
-        return f"{self._feed}/settings/{number}/aside"
+    def _round(self, number: int) -> str:
+        """The prefix of the keys of a round."""
+        return f"{self._feed}/settings/{number}"
 
     def withdraw(self) -> None:
         """Starts a new generation of the feed and retracts what a refused state, or a host that stepped aside, published."""
@@ -158,7 +159,7 @@ class Handshake:
         store = self._store() if self._refused else None
         if store is not None:
             self._reduction(store).retract()
-            store.delete(self._aside_in(self.round))
+            store.delete(aside_key(self._round(self.round)))
         self._refused = False
 
     def leave(self, notice: str | None = None, *, awaited: bool = False) -> None:
@@ -207,7 +208,7 @@ class Handshake:
         return self.round if begun is None else begun
 
     def _reduction(self, store: KeyValueStore, number: int | None = None) -> Reduction:
-        prefix = f"{self._feed}/settings/{self._number if number is None else number}"
+        prefix = self._round(self._number if number is None else number)
         return Reduction(store, prefix, self.participants, coordination.process_index())
 
     def agree(
@@ -303,7 +304,7 @@ class Handshake:
         # Every host has reached this round, so all have read the results of those before, some of which they abandoned, and
         # have left their generations, so the windows of those are unused.
         while store is not None and self._kept < self._number:
-            store.delete(f"{self._feed}/settings/{self._kept}")
+            store.delete(self._round(self._kept))
             self._kept += 1
             store.delete(f"{self._feed}/{self._kept}")
         return announcement
@@ -336,8 +337,8 @@ class Handshake:
             value = None if self._refused_before else reduction.value_of_reducer()
             if (value is None or "failure" not in value) and waited >= ASIDE_SECONDS and not self._refused_before:
                 # The reducer may be lost, and another host wait for this one on another sharding.
-                text = coordination.require_store().try_get(self._aside_in(self._number))
-                value = None if text is None else {"failure": json.loads(text)}
+                aside = find_aside(coordination.require_store(), self._round(self._number))
+                value = None if aside is None else {"failure": aside.to_json()}
             if value is None or "failure" not in value:
                 failed_since = None
                 return
@@ -379,6 +380,17 @@ class _GivenUp(Exception):
         self.outcome = outcome
 
 
+def differing_fields(settings: Mapping[int, Mapping[str, JsonValue]]) -> list[str]:
+    """Returns one text for each field that differs, given host → field → value."""
+    fields = dict.fromkeys(name for value in settings.values() for name in value)
+    differences: list[str] = []
+    for field in fields:
+        texts = {host: json.dumps(value.get(field), sort_keys=True) for host, value in settings.items()}
+        if (shown := format_differences(texts, _SHOWN_CHARACTERS)) is not None:
+            differences.append(f"{field} ({shown})")
+    return differences
+
+
 def compare(values: Mapping[int, JsonValue]) -> dict[str, JsonValue]:
     """Reduces the values that hosts published.
 
@@ -392,10 +404,4 @@ def compare(values: Mapping[int, JsonValue]) -> dict[str, JsonValue]:
         if "failure" in value:
             return {"failure": value["failure"], "differences": []}
     settings: dict[int, dict[str, JsonValue]] = {host: value["settings"] for host, value in sorted(values.items())}
-    fields = dict.fromkeys(name for value in settings.values() for name in value)
-    differences: list[str] = []
-    for field in fields:
-        texts = {host: json.dumps(value.get(field), sort_keys=True) for host, value in settings.items()}
-        if (shown := format_differences(texts, _SHOWN_CHARACTERS)) is not None:
-            differences.append(f"{field} ({shown})")
-    return {"failure": None, "differences": differences}
+    return {"failure": None, "differences": differing_fields(settings)}

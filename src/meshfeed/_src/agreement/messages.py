@@ -9,10 +9,11 @@ transports them.
 from __future__ import annotations
 
 import dataclasses
+import json
 from collections.abc import Sequence
 from typing import TypedDict
 
-from meshfeed._src.base.coordination import format_hosts
+from meshfeed._src.base.coordination import KeyValueStore, format_hosts
 from meshfeed._src.base.errors import LEFT, Failure, PeerError
 from meshfeed._src.base.types import JsonValue
 
@@ -151,12 +152,21 @@ ASIDE_SECONDS = 2.0
 """How long a host waits for others before it looks whether one of them has left for another sharding."""
 
 
-def aside_key(scope: str, generation: int) -> str:
-    """Returns the key in which a host writes that it left a generation of a feed for another sharding.
+def aside_key(prefix: str) -> str:
+    """Returns the key in which a host writes that it has left for another sharding.
 
-    It waits for the others there, while they may wait for the window of a host that was lost.
+    It waits for the others there, while they may wait for a host that was lost.
+
+    Args:
+      prefix: of the keys of what the others wait in: a generation, or a round of the handshake.
     """
-    return f"meshfeed/{scope}/{generation}/aside"
+    return f"{prefix}/aside"
+
+
+def find_aside(store: KeyValueStore, prefix: str) -> Failure | None:
+    """Returns the notice of a host that has left for another sharding, if there is one; see :func:`aside_key`."""
+    text = store.try_get(aside_key(prefix))
+    return None if text is None else Failure.from_json(json.loads(text))
 
 
 @dataclasses.dataclass(frozen=True)

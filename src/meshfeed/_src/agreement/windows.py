@@ -21,7 +21,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import itertools
-import json
 import logging
 import math
 import threading
@@ -29,7 +28,14 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 
 from meshfeed._src.agreement.followers import Summary
-from meshfeed._src.agreement.messages import ASIDE_SECONDS, AnnouncedContents, Announcement, Stop, WindowReport
+from meshfeed._src.agreement.messages import (
+    ASIDE_SECONDS,
+    AnnouncedContents,
+    Announcement,
+    Stop,
+    WindowReport,
+    find_aside,
+)
 from meshfeed._src.base.coordination import KeyValueStore, call_briefly
 from meshfeed._src.base.errors import Failure, StalledError
 from meshfeed._src.base.reduction import Patience, ProgressReport, Reduction, Stragglers
@@ -171,11 +177,6 @@ class _Keys:
     def doing(self, host: int) -> str | None:
         """Returns what another host's reader was doing, if it has published that."""
         return self.store.try_get(f"{self.prefix}/doing/{host}")
-
-    def aside(self) -> Failure | None:
-        """Returns the notice of a host that has left for another sharding; see :func:`messages.aside_key`."""
-        text = self.store.try_get(f"{self.prefix}/aside")
-        return None if text is None else Failure.from_json(json.loads(text))
 
     @property
     def reducer(self) -> int:
@@ -339,7 +340,7 @@ class WindowAgreement:
                 raise StalledError("the feed was closed while it waited for other hosts")
             if self._announced != number:  # processed by this host's other thread, and perhaps deleted since
                 raise _AlreadySeen
-            if waited >= ASIDE_SECONDS and (aside := self._keys.aside()) is not None:
+            if waited >= ASIDE_SECONDS and (aside := find_aside(self._keys.store, self._keys.prefix)) is not None:
                 raise Stop(step, (aside,)).exception()
             own = self._published <= number
             if own:

@@ -14,6 +14,7 @@ from meshfeed._src.base.errors import SettingsError, hides_own_frames
 from meshfeed._src.base.settings import FeedSettings, local_path
 from meshfeed._src.base.stats import CACHES, FeedStats, Sample, StatsRecorder, stats_since
 from meshfeed._src.base.types import JsonValue, PyTree, RecordIds
+from meshfeed._src.feed.membership import Membership
 from meshfeed._src.feed.parts import replay_step
 from meshfeed._src.feed.sizing import Sizer
 from meshfeed._src.pictures.plan import MeshPlan, plan_of_batch
@@ -31,7 +32,7 @@ class Inspection:
     _stream: AnyStream
     _settings: FeedSettings
     _placer: Placer
-    _participants: Sequence[int]
+    _membership: Membership
     _stats: StatsRecorder
     _sizer: Sizer | None
     _host: int
@@ -134,7 +135,7 @@ class Inspection:
             "name": self.name,
             "kind": self._stream.kind,
             "num_lanes": self._cursor.num_lanes or None,
-            "participants": list(self._participants),
+            "participants": list(self._membership.participants),
             "fingerprint": self._stream.fingerprint(self._cursor),
         }
 

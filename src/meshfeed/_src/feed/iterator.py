@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from types import TracebackType
 from typing import Literal, NamedTuple, NoReturn
 
-from meshfeed._src.agreement.handshake import agreed_settings
+from meshfeed._src.agreement.handshake import Handshake, agreed_settings
 from meshfeed._src.agreement.meeting import Meetings
 from meshfeed._src.agreement.windows import leave_notice
 from meshfeed._src.arrays.placer import make_placer
@@ -209,15 +209,14 @@ class Feed(Inspection, Checkpointable):
         self._turn: dict[str, object] = {}
         self._host = coordination.process_index()
         self._owner = Owner()
-        self._participants = _participants(sharding)
+        participants = _participants(sharding)
         # FeedSettings rejects other types below, once the handshake exists and can report the error to other hosts.
-        self.name = name if isinstance(name, str) else coordination.next_name("feed", self._participants)
+        self.name = name if isinstance(name, str) else coordination.next_name("feed", participants)
         self._stats = StatsRecorder(self.name)
         self._second_pass = SecondPass(self.name)
-        scope = coordination.next_scope(f"feed/{self.name}", self._participants)
+        scope = coordination.next_scope(f"feed/{self.name}", participants)
         self._meetings = Meetings(scope)
-        self._membership = Membership(scope, self._participants)
-        self._handshake = self._membership.handshake
+        self._membership = Membership(scope, participants)
         self._hosts_agree = self._handshake.needed
         self._follows = False  # a stream that only other hosts read
         try:
@@ -231,14 +230,18 @@ class Feed(Inspection, Checkpointable):
             raise
         self._membership.join(self)
 
+    @property
+    def _handshake(self) -> Handshake:
+        return self._membership.handshake
+
     def _make(self, source: object, sharding: PyTree, settings: FeedSettings) -> None:
         self._settings = settings
         self._prefetch = PrefetchDepth(settings.prefetch, self.name)
         self._sizer = Sizer(settings, self._prefetch) if settings.auto else None
         self._placer = make_placer(sharding, settings)
         self._stream = make_stream(source, settings, self._placer)
-        if not self._stream.length_is_known and self._host not in self._participants:
-            check_can_follow(self._stream, self._participants)
+        if not self._stream.length_is_known and self._host not in self._membership.participants:
+            check_can_follow(self._stream, self._membership.participants)
             self._follows = True
         self._cursor: Cursor = self._stream.start()
         self._host_rows = self._placer.host_rows(self._stream.record_spec if self._stream.in_columns else None)
@@ -662,13 +665,12 @@ class Feed(Inspection, Checkpointable):
             self._close_left()
         joined.join(self)
         left = _Generation(self._startup, self._opening, self._finalizer, _RESHARDED, None, self._membership)
-        participants, agree = joined.handshake.participants, joined.handshake.needed
+        agree = joined.handshake.needed
         # As in _leave.
         self._left, self._cursor, self._opening = left, cursor, None
         self._startup = self._pipeline = self._finalizer = self._ready = self._failed = self._failed_at = None
         self._placer, self._host_rows, self._follows = place.placer, place.host_rows, place.follows
-        self._participants, self._hosts_agree = participants, agree
-        self._membership, self._handshake = joined, joined.handshake
+        self._membership, self._hosts_agree = joined, agree
         self._close_left()
 
     @property

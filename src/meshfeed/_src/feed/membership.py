@@ -22,13 +22,18 @@ class Membership:
         self.handshake = Handshake(scope, participants)
         self._heartbeat: heartbeat.Member | None = None
 
+    @property
+    def participants(self) -> Sequence[int]:
+        """Process indices of the hosts, ascending."""
+        return self.handshake.participants
+
     def join(self, feed: object) -> None:
         """Begins the heartbeat; the membership ends with ``feed``, if it is dropped without close."""
         if not self.handshake.needed:
             return
         # Runs after the pipeline's finalizer, which is registered later.
         finalize(feed, self.handshake.leave, "dropped its feed")
-        self._heartbeat = heartbeat.Member(self.handshake.participants)
+        self._heartbeat = heartbeat.Member(self.participants)
         finalize(feed, self._heartbeat.leave)
 
     def on_beat(self, call: Callable[[], object]) -> None:

@@ -13,6 +13,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 from meshfeed._src.agreement.handover import HandedOver
+from meshfeed._src.agreement.handshake import differing_fields
 from meshfeed._src.agreement.meeting import result_of
 from meshfeed._src.agreement.windows import full_window
 from meshfeed._src.arrays.placer import Placer, make_placer
@@ -172,13 +173,7 @@ def warn_of_going_back(name: str, steps: Mapping[str, int], step: int, host: int
 
 
 def _check_alike(values: Mapping[int, Mapping[str, JsonValue]]) -> None:
-    fields = dict.fromkeys(name for value in values.values() for name in value)
-    differences = [
-        f"{field} ({shown})"
-        for field in fields
-        if (shown := format_differences({h: str(value.get(field)) for h, value in values.items()}, _SHOWN_CHARACTERS))
-    ]
-    if differences:
+    if differences := differing_fields(values):
         raise AgreementError(
             f"hosts that call reshard differ in {', and in '.join(differences[:_NAMED_DIFFERENCES])}. They must be hosts of "
             "one feed: call set_state with the same state on all of them first, or restart the job from its last checkpoint."

@@ -51,21 +51,21 @@ def wait_until_open(
     """
     host = coordination.process_index()
     report = ProgressReport(coordination.key_value_store() if hosts_agree else None, timeout_seconds)
-
     late_after = late_seconds(timeout_seconds)
 
     def tick(waited: float) -> None:
         nonlocal late_after
         check()
         report.update()
+        what = str(PROGRESS) or "opening the data"
         if waited >= late_after:
             late_after *= 2
-            what, stacks = str(PROGRESS) or "opening the data", feed_stacks()
+            stacks = feed_stacks()
             _log.warning("%s: %s for %.0f s\n%s", name, what, waited, stacks)
             report.tell(f"{what} for {waited:.0f} s\n{stacks}".rstrip())
         if waited >= timeout_seconds <= PROGRESS.idle_seconds():
             error = StalledError(
-                f"host {host} itself is late: it is {str(PROGRESS) or 'opening the data'}, without progress for "
+                f"host {host} itself is late: it is {what}, without progress for "
                 f"{min(waited, PROGRESS.idle_seconds()):.0f} s (timeout_seconds={timeout_seconds:g}). Check its storage, or "
                 "raise timeout_seconds if that may take longer.",
                 hosts=(host,),
