@@ -43,6 +43,7 @@ class TaskServer:
     def __init__(self, gc_every: int) -> None:
         self._gc_every = gc_every
         self._task: Callable[[Any], object] | None = None
+        self._unmade: list[Message] = []  # why there is no task
         self._num_done = 1
 
     def set_up(self, make_task: bytes) -> list[Message]:
@@ -52,16 +53,17 @@ class TaskServer:
             self._task = pickle.loads(make_task)()
 
         messages = _messages(READY, make)
-        if self._task is not None and self._gc_every:  # excludes existing objects, and disables it during requests
+        if self._task is None:
+            self._unmade = messages
+        elif self._gc_every:  # excludes existing objects, and disables it during requests
             gc.collect()
             gc.freeze()
             gc.disable()
         return messages
 
     def answer(self, request: object) -> list[Message]:
-        """Returns RESULT, preceded by CACHE_USE if the task used shard caches, or ERROR."""
-        assert self._task is not None
-        return _messages(RESULT, self._task, request)
+        """Returns RESULT, preceded by CACHE_USE if the task used shard caches, or ERROR; that of the set-up if it failed."""
+        return self._unmade if self._task is None else _messages(RESULT, self._task, request)
 
     def collect(self) -> None:
         """Runs the garbage collector if it is due; called once per request."""
