@@ -198,6 +198,72 @@ def simulated_keys(job: Job) -> list[str]:
     return simulated_hosts._unexpected(job.job.store.keys())
 
 
+@pytest.mark.parametrize("name", BOTH)
+def test_a_host_that_is_left_out_may_call_after_the_others_have_closed(name: str) -> None:
+    kind, settings, expected = expected_of(name)
+    closed = threading.Barrier(3)
+
+    with job_of(3) as job:
+
+        def host_job(host: int) -> list[dict[int, int]]:
+            with meshfeed.Feed(kind.make(), job.mesh(host, [0, 1, 2]), **settings) as feed:
+                delivered = [rows_of(next(feed)) for _ in range(9)]
+                if host == 1:
+                    closed.wait(20)
+                feed.reshard(job.mesh(host, [0, 2]))
+                delivered += [rows_of(batch) for batch in feed]
+            if host != 1:
+                closed.wait(20)
+            return delivered
+
+        found = job.run(host_job)
+        left = simulated_keys(job)
+    assert join([part[:9] for part in found]) + join([part[9:] for part in found]) == expected
+    assert not any(found[1][9:])
+    assert not left
+
+
+@pytest.mark.parametrize("name", BOTH)
+def test_a_host_that_sat_out_a_meeting_attends_the_next_of_the_same_hosts(name: str) -> None:
+    kind, settings, expected = expected_of(name)
+
+    with job_of(3) as job:
+
+        def host_job(host: int) -> list[list[dict[int, int]]]:
+            feed = meshfeed.Feed(kind.make(), job.mesh(host, [0, 1, 2]), **settings)
+            parts = [[rows_of(next(feed)) for _ in range(5)]]
+            if host:
+                feed.reshard(job.mesh(host, [1, 2]))
+            feed.reshard(job.mesh(host, [0, 1, 2]))
+            parts.append([rows_of(next(feed)) for _ in range(3)])
+            feed.reshard(job.mesh(host, [1, 2]))
+            with feed:
+                parts.append([rows_of(batch) for batch in feed])
+            return parts
+
+        found = job.run(host_job)
+    assert [step for number in range(3) for step in join([part[number] for part in found])] == expected
+
+
+def test_meetings_leave_no_more_keys_the_more_there_were() -> None:
+    kind, settings, _ = expected_of("uneven lanes")
+
+    def keys_left(meetings: int) -> int:
+        with job_of(3) as job:
+
+            def host_job(host: int) -> None:
+                with meshfeed.Feed(kind.make(), job.mesh(host, [0, 1, 2]), **settings) as feed:
+                    for number in range(meetings):
+                        next(feed)
+                        feed.reshard(job.mesh(host, [0, 2] if number % 2 else [0, 1, 2]))
+
+            job.run(host_job)
+            assert not simulated_keys(job)
+            return sum("/meet/" in key for key in job.job.store.keys())
+
+    assert keys_left(7) == keys_left(3) == 2
+
+
 def test_a_host_that_is_left_out_closes_its_feed() -> None:
     kind, settings, expected = expected_of("uneven lanes")
 

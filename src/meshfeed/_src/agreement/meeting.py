@@ -2,9 +2,14 @@
 
 Hosts come to a meeting from different pasts: one has failed, one was restored from a state, one only followed. What they
 have in common is the feed's first scope, the new participants, and the number of meetings of these participants. A meeting
-is a reduction (:mod:`meshfeed._src.base.reduction`) below a scope made of these three, and the scope is also that of the
+is a reduction (:mod:`meshfeed._src.base.reduction`) named by these three, and the name is also the scope of the
 generations that follow. A meeting that fails is concluded too, and the next attempt is the next meeting, so hosts may call
-again without an agreement on who called how often.
+again without an agreement on who called how often. A host that sat out meetings learns their number at the next one that
+it attends.
+
+No participant waits for a host that is left out, so such a host may come when the participants have left the scope
+already, and all keys below it are gone. Like what followers read (:mod:`meshfeed._src.agreement.followers`), the result of
+a meeting is therefore kept elsewhere, until the second meeting after it.
 
 Hosts with different new participants would wait for each other in different scopes. Each host therefore also publishes for
 which participants it has come, and a host that waits compares.
@@ -25,6 +30,7 @@ from meshfeed._src.base.errors import AgreementError, Failure, MeshfeedError, Pe
 from meshfeed._src.base.reduction import Reduction
 from meshfeed._src.base.types import JsonValue
 
+_KEPT_RESULTS = 2
 _GRACE_SECONDS = 3.0  # for a host that calls again with other participants
 _log = logging.getLogger("meshfeed.agree")
 Conclude = Callable[[dict[int, JsonValue]], JsonValue]
@@ -43,9 +49,22 @@ class Outcome(NamedTuple):
     result: JsonValue
 
 
+class _Past(NamedTuple):
+    """A meeting whose end this host has seen."""
+
+    label: str
+    number: int
+    succeeded: bool
+
+
+def _prefix(scope: str) -> str:
+    """Returns where the meeting is held with which ``scope`` begins."""
+    return f"meshfeed/follow/{scope}/meet"
+
+
 def result_of(store: KeyValueStore, scope: str) -> JsonValue | None:
     """Returns the result of the meeting with which ``scope`` began; None for the scope that a feed has first."""
-    text = store.try_get(f"meshfeed/{scope}/meet/out")
+    text = store.try_get(f"{_prefix(scope)}/out")
     return None if text is None else json.loads(text)["result"]["result"]
 
 
@@ -59,6 +78,7 @@ class Meetings:
     def __init__(self, scope: str) -> None:
         self._scope = scope
         self._next: dict[str, int] = {}  # participants → number of the next meeting
+        self._past: list[_Past] = []  # in this order; those whose keys this host may have to delete
 
     def meet(
         self, participants: Sequence[int], offer: JsonValue, conclude: Conclude, *, timeout_seconds: float
@@ -90,7 +110,7 @@ class Meetings:
             if here in participants:
                 calls.publish()
                 _forget_absent(reduction)
-                reduction.publish({"offer": offer})
+                reduction.publish({"offer": offer, "next": self._next})
             outcome = reduction.result(
                 lambda deadline: _attempt(reduction, participants, conclude, calls, deadline),
                 timeout_seconds=timeout_seconds,
@@ -106,11 +126,29 @@ class Meetings:
             raise
         if here in participants:
             calls.retract()
-        scope = self._name(label, self._next[label])
+        number = self._next[label]
         self._next[label] += 1
-        if "failure" in outcome:
+        succeeded = "failure" not in outcome
+        self._past.append(_Past(label, number, succeeded))
+        if not succeeded:
             raise _exception(Failure.from_json(outcome["failure"]))
-        return Outcome(scope, outcome["result"])
+        self._next = _latest([self._next, outcome["next"]])
+        self._forget(store if reduction.is_reducer else None, label)
+        return Outcome(self._name(label, number), outcome["result"])
+
+    def _forget(self, store: KeyValueStore | None, label: str) -> None:
+        """After a meeting of ``label``, on its reducer: deletes the results that no host can ask for any more.
+
+        A result is kept until the second meeting after it, and a failure until the same participants have met: one of
+        them may not have seen it yet, and would come to a meeting that is over.
+        """
+        results = [one for one in self._past if one.succeeded][-_KEPT_RESULTS:]
+        kept = [one for one in self._past if one in results or not (one.succeeded or one.label == label)]
+        if store is not None:
+            for one in self._past:
+                if one not in kept:
+                    store.delete(_prefix(self._name(one.label, one.number)))
+        self._past = kept
 
     def fail(self, participants: Sequence[int], error: BaseException) -> None:
         """Publishes that this host cannot continue with these participants."""
@@ -135,8 +173,7 @@ class Meetings:
         here = coordination.process_index()
         while True:
             number = self._next.setdefault(label, 0)
-            prefix = f"meshfeed/{self._name(label, number)}/meet"
-            reduction = Reduction(store, prefix, participants, here)
+            reduction = Reduction(store, _prefix(self._name(label, number)), participants, here)
             announced = reduction.announced()
             if announced is None or (
                 "result" in announced and announced["result"].get("failure", {}).get("host") != here
@@ -175,11 +212,21 @@ def _attempt(
         return None
     try:
         outcome: JsonValue = {"result": conclude({host: value["offer"] for host, value in values.items()})}
+        outcome["next"] = _latest([value["next"] for value in values.values()])
     except MeshfeedError as error:
         outcome = {"failure": Failure.exact(error).to_json()}
     announcement = reduction.announce(outcome)
     reduction.discard_values()
     return announcement
+
+
+def _latest(numbers: Sequence[Mapping[str, int]]) -> dict[str, int]:
+    """Merges what hosts know of the number of the next meeting: participants → the highest."""
+    merged: dict[str, int] = {}
+    for one in numbers:
+        for label, number in one.items():
+            merged[label] = max(number, merged.get(label, 0))
+    return merged
 
 
 def _exception(failure: Failure) -> Exception:

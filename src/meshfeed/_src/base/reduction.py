@@ -78,6 +78,7 @@ class Reduction:
         self._participants = frozenset(participants)
         self._host = host
         self._collected: dict[int, tuple[str, JsonValue]] = {}  # on the reducer: host → value as text and as JSON
+        self._noted: frozenset[int] = frozenset()  # on the reducer: the stragglers that others can read
         self.reducer = min(participants)
 
     @property
@@ -179,7 +180,6 @@ class Reduction:
         Returns:
           Host → value, ascending, of the hosts that arrived.
         """
-        noted: frozenset[int] = frozenset()
         next_note = time.monotonic() + _FIRST_NOTE_SECONDS
         pause = min(_MAX_PAUSE_SECONDS, len(self._participants) * _PAUSE_SECONDS_PER_HOST)
         while True:
@@ -187,9 +187,9 @@ class Reduction:
             late = self._participants - values.keys()
             now = time.monotonic()
             # Rate-limited: the note only serves log and error messages.
-            if late != noted and (not late or now >= next_note or now >= deadline):
+            if late != self._noted and (not late or now >= next_note or now >= deadline):
                 self._note(late)
-                noted, next_note = late, now + _NOTE_SECONDS
+                self._noted, next_note = late, now + _NOTE_SECONDS
             if (done(values) if done is not None else not late) or now >= deadline:
                 return values
             if not late:
