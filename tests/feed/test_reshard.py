@@ -259,7 +259,8 @@ def test_meetings_leave_no_more_keys_the_more_there_were() -> None:
 
             job.run(host_job)
             assert not simulated_keys(job)
-            return sum("/meet/" in key for key in job.job.store.keys())
+            keys: list[str] = job.job.store.keys()
+            return sum("/meet/" in key for key in keys)
 
     assert keys_left(7) == keys_left(3) == 2
 
