@@ -382,6 +382,8 @@ class _GivenUp(Exception):
 
 def differing_fields(settings: Mapping[int, Mapping[str, JsonValue]]) -> list[str]:
     """Returns one text for each field that differs, given host → field → value."""
+    if len({id(value) for value in settings.values()}) == 1:  # shared by Reduction; saves a second with 4,096 hosts
+        return []
     fields = dict.fromkeys(name for value in settings.values() for name in value)
     differences: list[str] = []
     for field in fields:

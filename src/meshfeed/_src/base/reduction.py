@@ -199,11 +199,13 @@ class Reduction:
 
     def _list(self) -> dict[int, JsonValue]:
         found = {int(host): text for host, text in self._store.directory(f"{self._prefix}/in").items()}
-        known = self._collected
+        # Thousands of hosts mostly publish the same text, so each is decoded once, and the value is shared.
+        known = dict(self._collected.values())
+        for text in found.values():
+            if text not in known:
+                known[text] = json.loads(text)
         self._collected = {
-            host: known[host] if host in known and known[host][0] == text else (text, json.loads(text))
-            for host, text in sorted(found.items())
-            if host in self._participants
+            host: (text, known[text]) for host, text in sorted(found.items()) if host in self._participants
         }
         return {host: value for host, (_, value) in self._collected.items()}
 
