@@ -40,6 +40,9 @@ class Numbers:
     def describe(self) -> str:
         return "reading"
 
+    def stop(self) -> None:
+        pass
+
     def close(self) -> None:
         pass
 

@@ -357,6 +357,7 @@ class Pipeline:
             stage.stop()
         if self._agreement is not None:
             self._agreement.close(notice)
+        self._reader.stop()  # a stage may wait for worker processes
         for stage in reversed(stages):
             stage.join()
         self._reader.close()

@@ -38,6 +38,7 @@ _CONNECT_SECONDS = 60.0
 _PLACE_SECONDS = 5.0
 _MAX_LOSSES = 5  # in a row, without an answer
 _SHOWN_CHARACTERS = 200  # of a request in a message
+_CLOSED = "the worker pool is closed"
 _SHOWN_CAUSE = 500  # characters of Ray's description of a loss
 _LOST = (RayActorError, ObjectLostError)
 _CONTROL = "control"
@@ -252,9 +253,14 @@ class RayPool(Generic[Request, Answer]):
 
     def _worker(self, worker_index: int) -> _RayWorker[Request, Answer]:
         if not self._finalizer.alive:
-            raise MeshfeedError("the worker pool is closed")
+            raise MeshfeedError(_CLOSED)
         _check_connected()
         return self._workers[worker_index]
+
+    def stop(self) -> None:
+        """Makes a thread's wait in :meth:`result` end within a second. Any thread."""
+        for worker in list(self._workers):
+            worker.stop()
 
     def close(self) -> None:
         """Kills the actors, even during a request. Safe to call again."""
@@ -306,6 +312,9 @@ class _RayWorker(Generic[Request, Answer]):
     def submit(self, request: Request) -> None:
         with self._lock:
             self._calls.append(_Call(self.actor.answer.remote(request), request))
+
+    def stop(self) -> None:
+        self._death = MeshfeedError(_CLOSED)
 
     def check(self) -> None:
         """Replaces the actor if it is known to be lost."""

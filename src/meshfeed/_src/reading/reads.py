@@ -217,12 +217,20 @@ class Reads:
         self._auto.in_use = self.numbers
         self._auto.keep("num_workers", why)
 
+    def stop(self) -> None:
+        """Makes reads in processes end, and the thread that waits for them with them. Any thread."""
+        for group in self._all_groups():
+            group.workers.stop()
+
+    def _all_groups(self) -> list[_Group]:
+        return [*self._groups, *self._leaving, *([self._coming] if self._coming else [])]
+
     def close(self) -> None:
         """Stops threads and processes."""
         for threads in [*self._replaced, self._threads]:
             if threads is not None:
                 threads.close()
-        for group in [*self._groups, *self._leaving, *([self._coming] if self._coming else [])]:
+        for group in self._all_groups():
             group.workers.close()
         for closing in self._closing:
             closing.join(_CLOSE_SECONDS)

@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from meshfeed._src.reading.records import ReadRows, RecordReader
 
 _SHOWN_CHARACTERS = 200  # of a request in a message
+_CLOSED = "the worker pool is closed"
 Request = TypeVar("Request")
 Answer = TypeVar("Answer")
 
@@ -154,8 +155,13 @@ class WorkerPool(Generic[Request, Answer]):
 
     def _worker(self, worker_index: int) -> _Worker[Request, Answer]:
         if not self._finalizer.alive:
-            raise MeshfeedError("the worker pool is closed")
+            raise MeshfeedError(_CLOSED)
         return self._workers[worker_index]
+
+    def stop(self) -> None:
+        """Makes the processes end, even during a request, and a thread's wait in :meth:`result` with them. Any thread."""
+        for worker in list(self._workers):
+            worker.stop()
 
     def close(self) -> None:
         """Stops the processes, even during a request, and waits for them. Safe to call again."""
@@ -173,11 +179,16 @@ class _Worker(Generic[Request, Answer]):
         self._ready = False
         self._resuming = ""
         self._death: Exception | None = None
+        self._stopped = False
         self.child.send(child_process.SETUP, (make_task, gc_every))
 
     def submit(self, request: Request) -> None:
         self._pending.append(request)
         self.child.send(child_process.REQUEST, request)
+
+    def stop(self) -> None:
+        self._stopped = True
+        self.child.stop()
 
     def is_ready(self) -> bool:
         while not self._ready:
@@ -212,7 +223,7 @@ class _Worker(Generic[Request, Answer]):
                 if not self.child.exchange(None if timeout is None else timeout - (time.monotonic() - start)):
                     raise self._stalled(time.monotonic() - start)
                 if self.child.hung_up:
-                    self._death = self._died()
+                    self._death = MeshfeedError(_CLOSED) if self._stopped else self._died()
             elif frame.kind == child_process.PROGRESS_TEXT:
                 start, self._resuming = time.monotonic(), frame.value
                 PROGRESS.moved(self._resuming)
@@ -283,6 +294,10 @@ class Pool(Protocol):
 
     def result(self, worker_index: int, timeout: float | None) -> Any:
         """See :meth:`WorkerPool.result`."""
+        ...
+
+    def stop(self) -> None:
+        """See :meth:`WorkerPool.stop`."""
         ...
 
     def close(self) -> None:
@@ -373,6 +388,10 @@ class WorkerReader:
         worker = step % self._num_workers
         self._pool.submit(worker, (record_ids, epochs, columns))
         return lambda: self._pool.result(worker, self._timeout_seconds)
+
+    def stop(self) -> None:
+        """See :meth:`WorkerPool.stop`."""
+        self._pool.stop()
 
     def close(self) -> None:
         """Stops the workers."""

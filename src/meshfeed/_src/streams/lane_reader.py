@@ -149,6 +149,9 @@ class LaneGroup:
         """Returns what the group is reading, for logs."""
         return self._reading.describe() if self._reading is not None else "idle"
 
+    def stop(self) -> None:
+        """Does nothing: a read in this process cannot be ended."""
+
     def close(self) -> None:
         """Closes the lanes."""
         if self._fetches is not None:
@@ -245,6 +248,10 @@ class WorkerLanes:
     def describe(self) -> str:
         """Returns what the workers are doing, for logs."""
         return f"waiting for {self._num_workers} workers to read lanes"
+
+    def stop(self) -> None:
+        """See :meth:`meshfeed._src.reading.workers.WorkerPool.stop`."""
+        self._pool.stop()
 
     def close(self) -> None:
         """Stops the workers."""
@@ -423,6 +430,10 @@ class LaneReader:
     def describe(self) -> str:
         """Returns what the reader is doing."""
         return f"step {self._step}: {self._lanes.describe()} for {time.monotonic() - self._since:.1f} s"
+
+    def stop(self) -> None:
+        """See :meth:`meshfeed._src.streams.protocol.HostReader.stop`."""
+        self._lanes.stop()
 
     def close(self) -> None:
         """Closes lanes, threads and processes."""

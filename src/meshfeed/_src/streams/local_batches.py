@@ -313,6 +313,9 @@ class LocalBatchReader:
         """Returns what the reader is doing."""
         return f"waiting for host batch {self._step} for {time.monotonic() - self._since:.1f} s"
 
+    def stop(self) -> None:
+        """Does nothing: the iterator is in this process."""
+
     def close(self) -> None:
         """Closes the iterator."""
         self._stream.forget(self)

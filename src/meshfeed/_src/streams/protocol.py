@@ -140,6 +140,10 @@ class HostReader(Protocol[C]):
         """Returns what the reader is doing, for the logs of other hosts."""
         ...
 
+    def stop(self) -> None:
+        """Makes a read under way in other processes end, if there are any, with an error. Any thread; before ``close``."""
+        ...
+
     def close(self) -> None:
         """Releases threads and processes."""
         ...

@@ -273,6 +273,10 @@ class RandomAccessReader:
         what = doing if isinstance(doing, str) else self._describe_read(*doing)
         return f"{what} for {time.monotonic() - since:.1f} s"
 
+    def stop(self) -> None:
+        """See :meth:`meshfeed._src.streams.protocol.HostReader.stop`."""
+        self._reads.stop()
+
     def close(self) -> None:
         """Stops threads and worker processes."""
         self._pending.clear()

@@ -1,0 +1,75 @@
+"""Closing a feed while a worker process is busy: the read ends with the process, and nobody waits for it."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+from jax.sharding import AxisType
+
+import meshfeed
+from meshfeed._src.reading import workers
+
+
+class Hangs:
+    """Records whose reads hang."""
+
+    def __len__(self) -> int:
+        return 64
+
+    def __getitem__(self, record_id: int) -> Any:
+        threading.Event().wait()
+
+    def fingerprint(self) -> str:
+        return "hangs"
+
+
+class HangsWhenLoaded(Hangs):
+    """Cannot be loaded in another process."""
+
+    def __reduce__(self) -> Any:
+        return hang, ()
+
+
+def hang() -> None:
+    threading.Event().wait()
+
+
+def lane(lane_index: int, num_lanes: int) -> Iterator[Any]:
+    yield {"x": np.float32(0)}
+    yield {"x": np.float32(1)}
+    hang()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["a read", "the setting-up", "a lane"])
+def test_a_busy_worker_does_not_delay_it(
+    kind: str, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch, no_thread_is_left: None
+) -> None:
+    waiting = threading.Event()
+    result = workers.WorkerPool.result
+
+    def noted(self: Any, *arguments: Any) -> Any:
+        waiting.set()
+        return result(self, *arguments)
+
+    mesh = jax.make_mesh((8,), ("data",), axis_types=(AxisType.Auto,))
+    options: dict[str, Any] = {"global_batch_size": 8, "num_workers": 2}
+    if kind == "a lane":
+        feed = meshfeed.Feed(meshfeed.sources.Stream(lane), mesh, num_lanes=8, **options)
+        next(feed)
+    else:
+        feed = meshfeed.Feed(HangsWhenLoaded() if kind == "the setting-up" else Hangs(), mesh, **options)
+    monkeypatch.setattr(workers.WorkerPool, "result", noted)
+    feed.start()
+    assert kind == "a lane" or waiting.wait(60)
+    time.sleep(1)  # for the worker to begin
+    with caplog.at_level(logging.WARNING, "meshfeed"):
+        feed.close()
+    assert not caplog.messages
