@@ -1,8 +1,11 @@
-"""MDS and WebDataset beside their own libraries: thousand records/s, shuffled, on one core, from the page cache.
+"""MDS, WebDataset and Parquet beside their own libraries: thousand records/s, shuffled, on one core, from the page cache.
 
-``pip install mosaicml-streaming webdataset`` first; what is not installed is left out. Every record is compared before
-the clock starts. Mosaic Streaming is measured by ``dataset[i]`` over a permutation, which is what its iterator does for a
-sample, and by the iterator itself. WebDataset reads archives from front to back and shuffles in a buffer of 1,000.
+``pip install mosaicml-streaming webdataset`` first; what is not installed is left out. Every record is compared
+before the clock starts. Mosaic Streaming is measured by ``dataset[i]`` over a permutation, which is what its iterator
+does for a sample, and by the iterator itself. WebDataset reads archives from front to back and shuffles in a buffer
+of 1,000. pyarrow takes the same rows of decoded row groups, as meshfeed keeps them; of the table as ``read_table``
+returns it; and of one chunk that holds all rows, which copies the table once more and is only possible if it fits in
+memory: the limit. ``Dataset.take`` decodes at each call.
 """
 
 from __future__ import annotations
@@ -18,9 +21,10 @@ from typing import Any
 import numpy as np
 
 from benchmarks._measure import Table, Way, main, rates, take_turns
-from meshfeed.sources import MDS, WebDataset
+from meshfeed.sources import MDS, Parquet, WebDataset
 
 BATCH = 256
+_GROUP_ROWS = 1000  # of Parquet
 
 
 def repeat(make: Callable[[], Iterator[Any]]) -> Iterator[Any]:
@@ -95,6 +99,55 @@ def webdataset_ways(folder: str, num_records: int, num_bytes: int) -> dict[str, 
     }
 
 
+def parquet_ways(folder: str, num_records: int, num_bytes: int) -> dict[str, Way]:
+    import pyarrow as pa
+    import pyarrow.dataset
+    import pyarrow.parquet as pq
+
+    os.makedirs(folder, exist_ok=True)
+    rng, width = np.random.default_rng(0), num_bytes // 4
+    rows, paths, groups = num_records // 4, [f"{folder}/{number}.parquet" for number in range(4)], []
+    for number, path in enumerate(paths):
+        tokens = pa.array(rng.integers(0, 50_000, rows * width).astype(np.int32))
+        lists = pa.FixedSizeListArray.from_arrays(tokens, width)
+        pq.write_table(
+            pa.table({"id": np.arange(rows) + number * rows, "tokens": lists}), path, row_group_size=_GROUP_ROWS
+        )
+        file = pq.ParquetFile(path)
+        groups += [file.read_row_group(group).combine_chunks() for group in range(file.num_row_groups)]
+    ours, table, files = Parquet(paths), pq.read_table(paths), pyarrow.dataset.dataset(paths)
+    one_chunk = table.combine_chunks()
+    starts = np.cumsum([0, *map(len, groups)])[:-1]
+
+    def arrays(taken: Any) -> dict[str, np.ndarray]:
+        taken = taken.combine_chunks()
+        found = taken.column("tokens").chunk(0).flatten().to_numpy()
+        return {"id": taken.column("id").to_numpy(), "tokens": found.reshape(len(taken), -1)}
+
+    def by_group(ids: np.ndarray) -> dict[str, np.ndarray]:
+        which = np.searchsorted(starts, ids, side="right") - 1
+        order = np.argsort(which, kind="stable")
+        touched, first = np.unique(which[order], return_index=True)
+        parts = [
+            groups[group].take(pa.array(ids[slots] - starts[group]))
+            for group, slots in zip(touched, np.split(order, first[1:]), strict=True)
+        ]
+        return arrays(pa.concat_tables(parts).take(pa.array(np.argsort(order))))
+
+    ways = {
+        "meshfeed Parquet, batches": ours.read_batch,
+        "pyarrow, take by row group": by_group,
+        "pyarrow, take of the table": lambda ids: arrays(table.take(pa.array(ids))),
+        "pyarrow, take of one chunk": lambda ids: arrays(one_chunk.take(pa.array(ids))),
+        "pyarrow, Dataset.take": lambda ids: arrays(files.take(pa.array(ids))),
+    }
+    ids = rng.permutation(len(ours))[:1000]
+    for read in ways.values():
+        for name, column in ours.read_batch(ids).items():
+            np.testing.assert_array_equal(column, read(ids)[name])
+    return {name: Way(shuffled(ours, read)) for name, read in ways.items()}
+
+
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--records", type=int, default=20_000, help="in each data set")
     parser.add_argument("--rounds", type=int, default=7)
@@ -105,7 +158,7 @@ def measure(options: argparse.Namespace) -> Iterator[Table]:
     if hasattr(os, "sched_setaffinity"):
         os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})
     with tempfile.TemporaryDirectory() as folder:  # to the end: threads of Mosaic Streaming go on reading
-        for make, num_bytes in itertools.product((mds_ways, webdataset_ways), (400, 8192)):
+        for make, num_bytes in itertools.product((mds_ways, webdataset_ways, parquet_ways), (400, 8192)):
             ways = make(f"{folder}/{make.__name__}-{num_bytes}", options.records, num_bytes)
             if ways:
                 found = take_turns(ways, rounds=options.rounds, seconds=options.seconds)

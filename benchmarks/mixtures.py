@@ -32,14 +32,20 @@ def mixture(options: argparse.Namespace, folder: str, sharding: Any, components:
         _data.write_array_record(os.path.join(folder, f"{i}"), _data.tokens(options.records, _data.TOKENS))
         for i in range(components)
     ]
-    sources = {
-        f"c{i}": meshfeed.sources.ArrayRecord(path, decode_batch=_data.join_tokens) for i, path in enumerate(paths)
-    }
-    weights = {name: 1.0 + i % 3 for i, name in enumerate(sources)}
-    mixed = meshfeed.sources.Mixture(sources, weights=weights)
-    ways = {
-        f"meshfeed, {components}": our_ways(mixed, sharding, options.batch, (2,), shuffle=True)["meshfeed"],
-    }
+    weights = {f"c{i}": 1.0 + i % 3 for i in range(components)}
+
+    def ours(decoders: list[Any]) -> Way:
+        sources = {
+            name: meshfeed.sources.ArrayRecord(path, decode_batch=decode)
+            for name, path, decode in zip(weights, paths, decoders, strict=True)
+        }
+        mixed = meshfeed.sources.Mixture(sources, weights=weights)
+        return our_ways(mixed, sharding, options.batch, (2,), shuffle=True)["meshfeed"]
+
+    ways = {f"meshfeed, {components}": ours([_data.join_tokens] * components)}
+    if components > 1:
+        own = [lambda records: _data.join_tokens(records) for _ in paths]  # another function for each
+        ways[f"meshfeed, {components}, a decoder of each component"] = ours(own)
     theirs = [
         grain.MapDataset.source(ArrayRecordDataSource(path)).shuffle(seed=0).map(_data.decode_tokens).repeat()
         for path in paths

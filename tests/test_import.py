@@ -43,12 +43,16 @@ print(json.dumps({"modules": sorted(set(sys.modules) - before), "seconds": secon
 """
 
 
-def _import(names: str, code: str = "") -> dict[str, object]:
+def _run(script: str, *arguments: str) -> dict[str, object]:
     env = {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
-    command = [sys.executable, "-c", _SCRIPT, names, code]
+    command = [sys.executable, "-c", script, *arguments]
     ended = subprocess.run(command, capture_output=True, text=True, timeout=120, env=env)
     assert ended.returncode == 0, ended.stderr
     return json.loads(ended.stdout)
+
+
+def _import(names: str, code: str = "") -> dict[str, object]:
+    return _run(_SCRIPT, names, code)
 
 
 def _heavy(modules: object) -> list[str]:
@@ -64,6 +68,9 @@ mesh = jax.make_mesh((1,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
 with meshfeed.MultiHostDataLoadIterator({"x": np.arange(8)}, mesh, global_batch_size=2, shuffle=True) as feed:
     feed.set_state(feed.get_state())
     assert len(list(feed)) == 4
+    assert "meshfeed._src.pictures.drawing" not in sys.modules
+    feed.plan()
+    assert "meshfeed._src.pictures.drawing" in sys.modules
 """
 
 
@@ -88,6 +95,28 @@ def test_the_command_line_starts_without_jax() -> None:
     env = {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
     ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, env=env)
     assert ended.stdout == "set()\n", ended.stderr
+
+
+_HELP = """
+import contextlib, io, json, sys
+from meshfeed._src.cli.main import main
+shown = {}
+for name in ["", *main.commands]:
+    with contextlib.redirect_stdout(io.StringIO()) as text:
+        main([*name.split(), "--help"], standalone_mode=False)
+    shown[name] = text.getvalue()
+print(json.dumps({"shown": shown, "modules": sorted(sys.modules)}))
+"""
+
+
+def test_help_of_every_command_loads_neither_jax_nor_a_heavy_library() -> None:
+    found = _run(_HELP)
+    shown, modules = found["shown"], found["modules"]
+    assert isinstance(shown, dict)
+    assert isinstance(modules, list)
+    assert {"", "plan", "convert", "verify", "doctor"} <= set(shown)
+    assert all(text.startswith("Usage: ") and "--help" in text for text in shown.values())
+    assert {"click"} == {*_heavy(modules), *({"jax", "jaxlib", "scipy", "msgpack", "ray"} & set(modules))}
 
 
 @pytest.mark.slow

@@ -68,6 +68,7 @@ LAZY = {
     "meshfeed._src.cli.data": "pyarrow, array_record",
     "meshfeed._src.cli.plan": "the plan of a mesh, and sources, which import JAX",
     "meshfeed._src.cli.replay": "sources of the user's choice",
+    "meshfeed._src.feed.inspection": "pictures, once one is drawn: every start of a feed would pay for them",
     "meshfeed._src.reading.workers": "Ray",
     "meshfeed._src.convert.readers": "MDS and tar archives, which import JAX",
     "meshfeed._src.sources.host_batches": "Grain",

@@ -13,7 +13,7 @@ from array_record.python.array_record_module import ArrayRecordWriter
 import meshfeed
 from meshfeed import SourceError
 from meshfeed._src.order.mixture import join_ids
-from meshfeed.sources import ArrayRecord, DecodeRaw, Mixture
+from meshfeed.sources import ArrayRecord, DecodeRaw, Mixture, Subset
 from meshfeed.testing import check_resumable
 
 RECORDS = 40
@@ -90,6 +90,140 @@ def test_one_call_per_decoder(tmp_path) -> None:
     mixture.read_batch(ids)
     assert (len(first.sizes), len(second.sizes)) == (4, 2)
     assert first.sizes[-1] + second.sizes[-1] == len(ids)
+
+
+def own_decoders(number: int, calls: list[int]) -> dict[str, dict]:
+    """Arguments of component ``number``: a decoder of its own, of each kind."""
+
+    def scaled(records: list[bytes]) -> dict[str, np.ndarray]:
+        calls.append(len(records))
+        return {"x": join(records) * (number + 1)}
+
+    def scaled_with_noise(records: list[bytes], rng: list[np.random.Generator]) -> dict[str, np.ndarray]:
+        return {"x": join(records) * (number + 1) + np.array([own.integers(9) for own in rng], np.int32)[:, None]}
+
+    def scaled_one(record: bytes, rng: np.random.Generator) -> dict[str, np.ndarray]:
+        return {"x": one(record) * (number + 1) + np.int32(rng.integers(9))}
+
+    return {
+        "batch": {"decode_batch": scaled},
+        "rows": {"decode_batch": DecodeRaw(np.int32, (4,), key="x")},
+        "noise": {"decode_batch": scaled_with_noise},
+        "one": {"decode": lambda record: {"x": one(record) * (number + 1)}},
+        "one with noise": {"decode": scaled_one},
+    }
+
+
+def expected_rows(ids: np.ndarray, kinds: list[str], seed: int) -> list[int]:
+    found = []
+    for row, mixture_id in enumerate(ids.tolist()):
+        number, record = mixture_id >> 48, mixture_id & ((1 << 48) - 1)
+        noise = int(np.random.default_rng(seed + row).integers(9)) if "noise" in kinds[number] else 0
+        scale = 1 if kinds[number] == "rows" else number + 1
+        found.append((1000 * number + record) * scale + noise)
+    return found
+
+
+@pytest.mark.parametrize("options", ["group_size:1", "group_size:7"])
+@pytest.mark.parametrize(
+    "kinds",
+    [["batch"] * 4, ["rows"] * 3, ["one"] * 3, ["one", "one with noise", "one"], ["batch", "noise", "noise"],
+     ["rows", "batch", "one", "noise", "rows", "batch", "one"]],
+)  # fmt: skip
+def test_components_with_decoders_of_their_own(tmp_path, kinds: list[str], options: str) -> None:
+    calls: list[int] = []
+    parts = {
+        f"c{n}": ArrayRecord(write(tmp_path / f"{n}", n, options), **own_decoders(n, calls)[kind])
+        for n, kind in enumerate(kinds)
+    }
+    mixture, ids = Mixture(parts, dict.fromkeys(parts, 1), block=10), ids_of(len(kinds))
+    noisy_ones = any("noise" in kind for kind in kinds)
+    for seed in (0, 1000):
+        rngs = [np.random.default_rng(seed + row) for row in range(len(ids))] if noisy_ones else None
+        assert mixture.read_batch(ids, rngs=rngs)["x"][:, 2].tolist() == expected_rows(ids, kinds, seed)
+    copied = pickle.loads(pickle.dumps(mixture)) if kinds == ["rows"] * 3 else mixture
+    few = ids[:1]
+    rngs = [np.random.default_rng(5)] if noisy_ones else None
+    for _ in range(2):
+        assert copied.read_batch(few, rngs=rngs and list(rngs))["x"].shape == (1, 4)
+    if kinds == ["batch"] * 4:
+        assert len(calls) == 4 + 4 + 2, "the decoder of a component gets its records of a batch together"
+
+
+def test_components_with_decoders_of_their_own_are_read_with_one_call(tmp_path, monkeypatch) -> None:
+    parts = {
+        f"c{n}": ArrayRecord(write(tmp_path / f"{n}", n, "group_size:1"), decode_batch=lambda records: join(records))
+        for n in range(4)
+    }
+    views = {name: part if name == "c0" else Subset(part, slice(None, None, -1)) for name, part in parts.items()}
+    read: list[int] = []
+    whole = ArrayRecord.read_raw
+    monkeypatch.setattr(ArrayRecord, "read_raw", lambda self, ids: (read.append(len(ids)), whole(self, ids))[1])
+    for sources, expected in ((parts, 1), (views, 2)):
+        mixture, ids = Mixture(sources, dict.fromkeys(sources, 1), block=10), ids_of(4)
+        first = mixture.read_batch(ids)
+        read.clear()
+        np.testing.assert_array_equal(mixture.read_batch(ids), first)
+        assert len(read) == expected
+        assert sum(read) == len(ids)
+
+
+def test_arrays_that_a_decoder_writes_again_are_copied(tmp_path) -> None:
+    held = np.empty((300, 4), np.int32)
+
+    def refilled(scale: int) -> Callable[[list[bytes]], np.ndarray]:
+        def decode(records: list[bytes]) -> np.ndarray:
+            return np.multiply(join(records), scale, out=held[: len(records)])
+
+        return decode
+
+    parts = {
+        f"c{n}": ArrayRecord(write(tmp_path / f"{n}", n, "group_size:1"), decode_batch=refilled(1)) for n in range(3)
+    }
+    mixture, ids = Mixture(parts, dict.fromkeys(parts, 1), block=10), ids_of(3)
+    expected = [1000 * (mixture_id >> 48) + (mixture_id & ((1 << 48) - 1)) for mixture_id in ids.tolist()]
+    mixture.read_batch(ids)
+    together = mixture.read_batch(ids)
+    alone = mixture.read_batch(ids[ids >> 48 == 0])
+    held[:] = -1
+    assert together[:, 0].tolist() == expected
+    assert (alone >= 0).all()
+
+
+@pytest.mark.parametrize("batched", [True, False])
+def test_a_component_with_its_own_decoder_that_fails_or_changes_is_named(tmp_path, *, batched: bool) -> None:
+    broken: dict[int, Callable[[np.ndarray], np.ndarray]] = {}
+
+    def decoder(number: int) -> dict[str, Callable]:
+        def change(array: np.ndarray) -> np.ndarray:
+            return broken[number](array) if number in broken else array
+
+        if batched:
+            return {"decode_batch": lambda records: change(join(records))}
+        return {"decode": lambda record: change(one(record))}
+
+    parts = {f"c{n}": ArrayRecord(write(tmp_path / f"{n}", n, "group_size:1"), **decoder(n)) for n in range(4)}
+    mixture, ids = Mixture(parts, dict.fromkeys(parts, 1), block=10), ids_of(4)
+    expected = mixture.read_batch(ids)
+
+    def fail(array: np.ndarray) -> np.ndarray:
+        raise KeyError("tokens")
+
+    broken[2] = fail
+    with pytest.raises(KeyError) as caught:
+        mixture.read_batch(ids)
+    assert "in component 'c2' of the mixture" in caught.value.__notes__
+    broken[2] = lambda array: array.astype(np.int64)
+    with pytest.raises(SourceError, match="'c2' and 'c0' have unlike records"):
+        mixture.read_batch(ids)
+    broken[2] = lambda array: array[..., :3]
+    with pytest.raises(SourceError, match="'c2' and 'c0' have unlike records"):
+        mixture.read_batch(ids)
+    broken[2] = lambda array: np.ma.masked_equal(array, array.flat[0])
+    with pytest.raises(SourceError, match="masked"):
+        mixture.read_batch(ids)
+    broken.clear()
+    np.testing.assert_array_equal(mixture.read_batch(ids), expected)
 
 
 def test_random_numbers_stay_with_their_records(tmp_path) -> None:

@@ -100,6 +100,22 @@ def test_a_batch_is_stacked_over_files_and_row_groups(paths: str) -> None:
         np.testing.assert_array_equal(batch["place"]["n"], ids)
 
 
+def test_columns_of_some_groups_are_copied_and_of_others_converted(paths: str, tmp_path: pathlib.Path) -> None:
+    source = Parquet(paths, ["hole", "id"])  # of the groups, one has a null
+    ids = np.random.default_rng(0).integers(0, 30, 200)
+    batch = source.read_batch(ids)
+    np.testing.assert_array_equal(batch["hole"], ids.astype(np.int32), strict=True)
+    np.testing.assert_array_equal(batch["id"], ids.astype(np.int32), strict=True)
+    assert batch["id"].flags.writeable
+    batch["id"][:] = -1  # memory of the batch, not of the row group
+    np.testing.assert_array_equal(source.read_batch(ids)["id"], ids)
+    wide = pa.table({"x": pa.array([[1, 2]] * 5 + [[1, 2, 3]] * 5, pa.list_(pa.int32()))})
+    pq.write_table(wide, tmp_path / "wide", row_group_size=5)
+    with pytest.raises(SourceError, match="ragged rows: column 'x'") as error:
+        Parquet(tmp_path / "wide").read_batch([0, 6, 7])
+    assert error.value.record_id == 6
+
+
 def test_a_feed_over_text_is_refused_when_it_is_created(paths: str, tmp_path: pathlib.Path) -> None:
     mesh = jax.make_mesh((1,), ("data",), axis_types=(jax.sharding.AxisType.Auto,), devices=jax.devices()[:1])
     with pytest.raises(SourceError, match=r"column 'text' holds string.*or leave it out: columns=\['id'\]"):

@@ -146,6 +146,13 @@ class Concatenates(Protocol):
         """Returns one source of this source's records followed by those of ``others``; None if they are not alike."""
 
 
+class ConcatenatesRaw(Protocol):
+    """Joins sources that read alike, whatever their decoders; a mixture then reads them with one call."""
+
+    def concatenate_raw(self, others: Sequence[RandomAccessSource]) -> RandomAccessSource | None:
+        """Returns one source of the undecoded records of this source, then those of ``others``; None if not alike."""
+
+
 class Sharded(Protocol):
     """Stores its records in files, which ``shuffle="shards"`` reads a few at a time."""
 

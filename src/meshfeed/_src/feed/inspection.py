@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Mapping, Sequence
-from typing import cast
+from typing import TYPE_CHECKING, cast
 
 import numpy as np
 
@@ -17,11 +17,13 @@ from meshfeed._src.base.types import JsonValue, PyTree, RecordIds
 from meshfeed._src.feed.membership import Membership
 from meshfeed._src.feed.parts import replay_step
 from meshfeed._src.feed.sizing import Sizer
-from meshfeed._src.pictures.plan import MeshPlan, plan_of_batch
-from meshfeed._src.pictures.report import HostLog, report_figures, report_page
 from meshfeed._src.reading.host_batch import spec_with_mask
 from meshfeed._src.state import state as feed_state
 from meshfeed._src.streams.protocol import AnyStream, Cursor
+
+if TYPE_CHECKING:  # pictures are imported when one is drawn: they would be a tenth of what a feed costs to start
+    from meshfeed._src.pictures.plan import MeshPlan
+    from meshfeed._src.pictures.report import HostLog
 
 
 class Inspection:
@@ -126,6 +128,8 @@ class Inspection:
         Raises:
           SourceError: the first record cannot be read, or the source is empty.
         """
+        from meshfeed._src.pictures.plan import plan_of_batch
+
         return plan_of_batch(self.element_spec)
 
     def config(self) -> dict[str, JsonValue]:
@@ -160,6 +164,8 @@ class Inspection:
         Raises:
           OSError: the file cannot be written.
         """
+        from meshfeed._src.pictures.report import report_figures, report_page
+
         local_path("path", path).write_text(report_page(report_figures([self._figures()])), encoding="utf-8")
 
     def _sample(self) -> Sample:
@@ -168,6 +174,8 @@ class Inspection:
         return Sample(time.time(), self.step, self.position, stats.snapshot(), CACHES.totals(), stats.stalls)
 
     def _figures(self) -> HostLog:
+        from meshfeed._src.pictures.report import HostLog
+
         now = self._sample()
         return HostLog(self.name, self._host, [*self._stats.history(), now])
 

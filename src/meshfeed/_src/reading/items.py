@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import itertools
+from collections.abc import Callable, Iterable, Sequence
+
+import numpy as np
 
 from meshfeed._src.base import hooks
 from meshfeed._src.base.errors import SourceError
 from meshfeed._src.base.hooks import find
-from meshfeed._src.base.types import Decode, PyTree, RandomAccessSource, Record, RecordIds, Rngs
+from meshfeed._src.base.types import Decode, PyTree, RandomAccessSource, Record, RecordIds
 from meshfeed._src.reading.stacking import RecordStack
 
 NameRecord = Callable[[int], str]
@@ -53,14 +56,18 @@ def _get_item(source: RandomAccessSource, record_id: int, name: NameRecord) -> R
 
 
 def decode_each(
-    decode: Decode, raw: Sequence[bytes], record_ids: RecordIds, rngs: Rngs | None, name: NameRecord
+    decoders: Iterable[Decode],
+    raw: Sequence[bytes],
+    record_ids: RecordIds,
+    rngs: Sequence[np.random.Generator | None] | None,
+    name: NameRecord,
 ) -> PyTree:
-    """Decodes records one by one; ``rngs`` are passed as ``rng=``."""
+    """Decodes records one by one, each with its decoder; ``rngs`` are passed as ``rng=`` to those that take one."""
     stack = RecordStack(len(raw))
-    for row, record in enumerate(raw):
-        record_id = int(record_ids[row])
+    of_each = zip(raw, record_ids.tolist(), decoders, rngs or itertools.repeat(None), strict=False)  # some are endless
+    for record, record_id, decode, rng in of_each:
         try:
-            decoded = decode(record) if rngs is None else decode(record, rng=rngs[row])
+            decoded = decode(record) if rng is None else decode(record, rng=rng)
         except SourceError:
             raise
         except StopIteration as error:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import time
 from collections.abc import Sequence
 from typing import cast
@@ -20,7 +21,6 @@ from meshfeed._src.base.threads import note_thread
 from meshfeed._src.base.types import (
     ColumnSlices,
     Decode,
-    DecodeBatch,
     PyTree,
     RandomAccessSource,
     RecordIds,
@@ -72,6 +72,10 @@ def file_of(source: object, record_id: int) -> str | None:
     return None if located is None else located.file_of(int(record_id))
 
 
+Undecoded = Sequence[bytes] | np.ndarray
+"""The bytes of each record, or uint8 ``[n, bytes per record]``."""
+
+
 def _unchanged(record: bytes) -> bytes:
     return record
 
@@ -84,6 +88,9 @@ class SourceReader:
 
     Attributes:
       source: the source.
+      takes_rows: whether the decoder takes records as one array, and the source can read them so.
+      decodes_batches: whether the decoder takes several records at once.
+      decode_one: otherwise, decodes one record.
     """
 
     def __init__(self, source: RandomAccessSource) -> None:
@@ -94,11 +101,12 @@ class SourceReader:
         self._takes_rngs = self._stacked is not None and accepts_keyword(self._stacked.read_batch, "rngs")
         one, several = find(source, hooks.Decodes), find(source, hooks.DecodesBatches)
         # Without a decoder, stacking bytes raises an error that names the keyword to pass.
-        self._decode_one: Decode = _unchanged if one is None else one.decode
+        self.decode_one: Decode = _unchanged if one is None else one.decode
         self._decode_batch = None if several is None else several.decode_batch
-        decoder = self._decode_one if self._decode_batch is None else self._decode_batch
+        self.decodes_batches = several is not None
+        decoder = self.decode_one if self._decode_batch is None else self._decode_batch
         self._decoder_takes_rng = accepts_keyword(decoder, "rng")
-        self._takes_rows = _takes_rows(source, self._decode_batch)
+        self.takes_rows = _takes_rows(source, self._decode_batch)
         self._fresh_batches = returns_fresh(source, "read_batch")
         self._fresh_rows = returns_fresh(source, "read_rows")
         self._fresh_decoded = returns_fresh(self._decode_batch, "__call__")
@@ -129,29 +137,22 @@ class SourceReader:
           Any exception of the source or the decoder; if it concerns a known record, with a note that names the record.
         """
         times = {} if times is None else times
-        raw = rows = batch = None
+        raw = batch = None
         try:
             start = time.perf_counter()
             with _trace("meshfeed.read"):
                 if self._raw is not None:
-                    if rngs is None and self._takes_rows:
-                        rows = cast("hooks.RowsReader", self._raw).read_rows(record_ids)
-                        rows = rows if self._fresh_rows else own_leaves(rows)
-                    raw = self._raw.read_raw(record_ids) if rows is None else ()
+                    raw = self.read_undecoded(record_ids, as_rows=rngs is None and self.takes_rows)
                 elif self._stacked is not None:
                     batch = self._read_stacked(self._stacked, record_ids, rngs, columns)
                 else:
-                    batch = read_items(self.source, record_ids.tolist(), self._name)
+                    batch = read_items(self.source, record_ids.tolist(), self.describe)
             read = time.perf_counter()
             times["read_seconds"] = times.get("read_seconds", 0.0) + read - start
             if raw is None:
                 return batch
             with _trace("meshfeed.decode"):
-                if self._decode_batch is not None:
-                    batch = self._decode(self._decode_batch, raw, rows, record_ids, rngs)
-                else:
-                    rngs = rngs if self._decoder_takes_rng else None
-                    batch = decode_each(self._decode_one, raw, record_ids, rngs, self._name)
+                batch = self.decode(raw, record_ids, rngs)
             times["decode_seconds"] = times.get("decode_seconds", 0.0) + time.perf_counter() - read
             return batch
         except StopIteration as error:
@@ -160,7 +161,46 @@ class SourceReader:
             note_thread(error)
             raise
 
-    def _name(self, record_id: int) -> str:
+    def read_undecoded(self, record_ids: RecordIds, *, as_rows: bool) -> Undecoded:
+        """Reads records without decoding them; as one array if ``as_rows``, the source can, and their sizes are equal."""
+        assert self._raw is not None
+        rows = cast("hooks.RowsReader", self._raw).read_rows(record_ids) if as_rows else None
+        if rows is None:
+            return self._raw.read_raw(record_ids)
+        return rows if self._fresh_rows else own_leaves(rows)
+
+    def decode(self, undecoded: Undecoded, record_ids: RecordIds, rngs: Rngs | None) -> PyTree:
+        """Decodes and stacks records that ``read_undecoded`` returned; an array only if ``takes_rows``."""
+        if not self.decodes_batches:
+            rngs, decoders = rngs if self._decoder_takes_rng else None, itertools.repeat(self.decode_one)
+            return decode_each(decoders, cast("Sequence[bytes]", undecoded), record_ids, rngs, self.describe)
+        batch, number = self.decode_borrowed(undecoded, record_ids, rngs), len(undecoded)
+        if not (self._fresh_from_rows if isinstance(undecoded, np.ndarray) else self._fresh_decoded):
+            batch = own_leaves(batch)
+        if self._decoded_spec is None or not self._decoded_spec.fits(batch, number):
+            self._decoded_spec = spec_of_batch(batch, number, what="decode_batch")
+        return batch
+
+    def decode_borrowed(self, undecoded: Undecoded, record_ids: RecordIds, rngs: Rngs | None) -> PyTree:
+        """As :meth:`decode` if ``decodes_batches``, unchecked, and in memory that the next call may write again."""
+        assert self._decode_batch is not None
+        try:
+            if isinstance(undecoded, np.ndarray):
+                return cast("hooks.DecodesRows", self._decode_batch).from_rows(undecoded)
+            if rngs is not None and self._decoder_takes_rng:
+                return self._decode_batch(list(undecoded), rng=list(rngs))
+            return self._decode_batch(list(undecoded))
+        except SourceError:
+            raise
+        except Exception as error:
+            first, number = self.describe(int(record_ids[0])), len(undecoded)
+            error.add_note(
+                f"while decoding {first}" if number == 1 else f"while decoding {number} records (first: {first})"
+            )
+            raise
+
+    def describe(self, record_id: int) -> str:
+        """Returns what an error calls a record."""
         path = file_of(self.source, record_id)
         return f"record {record_id}" + (f" of {path}" if path else "")
 
@@ -174,36 +214,6 @@ class SourceReader:
             extra["rngs"] = rngs
         batch = reader.read_batch(record_ids, **extra)
         return batch if self._fresh_batches else own_leaves(batch)
-
-    def _decode(
-        self,
-        decode_batch: DecodeBatch,
-        raw: Sequence[bytes],
-        rows: np.ndarray | None,
-        record_ids: RecordIds,
-        rngs: Rngs | None,
-    ) -> PyTree:
-        number = len(raw) if rows is None else len(rows)
-        try:
-            if rows is not None:
-                batch = cast("hooks.DecodesRows", decode_batch).from_rows(rows)
-            elif rngs is not None and self._decoder_takes_rng:
-                batch = decode_batch(list(raw), rng=list(rngs))
-            else:
-                batch = decode_batch(list(raw))
-        except SourceError:
-            raise
-        except Exception as error:
-            first = self._name(int(record_ids[0]))
-            error.add_note(
-                f"while decoding {first}" if number == 1 else f"while decoding {number} records (first: {first})"
-            )
-            raise
-        if not (self._fresh_decoded if rows is None else self._fresh_from_rows):
-            batch = own_leaves(batch)
-        if self._decoded_spec is None or not self._decoded_spec.fits(batch, number):
-            self._decoded_spec = spec_of_batch(batch, number, what="decode_batch")
-        return batch
 
 
 @dataclasses.dataclass(slots=True)

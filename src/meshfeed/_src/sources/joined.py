@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import functools
+import itertools
 from collections.abc import Callable, Sequence
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import jax
 import numpy as np
@@ -14,8 +15,9 @@ from meshfeed._src.base.errors import SettingsError, SourceError
 from meshfeed._src.base.types import ColumnSlices, PyTree, Record, RecordIds, Rngs
 from meshfeed._src.order.mixture import group_by
 from meshfeed._src.reading.host_batch import spec_of_batch
+from meshfeed._src.reading.items import decode_each
 from meshfeed._src.reading.records import SourceReader, file_of, reads_columns, wants_rng
-from meshfeed._src.reading.stacking import RecordSpec
+from meshfeed._src.reading.stacking import RecordSpec, check_unmasked
 from meshfeed._src.sources.documents import read_items
 
 Part = tuple[str, np.ndarray[Any, Any], PyTree]
@@ -29,8 +31,8 @@ class JoinedReader:
     """Reads records of several sources as one batch.
 
     A read groups the records and reads each group once, in the caller's thread. Sources that read and decode alike, such
-    as ArrayRecord files with one decoder, are one group: 35 of them cost about as much as one. Others are groups of their
-    own.
+    as ArrayRecord files with one decoder, are one group: 35 of them cost about as much as one. Groups that read alike but
+    have decoders of their own are read with one call too, and then decoded one by one.
 
     Args:
       sources: name → source.
@@ -50,9 +52,15 @@ class JoinedReader:
         if self.reads_columns:  # column slices come from the first source's shapes and would truncate a wider one
             Joiner(noun, whole).join([(name, NO_IDS, _no_rows(source)) for name, source in sources.items()], 0)
         self._joiner = Joiner(noun, whole)
-        groups, self._group_of, self._first_id = _concatenate(self._sources)
-        self._readers, self._group_readers = tuple(map(SourceReader, self._sources)), tuple(map(SourceReader, groups))
-        self._rng_readers = {reader for reader in (*self._readers, *self._group_readers) if wants_rng(reader.source)}
+        self._readers = tuple(map(SourceReader, self._sources))
+        groups, self._group_of, first_in_group = _concatenate(self._sources, _decoded_alike)
+        calls, self._call_of, first_in_call = _concatenate(groups, _read_alike)
+        self._group_readers, self._call_readers = tuple(map(SourceReader, groups)), tuple(map(SourceReader, calls))
+        self._first_id = first_in_group + first_in_call[self._group_of]
+        self._joins_calls = len(calls) < len(self._sources)
+        self._groups_of_call = np.bincount(self._call_of)
+        readers = (*self._readers, *self._group_readers, *self._call_readers)
+        self._rng_readers = {reader for reader in readers if wants_rng(reader.source)}
         self._compared = np.zeros(len(self._sources), bool)  # whether a source's structure has been checked
 
     def element_shapes(self) -> PyTree:
@@ -78,40 +86,82 @@ class JoinedReader:
           Any error that a source raises, with a note naming it.
         """
         # A source's first records are read by source, to compare their structure under its own name.
-        if self._compared[numbers].all():
+        spec = self._joiner.spec
+        if self._joins_calls and columns is None and spec is not None and self._compared[numbers].all():
             try:
-                group_ids = ids + self._first_id[numbers]
-                return self._read(self._group_readers, self._group_of[numbers], group_ids, columns, rngs)
+                return self._read_together(numbers, ids + self._first_id[numbers], rngs, spec)
             except Exception:  # read again by source, to name the one that fails
-                if len(self._group_readers) == len(self._readers):
-                    raise
-        batch = self._read(self._readers, numbers, ids, columns, rngs)
+                pass
+        parts: list[Part] = []
+        for number, rows in group_by(numbers):
+            try:
+                tree = self._readers[number].read(
+                    ids[rows], self._own(rngs, self._readers[number], rows), columns=columns
+                )
+            except Exception as error:
+                error.add_note(f"in {self._noun} {self._names[number]!r} of the {self._whole}")
+                raise
+            parts.append((self._names[number], rows, tree))
+        batch = self._joiner.join(parts, len(ids), whole=columns is None)
         if columns is None:
             self._compared[numbers] = True
         return batch
 
-    def _read(
-        self,
-        readers: Sequence[SourceReader],
-        numbers: RecordIds,
-        ids: RecordIds,
-        columns: ColumnSlices | None,
-        rngs: Rngs | None,
+    def _read_together(self, numbers: RecordIds, ids: RecordIds, rngs: Rngs | None, spec: RecordSpec) -> PyTree:
+        """Reads with one call what reads alike; ``ids`` are those in the source of the call."""
+        groups, batch = self._group_of[numbers], None
+        for call, rows in group_by(self._call_of[groups]):
+            reader, of_call, mine = self._call_readers[call], ids[rows], groups[rows]
+            several = self._groups_of_call[call] > 1
+            if several and self._group_readers[mine[0]].decodes_batches:
+                batch = batch or Filling(spec, len(ids))
+                self._decode_apart(reader, mine, of_call, rows, rngs, batch)
+                continue
+            own = self._own(rngs, reader, rows)
+            tree = self._decode_each(reader, mine, of_call, rows, rngs) if several else reader.read(of_call, own)
+            if len(rows) == len(ids) and spec.fits(tree, len(ids)):
+                return tree  # one call fills the batch: no copy
+            batch = batch or Filling(spec, len(ids))
+            batch.add(rows, tree)
+        assert batch is not None
+        return batch.tree
+
+    def _decode_each(
+        self, reader: SourceReader, groups: RecordIds, ids: RecordIds, rows: RecordIds, rngs: Rngs | None
     ) -> PyTree:
-        """Reads record ``ids[i]`` of ``readers[numbers[i]]`` as row i."""
-        parts: list[Part] = []
-        for number, rows in group_by(numbers):
-            reader = readers[number]
-            own_rngs = [rngs[row] for row in rows.tolist()] if rngs and reader in self._rng_readers else None
-            # A group has the name of its first source; after an error, `read` reads again by source.
-            name = self._names[number if readers is self._readers else int(np.argmax(self._group_of == number))]
-            try:
-                tree = reader.read(ids[rows], own_rngs, columns=columns)
-            except Exception as error:
-                error.add_note(f"in {self._noun} {name!r} of the {self._whole}")
-                raise
-            parts.append((name, rows, tree))
-        return self._joiner.join(parts, len(ids), whole=columns is None)
+        """Reads records with one call, and decodes each with the decoder of its group."""
+        decoders = [self._group_readers[group] for group in groups.tolist()]
+        own = None
+        if rngs is not None:
+            pairs = zip(rows.tolist(), decoders, strict=True)
+            own = [rngs[row] if decoder in self._rng_readers else None for row, decoder in pairs]
+        raw = cast("Sequence[bytes]", reader.read_undecoded(ids, as_rows=False))
+        return decode_each([decoder.decode_one for decoder in decoders], raw, ids, own, reader.describe)
+
+    def _decode_apart(
+        self,
+        reader: SourceReader,
+        groups: RecordIds,
+        ids: RecordIds,
+        rows: RecordIds,
+        rngs: Rngs | None,
+        batch: Filling,
+    ) -> None:
+        """Reads records with one call, decodes those of each group together, and adds them as ``rows`` of a batch."""
+        order = np.argsort(groups, kind="stable")
+        groups, ids, rows = groups[order], ids[order], rows[order]
+        cuts = [0, *(np.flatnonzero(groups[1:] != groups[:-1]) + 1).tolist(), len(rows)]
+        decoders = [self._group_readers[group] for group in groups[cuts[:-1]].tolist()]
+        as_rows = decoders[0].takes_rows and (rngs is None or self._rng_readers.isdisjoint(decoders))
+        undecoded = reader.read_undecoded(ids, as_rows=as_rows)
+        for decoder, (start, stop) in zip(decoders, itertools.pairwise(cuts), strict=True):
+            part = slice(start, stop)
+            own = self._own(rngs, decoder, rows[part])
+            batch.add(rows[part], decoder.decode_borrowed(undecoded[part], ids[part], own))
+
+    def _own(self, rngs: Rngs | None, reader: SourceReader, rows: RecordIds) -> Rngs | None:
+        """The generators of ``rows``, if the decoder takes them."""
+        return [rngs[row] for row in rows.tolist()] if rngs and reader in self._rng_readers else None
 
     def in_order(self, numbers: RecordIds, read: Callable[[Any, RecordIds], Sequence[R]]) -> list[R]:
         """Returns what ``read(source, rows)`` returns for the rows of each source, by row.
@@ -191,8 +241,14 @@ class JoinedReader:
         return {**self.__dict__, "_joiner": Joiner(self._noun, self._whole)}
 
 
-def _concatenate(sources: Sequence[Any]) -> tuple[tuple[Any, ...], RecordIds, RecordIds]:
-    """Joins the sources that read and decode alike.
+def _concatenate(
+    sources: Sequence[Any], join: Callable[[Any, list[Any]], Any]
+) -> tuple[tuple[Any, ...], RecordIds, RecordIds]:
+    """Joins sources.
+
+    Args:
+      sources: the sources.
+      join: returns one source of the records of its arguments, or None if they cannot be joined.
 
     Returns:
       The groups, and for each source: its group and the id of its first record there, int64[num_sources] each.
@@ -200,16 +256,30 @@ def _concatenate(sources: Sequence[Any]) -> tuple[tuple[Any, ...], RecordIds, Re
     members: list[list[Any]] = []
     group_of, first_id = [], []
     for source in sources:
-        joinable = hooks.find(source, hooks.Concatenates)
-        alike = (n for n, group in enumerate(members) if joinable and joinable.concatenate([group[0]]) is not None)
+        alike = (n for n, group in enumerate(members) if join(source, [group[0]]) is not None)
         number = next(alike, len(members))
         if number == len(members):
             members.append([])
         group_of.append(number)
         first_id.append(sum(map(len, members[number])))
         members[number].append(source)
-    groups = tuple(first.concatenate(rest) if rest else first for first, *rest in members)
+    groups = tuple(join(first, rest) if rest else first for first, *rest in members)
     return groups, np.array(group_of, np.int64), np.array(first_id, np.int64)
+
+
+def _decoded_alike(first: Any, others: list[Any]) -> Any:
+    joinable = hooks.find(first, hooks.Concatenates)
+    return None if joinable is None else joinable.concatenate(others)
+
+
+def _read_alike(first: Any, others: list[Any]) -> Any:
+    joinable = hooks.find(first, hooks.ConcatenatesRaw)
+    if joinable is None or not all(hooks.find(source, hooks.RawReader) for source in (first, *others)):
+        return None
+    readers = map(SourceReader, (first, *others))
+    if len({(reader.takes_rows, reader.decodes_batches) for reader in readers}) > 1:
+        return None  # each way of decoding is a call of its own
+    return joinable.concatenate_raw(others)
 
 
 def _no_rows(source: Any) -> PyTree:
@@ -260,6 +330,11 @@ class Joiner:
                 output[rows] = leaf
         return joined
 
+    @property
+    def spec(self) -> RecordSpec | None:
+        """The structure of all parts; None before the first one."""
+        return None if self._first is None else self._first[0]
+
     def _check_alike(self, part: Part, first: tuple[RecordSpec, str] | None) -> tuple[RecordSpec, str]:
         """``first``, or the part's structure and source if there is none yet."""
         name, rows, tree = part
@@ -281,6 +356,35 @@ class Joiner:
             f"{who}: {_only_in(spec, other_spec)} in {name!r}, {_only_in(other_spec, spec)} in {other!r}. Records of a "
             f"{self._whole} must be alike: rename, pad or cast them in the {noun}'s decode (nothing is promoted silently)."
         )
+
+
+class Filling:
+    """A batch ``[num_rows, ...]`` of records of a known structure, which is filled part by part.
+
+    Attributes:
+      tree: the batch; rows that have not been added are undefined.
+    """
+
+    def __init__(self, spec: RecordSpec, num_rows: int) -> None:
+        self.tree = spec.empty(num_rows)
+        self._spec, self._outputs = spec, jax.tree.leaves(self.tree)
+
+    def add(self, rows: RecordIds, tree: PyTree) -> None:
+        """Copies records to ``rows``.
+
+        Raises:
+          SourceError: the records have another structure, shape or dtype, or masked values.
+        """
+        leaves, treedef = jax.tree.flatten(tree)
+        if treedef != self._spec.treedef:
+            raise SourceError(f"a batch of {treedef}; expected {self._spec.treedef}")
+        for output, leaf, wanted in zip(self._outputs, leaves, self._spec.leaves, strict=True):
+            if type(leaf) is not np.ndarray:
+                check_unmasked(leaf, wanted.describe())
+                leaf = np.asarray(leaf)
+            if leaf.dtype != wanted.dtype or leaf.shape != (len(rows), *wanted.shape):
+                raise SourceError(f"a leaf {leaf.dtype}{list(leaf.shape)}; expected {wanted.describe()}")
+            output[rows] = leaf
 
 
 def _only_in(spec: RecordSpec, other: RecordSpec) -> str:

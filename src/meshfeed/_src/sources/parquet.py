@@ -5,17 +5,19 @@ from __future__ import annotations
 import base64
 import contextlib
 import dataclasses
+import functools
 import io
 import operator
 import threading
-from collections.abc import Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, ClassVar, SupportsIndex
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, SupportsIndex
 
 import numpy as np
 
 from meshfeed._src.base import memory
 from meshfeed._src.base.errors import CorruptDataError, SourceError, hides_own_frames
 from meshfeed._src.base.types import JsonValue, PyTree, public
+from meshfeed._src.order.mixture import group_by
 from meshfeed._src.reading.identity import digest_raw, probe_digest
 from meshfeed._src.sources.checks import chosen_columns
 from meshfeed._src.sources.files import paths as file_paths
@@ -33,6 +35,7 @@ if TYPE_CHECKING:
     import pyarrow as pa
 
     from meshfeed._src.sources.files.shard_cache import ShardCache
+    from meshfeed._src.sources.huggingface.arrow import ColumnRows, Where
 
 _TAIL_BYTES = 1 << 18  # the footer of most files, in one request
 _PADDING_BYTES = 100  # Arrow reads so far beyond a column chunk, whose size lacks a header in files of old writers
@@ -65,23 +68,54 @@ class _CheckedFile:
     group_ends: np.ndarray
 
 
-@dataclasses.dataclass(frozen=True)
-class _Rows:
-    """One record: a row of a decoded row group."""
+class _Group:
+    """A decoded row group, with readers of its columns that are made once. Thread-safe: two threads make equal readers.
 
-    group: pa.Table
-    row: int
+    Args:
+      table: its rows, in one chunk.
+      first_row: number of its first row in the file.
+    """
+
+    def __init__(self, table: pa.Table, first_row: int) -> None:
+        self.table = table
+        self.first_row = first_row
+
+    @functools.cached_property
+    def columns(self) -> dict[str, ColumnRows]:
+        """Name → reader.
+
+        Raises:
+          SourceError: a column has no array form.
+        """
+        from meshfeed._src.sources.huggingface.arrow import ColumnRows, usable_columns
+
+        usable = usable_columns(self.table.schema)
+        columns = zip(self.table.column_names, self.table.columns, strict=True)
+        return {name: ColumnRows(name, column.chunks, column.type, usable) for name, column in columns}
+
+    @functools.cached_property
+    def arrays(self) -> dict[str, np.ndarray | None]:
+        """Name → all rows, or None for columns whose rows :attr:`columns` must check or convert."""
+        return {name: column.whole() for name, column in self.columns.items()}
+
+
+class _Piece(NamedTuple):
+    """The records of a batch that are in one row group: the rows there, and their indices in the batch."""
+
+    group: _Group
+    rows: np.ndarray
+    slots: np.ndarray
 
 
 class _DecodedGroups:
     """Decoded row groups of all sources of the process, the least recently used dropped first. Thread-safe."""
 
     def __init__(self, max_bytes: int) -> None:
-        self._groups: Lru[tuple[str, int, tuple[str, ...]], pa.Table] = Lru(lambda: _MAX_GROUPS, max_bytes)
+        self._groups: Lru[tuple[str, int, tuple[str, ...]], _Group] = Lru(lambda: _MAX_GROUPS, max_bytes)
         # One lock would let threads decode different groups only one after the other.
         self._locks = [threading.Lock() for _ in range(64)]
 
-    def get(self, file: _CheckedFile, group: int, columns: tuple[str, ...], cache: ShardCache | None) -> pa.Table:
+    def get(self, file: _CheckedFile, group: int, columns: tuple[str, ...], cache: ShardCache | None) -> _Group:
         """Returns a row group, and decodes it if it is not in memory; threads that need the same group wait for it."""
         key = (file.shard.key, group, columns)
         with self._locks[hash(key) % len(self._locks)]:
@@ -154,8 +188,13 @@ class Parquet(ShardReader[ParquetShard, _CheckedFile]):
           IndexError: if an id is not in [0, len).
           CorruptDataError: if a file is damaged; names it.
         """
-        found = self._read(np.asarray(record_ids, np.int64), self._read_rows)
-        return [{name: _plain(item.group.column(name)[item.row]) for name in self._columns} for item in found]
+        ids = np.asarray(record_ids, np.int64)
+        found: list[dict[str, Any]] = [{}] * len(ids)
+        for group, rows, slots in self._pieces(ids):
+            columns = {name: group.table.column(name) for name in self._columns}
+            for row, slot in zip(rows.tolist(), slots.tolist(), strict=True):
+                found[slot] = {name: _plain(column[row]) for name, column in columns.items()}
+        return found
 
     def read_batch(self, record_ids: np.ndarray | Sequence[int]) -> dict[str, PyTree]:
         """Reads records as stacked arrays.
@@ -172,17 +211,11 @@ class Parquet(ShardReader[ParquetShard, _CheckedFile]):
           CorruptDataError: if a file is damaged; names it.
         """
         ids = np.asarray(record_ids, np.int64)
-        found = self._read(ids, self._read_rows)
-        slots: dict[int, list[int]] = {}
-        for slot, item in enumerate(found):
-            slots.setdefault(id(item.group), []).append(slot)
-        stacked: dict[str, PyTree] = {}
-        for group_slots in slots.values():
-            places, group = np.array(group_slots), found[group_slots[0]].group
-            rows = np.array([found[slot].row for slot in group_slots])
-            part = _stack(group, rows, ids[places])
-            stacked = part if len(slots) == 1 else _place(stacked, part, places, ids)
-        return stacked
+        pieces = self._pieces(ids)
+        if len(pieces) == 1:  # perhaps without a copy
+            group, rows, _ = pieces[0]
+            return {name: column.read(rows, _named(ids)) for name, column in group.columns.items()}
+        return {name: _gather(pieces, name, ids) for name in pieces[0].group.columns}
 
     def check_records(self) -> None:
         """Checks that all columns have an array form.
@@ -221,7 +254,7 @@ class Parquet(ShardReader[ParquetShard, _CheckedFile]):
         for shard in self._shards.files:
             file = self._checked(shard).index
             for group in range(len(file.group_ends)):
-                yield _decode_group(file, group, (name,), self._cache)[0].column(name)
+                yield _decode_group(file, group, (name,), self._cache)[0].table.column(name)
 
     def _check_footer(self, shard: ParquetShard, _open_file: OpenFile) -> tuple[_CheckedFile, int]:
         direct = shard.is_direct(self._cache)
@@ -237,28 +270,30 @@ class Parquet(ShardReader[ParquetShard, _CheckedFile]):
                 raise file_paths.changed(f"the Parquet file {shard.path}", change, shard.manifest)
             return _CheckedFile(shard, file.metadata, ends), file.metadata.serialized_size // 8
 
-    def _read_rows(
-        self, checked: Checked[ParquetShard, _CheckedFile], rows: np.ndarray, first_record_id: int
-    ) -> list[_Rows]:
-        file = checked.index
-        numbers = np.searchsorted(file.group_ends, rows, side="right")
+    def _pieces(self, record_ids: np.ndarray) -> list[_Piece]:
+        """Returns the records of a batch, by row group."""
+        parts = self._parts(record_ids)
+        found = zip(parts, self._read_parts(parts, self._read_groups), strict=True)
+        return [_Piece(group, rows, part.slots[slots]) for part, pieces in found for group, rows, slots in pieces]
 
-        def read(number: int) -> tuple[pa.Table, int]:
-            first = int(file.group_ends[number - 1]) if number else 0
+    def _read_groups(
+        self, checked: Checked[ParquetShard, _CheckedFile], rows: np.ndarray, first_record_id: int
+    ) -> list[_Piece]:
+        """Reads rows of one file, as pieces with indices in ``rows``."""
+        file = checked.index
+
+        def read(found: tuple[int, np.ndarray]) -> _Piece:
+            number, slots = found
             try:
-                return _decoded.get(file, number, self._columns, self._cache), first
+                group = _decoded.get(file, number, self._columns, self._cache)
             except CorruptDataError as error:
-                record_id = first_record_id + int(rows[np.flatnonzero(numbers == number)[0]])
+                record_id = first_record_id + int(rows[slots[0]])
                 message = f"record {record_id}: {error}"
                 raise CorruptDataError(message, path=file.shard.path, record_id=record_id) from error
+            return _Piece(group, rows[slots] - group.first_row, slots)
 
-        needed = np.unique(numbers).tolist()
         read_all = file_paths.in_threads if self._is_direct else map
-        groups = dict(zip(needed, read_all(read, needed), strict=True))
-        return [
-            _Rows(groups[number][0], row - groups[number][1])
-            for number, row in zip(numbers.tolist(), rows.tolist(), strict=True)
-        ]
+        return list(read_all(read, group_by(np.searchsorted(file.group_ends, rows, side="right"))))
 
     def fingerprint(self) -> JsonValue:
         """Returns the identity: files, columns, number of records, and a digest of 4 records spread over the source."""
@@ -272,8 +307,11 @@ class Parquet(ShardReader[ParquetShard, _CheckedFile]):
 
     def _digest(self, record_ids: np.ndarray) -> str:
         source = self._by_range(record_ids)
-        found = source._read(record_ids, source._read_rows)
-        return digest_raw(repr(item.group.slice(item.row, 1).to_pylist()).encode() for item in found)
+        found: list[bytes] = [b""] * len(record_ids)
+        for group, rows, slots in source._pieces(record_ids):
+            for row, slot in zip(rows.tolist(), slots.tolist(), strict=True):
+                found[slot] = repr(group.table.slice(row, 1).to_pylist()).encode()
+        return digest_raw(found)
 
 
 def inspect(name: str, cache: ShardCache | None) -> ParquetShard:
@@ -336,7 +374,7 @@ def _read_schema(shard: ParquetShard) -> pa.Schema:
 
 def _decode_group(
     file: _CheckedFile, group: int, columns: tuple[str, ...], cache: ShardCache | None
-) -> tuple[pa.Table, int]:
+) -> tuple[_Group, int]:
     """Returns a decoded row group and its size in bytes."""
     import pyarrow as pa
 
@@ -346,7 +384,7 @@ def _decode_group(
         opened.path = file.shard.path  # in errors
         batches = [batch for _, batch in opened.batches(start, stop, columns, batch_rows=stop - start)]
     table = pa.Table.from_batches(batches).combine_chunks()
-    return table, table.nbytes
+    return _Group(table, start), table.nbytes
 
 
 @contextlib.contextmanager
@@ -368,16 +406,31 @@ def _local_group(file: _CheckedFile, group: int, columns: tuple[str, ...], cache
     yield f"/proc/self/fd/{copy.number}"
 
 
-def _stack(group: pa.Table, rows: np.ndarray, record_ids: np.ndarray) -> dict[str, PyTree]:
-    from meshfeed._src.sources.huggingface.arrow import ColumnRows, usable_columns
+def _named(record_ids: np.ndarray) -> Callable[[int], Where]:
+    """Returns what errors of a read of these records call the i-th one."""
+    return lambda i: {"record_id": int(record_ids[i])}
 
-    usable = usable_columns(group.schema)
-    return {
-        name: ColumnRows(name, column.chunks, column.type, usable).read(
-            rows, lambda i: {"record_id": int(record_ids[i])}
-        )
-        for name, column in zip(group.column_names, group.columns, strict=True)
-    }
+
+def _gather(pieces: Sequence[_Piece], name: str, ids: np.ndarray) -> PyTree:
+    """Stacks a column of several row groups."""
+    arrays = [piece.group.arrays[name] for piece in pieces]
+    plain = [array for array in arrays if array is not None]
+    if len(plain) < len(arrays) or len({array.shape[1:] for array in plain}) > 1:
+        stacked: PyTree = {}
+        for group, rows, slots in pieces:
+            part = group.columns[name].read(rows, _named(ids[slots]))
+            stacked = _place(stacked, {name: part}, slots, ids)
+        return stacked[name]
+    # By row group first, since numpy copies rows to adjacent places in half the time, and then in the order of the batch.
+    by_group = np.empty((len(ids), *plain[0].shape[1:]), plain[0].dtype)
+    start = 0
+    for array, (_, rows, _) in zip(plain, pieces, strict=True):
+        stop = start + len(rows)
+        np.take(array, rows, axis=0, out=by_group[start:stop], mode="clip")  # without mode=, through another copy
+        start = stop
+    out = memory.empty(by_group.shape, by_group.dtype)
+    out[np.concatenate([piece.slots for piece in pieces])] = by_group
+    return out
 
 
 def _place(

@@ -297,10 +297,18 @@ class View:
     def concatenate(self, others: Sequence[Any]) -> View | None:
         """Returns one view of this view's records followed by those of ``others``; None if they are not read alike."""
         joinable = hooks.find(self._source, hooks.Concatenates)
-        if joinable is None or not all(type(other) is View for other in others):
+        return None if joinable is None else self._joined(others, joinable.concatenate)
+
+    def concatenate_raw(self, others: Sequence[Any]) -> View | None:
+        """As :meth:`concatenate`, of undecoded records, and for sources with any decoders."""
+        joinable = hooks.find(self._source, hooks.ConcatenatesRaw)
+        return None if joinable is None else self._joined(others, joinable.concatenate_raw)
+
+    def _joined(self, others: Sequence[Any], join: Callable[[list[Any]], Any]) -> View | None:
+        if not all(type(other) is View for other in others):
             return None
         views: list[View] = [self, *others]
-        source = joinable.concatenate([view._source for view in views[1:]])
+        source = join([view._source for view in views[1:]])
         if source is None:
             return None
         ends = np.cumsum([len(view._source) for view in views])

@@ -96,12 +96,25 @@ class ArrayRecord(RecordFiles):
 
         A read of the result costs one call for all of them. None if they do not read and decode alike.
         """
+        decoders = (self.decode, self.decode_batch)
+        alike = all(
+            isinstance(other, ArrayRecord) and (other.decode, other.decode_batch) == decoders for other in others
+        )
+        return self._joined(others) if alike else None
+
+    def concatenate_raw(self, others: Sequence[object]) -> ArrayRecord | None:
+        """As :meth:`concatenate`, without a decoder, and for sources with any decoders."""
+        joined = self._joined(others)
+        if joined is not None:
+            joined.decode = joined.decode_batch = None
+        return joined
+
+    def _joined(self, others: Sequence[object]) -> ArrayRecord | None:
         sources = [self]
         for other in others:
             if type(other) is not type(self) or other.__dict__.keys() != self.__dict__.keys():
                 return None  # a subclass, or a method replaced on the instance, may read differently
-            alike = (self.decode, self.decode_batch, self._cache, self._is_direct)
-            if (other.decode, other.decode_batch, other._cache, other._is_direct) != alike:
+            if (other._cache, other._is_direct) != (self._cache, self._is_direct):
                 return None
             sources.append(other)
         joined = copy.copy(self)

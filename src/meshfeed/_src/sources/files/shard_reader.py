@@ -185,10 +185,18 @@ class ShardReader(ShardSource[S], Generic[S, T]):
           CorruptDataError: if a file is damaged, also after it was fetched again.
           SourceError: if a file has been removed or changed since the source was created.
         """
-        parts = _by_file(self._shards, self._shards.checked(record_ids))
+        parts = self._parts(record_ids)
+        return _in_order(parts, self._read_parts(parts, read_rows))
+
+    def _parts(self, record_ids: np.ndarray | Sequence[int]) -> list[FilePart]:
+        """Returns the parts of a batch, one per file."""
+        return _by_file(self._shards, self._shards.checked(record_ids))
+
+    def _read_parts(self, parts: Sequence[FilePart], read_rows: ReadRows[S, T, R]) -> Iterable[Sequence[R]]:
+        """Returns what ``read_rows`` returns for each part; for arguments and errors, see :meth:`_read`."""
         fetch_together([self._shards.files[part.number] for part in parts], self._cache, self._pool, self._checked)
         read_all = file_paths.in_threads if self._is_direct else map
-        return _in_order(parts, read_all(lambda part: self._read_file(part.number, part.rows, read_rows), parts))
+        return read_all(lambda part: self._read_file(part.number, part.rows, read_rows), parts)
 
     def _read_by_spans(
         self, record_ids: np.ndarray | Sequence[int], spans_of: SpansOf[T], build: Build[S, T, R]
@@ -209,7 +217,7 @@ class ShardReader(ShardSource[S], Generic[S, T]):
 
         if not self._is_direct:
             return self._read(record_ids, read_rows)
-        parts = _by_file(self._shards, self._shards.checked(record_ids))
+        parts = self._parts(record_ids)
         # One request for each file in turn would cost a round trip per file.
         remote = [part for part in parts if is_url(self._shards.files[part.number].path)]
         local = [part for part in parts if not is_url(self._shards.files[part.number].path)]
@@ -291,7 +299,7 @@ def _read_run(
     return stop + 1
 
 
-class _Part(NamedTuple):
+class FilePart(NamedTuple):
     """The records of a batch that are in one file: its number, the rows to read, and their indices in the batch."""
 
     number: int
@@ -299,10 +307,10 @@ class _Part(NamedTuple):
     slots: np.ndarray
 
 
-def _by_file(shards: Shards[S], ids: np.ndarray) -> list[_Part]:
+def _by_file(shards: Shards[S], ids: np.ndarray) -> list[FilePart]:
     """Returns the parts of a batch."""
     if len(shards.files) == 1:
-        return [_Part(0, ids, np.arange(len(ids)))] if ids.size else []
+        return [FilePart(0, ids, np.arange(len(ids)))] if ids.size else []
     which = np.searchsorted(shards.ends, ids, side="right")
     order = np.argsort(which, kind="stable")
     sorted_files = which[order]
@@ -310,13 +318,13 @@ def _by_file(shards: Shards[S], ids: np.ndarray) -> list[_Part]:
     rows = (ids - shards.starts[which])[order]
     bounds = [0, *edges.tolist(), len(ids)]
     return [
-        _Part(int(sorted_files[low]), rows[low:high], order[low:high])
+        FilePart(int(sorted_files[low]), rows[low:high], order[low:high])
         for low, high in itertools.pairwise(bounds)
         if low < high
     ]
 
 
-def _in_order(parts: Sequence[_Part], found: Iterable[Sequence[R]]) -> list[R]:
+def _in_order(parts: Sequence[FilePart], found: Iterable[Sequence[R]]) -> list[R]:
     """Returns the records of all parts, in the order of the batch."""
     records: list[R | None] = [None] * sum(len(part.slots) for part in parts)
     for part, of_part in zip(parts, found, strict=True):

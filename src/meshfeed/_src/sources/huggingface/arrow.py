@@ -254,6 +254,13 @@ class ColumnRows:
                 return rows
         return self.read(np.arange(start, stop, dtype=np.int64), where)
 
+    def whole(self) -> np.ndarray | None:
+        """All rows as a view of the column's memory, or None if :meth:`read` must check or convert each row."""
+        if len(self._chunks) != 1:
+            return None
+        rows = self._reader(0).view(0, len(self._chunks[0]))
+        return rows if isinstance(rows, np.ndarray) else None
+
     def _reader(self, chunk_index: int) -> _ChunkRows:
         reader = self._readers.get(chunk_index)
         if reader is None:
