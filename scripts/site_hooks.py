@@ -38,8 +38,8 @@ def _examples() -> list[pathlib.Path]:
 def on_config(config: MkDocsConfig) -> MkDocsConfig:
     """Adds all decisions and examples to the navigation, and the how-to pages that mkdocs.yml does not place."""
     decisions = sorted(path.name for path in (ROOT / "docs" / "decisions").glob("*.md") if path.name != "README.md")
-    pages = ["decisions/README.md", *(f"decisions/{name}" for name in decisions)]
-    examples = ["examples/index.md", *(f"{path.relative_to(ROOT)}.md" for path in _examples())]
+    pages = [{"Overview": "decisions/README.md"}, *(f"decisions/{name}" for name in decisions)]
+    examples = [{"Overview": "examples/index.md"}, *(f"{path.relative_to(ROOT)}.md" for path in _examples())]
     assert config.nav is not None
     how_to = next(part["How-to"] for part in config.nav if "How-to" in part)
     found = sorted(f"how-to/{path.name}" for path in (ROOT / "docs" / "how-to").glob("*.md"))
