@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from benchmarks._measure import Table
 from meshfeed._src.pictures.drawing import Box, Drawing, Line, Text, text_width
 
-_WIDTH, _BAR, _GAP = 860.0, 18.0, 6.0
+_WIDTH, _BAR, _GAP = 700.0, 18.0, 6.0
 
 
 def draw(path: str, tables: Sequence[Table]) -> None:

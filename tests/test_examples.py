@@ -312,7 +312,7 @@ def test_pretraining_on_documents_is_killed_and_continued_on_other_hosts(tmp_pat
 
 def test_every_example_is_run_by_some_test() -> None:
     tests = "".join(path.read_text() for path in (ROOT / "tests").rglob("*.py"))
-    for path in (*EXAMPLES.glob("*.py"), *EXAMPLES.glob("*.sh")):
+    for path in (*EXAMPLES.glob("*.py"), *EXAMPLES.glob("*.sh"), *EXAMPLES.glob("*.ipynb")):
         assert re.search(rf"\b{path.stem}\b", tests), f"{path.name} is run by no test"
 
 
