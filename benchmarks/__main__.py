@@ -1,7 +1,7 @@
 """Runs benchmarks one after another, each in a process of its own.
 
 ``scripts/bench`` runs all of them, ``scripts/bench feed order --json FILE`` two; ``scripts/bench feed --rounds 9`` passes
-options on to a single one (``scripts/bench feed --help`` lists them). ``--picture FILE`` draws the figures as a PNG,
+options on to a single one (``scripts/bench feed --help`` lists them). ``--picture FILE`` draws the figures as an SVG,
 and ``--draw FILE`` draws those of an earlier ``--json`` without measuring anything.
 """
 
@@ -44,7 +44,7 @@ def main(arguments: list[str]) -> int:
         add_help=not names,
     )
     parser.add_argument("--json", metavar="FILE", help="write machine, versions and all figures")
-    parser.add_argument("--picture", metavar="FILE", help="draw the figures as a PNG")
+    parser.add_argument("--picture", metavar="FILE", help="draw the figures as an SVG")
     parser.add_argument("--draw", metavar="FILE", help="only draw what an earlier --json wrote")
     options, rest = parser.parse_known_args(arguments)
     if unknown := [name for name in names if name not in SCRIPTS]:
@@ -52,7 +52,7 @@ def main(arguments: list[str]) -> int:
     if rest and len(names) != 1:
         parser.error(f"{' '.join(rest)}: options go to one benchmark, and {len(names) or 'none'} are named")
     if options.draw:
-        _draw(options.picture or "benchmarks.png", read_tables(options.draw))
+        _draw(options.picture or "benchmarks.svg", read_tables(options.draw))
         return 0
     found, tables, failed = machine(), {}, 0
     print(describe_machine(found))

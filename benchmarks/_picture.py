@@ -1,41 +1,41 @@
-"""Tables as bars in a PNG; needs matplotlib and no display."""
+"""Tables as bars in an SVG, which follows the reader's light or dark setting."""
 
 from __future__ import annotations
 
+import pathlib
 from collections.abc import Sequence
 
 from benchmarks._measure import Table
+from meshfeed._src.pictures.drawing import Box, Drawing, Line, Text, text_width
 
-_OURS, _OTHERS = "#1b6ca8", "#b8bec6"
+_WIDTH, _BAR, _GAP = 700.0, 18.0, 6.0
 
 
 def draw(path: str, tables: Sequence[Table]) -> None:
-    """One panel for each table that names its ``bars``, with a linear axis from zero."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-    from matplotlib.ticker import StrMethodFormatter
-
+    """One panel for each table that names its ``bars``, each with a linear axis from zero."""
+    drawing = Drawing("Rates of loaders", [])
     shown = [table for table in tables if table.bars is not None]
-    heights = [1.0 + 0.27 * len(table.rows) for table in shown]
-    figure, panels = pyplot.subplots(
-        len(shown), 1, figsize=(9, sum(heights)), height_ratios=heights, squeeze=False, layout="constrained"
-    )
-    for panel, table in zip(panels[:, 0], shown, strict=True):
-        rows = [row for row in reversed(table.rows) if isinstance(row.get(table.bars), int | float)]
-        names = [str(next(iter(row.values()))) for row in rows]
-        values = [float(row[table.bars]) for row in rows]
-        colors = [_OURS if name.startswith(table.ours) else _OTHERS for name in names]
-        bars = panel.barh(names, values, color=colors)
-        panel.bar_label(
-            bars, [f"{value:,.3g}" if value < 1000 else f"{value:,.0f}" for value in values], padding=3, fontsize=8
-        )
-        panel.set_xlim(0, max(values) * 1.14)  # room for the labels behind the longest bar
-        panel.xaxis.set_major_formatter(StrMethodFormatter("{x:,.0f}"))
-        panel.xaxis.grid(True, color="#e3e6e9", linewidth=0.8)
-        panel.set_axisbelow(True)
-        panel.set_title(f"{table.title}: {table.bars}", fontsize=9, loc="left")
-        panel.tick_params(labelsize=8)
-        panel.spines[["top", "right"]].set_visible(False)
-    figure.savefig(path, dpi=110)
+    panels = [[row for row in table.rows if isinstance(row.get(table.bars), int | float)] for table in shown]
+    left = max(text_width(_name(row), 13) for rows in panels for row in rows) + 12
+    y = 0.0
+    for table, rows in zip(shown, panels, strict=True):
+        drawing.shapes.append(Text(0, y + 12, f"{table.title}: {table.bars}", size=14, bold=True))
+        y += 24
+        largest = max(float(row[table.bars]) for row in rows)
+        room = _WIDTH - left - text_width("1,000,000", 13)  # behind the longest bar
+        drawing.shapes.append(Line([(left, y - 2), (left, y + len(rows) * (_BAR + _GAP) - _GAP + 2)], "rule", 1))
+        for row in rows:
+            name, value = _name(row), float(row[table.bars])
+            length = max(value / largest * room, 1.0)  # a bar of 0 is still visible
+            drawing.shapes += [
+                Text(left - 10, y + 14, name, anchor="end"),
+                Box(left, y, length, _BAR, "accent" if name.startswith(table.ours) else "muted", 2),
+                Text(left + length + 8, y + 14, f"{value:,.3g}" if value < 1000 else f"{value:,.0f}"),
+            ]
+            y += _BAR + _GAP
+        y += 22
+    pathlib.Path(path).write_text(drawing.to_svg())
+
+
+def _name(row: dict) -> str:
+    return str(next(iter(row.values())))

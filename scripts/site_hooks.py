@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import ast
+import json
 import pathlib
 import posixpath
 import re
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from mkdocs.structure.files import File, Files
 
@@ -15,10 +16,25 @@ if TYPE_CHECKING:
     from mkdocs.structure.pages import Page
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
-LANGUAGES = {".py": "python", ".sh": "bash", ".sbatch": "bash", ".yaml": "yaml"}
+LANGUAGES = {".py": "python", ".sh": "bash", ".sbatch": "bash", ".yaml": "yaml", ".ipynb": "json"}
+
+
+def _cell_page(cell: dict[str, Any]) -> str:
+    """A cell of a notebook: its text, or its code and what it printed or drew."""
+    source = "".join(cell["source"])
+    if cell["cell_type"] != "code":
+        return source
+    parts = [f"```python\n{source}\n```"]
+    for output in cell["outputs"]:
+        drawing, printed = output.get("data", {}).get("text/html"), output.get("text")
+        parts += ["".join(drawing)] if drawing else []
+        parts += [f"```text\n{''.join(printed).rstrip()}\n```"] if printed else []
+    return "\n\n".join(parts)
 
 
 def _example_page(path: pathlib.Path) -> str:
+    if path.suffix == ".ipynb":
+        return "\n\n".join(map(_cell_page, json.loads(path.read_text())["cells"])) + "\n"
     text, language = path.read_text(), LANGUAGES.get(path.suffix, "text")
     title = path.relative_to(ROOT / "examples")
     return f"# {title}\n\n```{language}\n{text}```\n"
@@ -27,6 +43,9 @@ def _example_page(path: pathlib.Path) -> str:
 def _summary(path: pathlib.Path) -> str:
     if path.suffix == ".py":
         return (ast.get_docstring(ast.parse(path.read_text())) or "").split("\n\n")[0].replace("\n", " ")
+    if path.suffix == ".ipynb":
+        first = "".join(json.loads(path.read_text())["cells"][0]["source"])
+        return first.split("\n\n")[0].lstrip("# ")
     comments = [line.lstrip("# ") for line in path.read_text().splitlines() if re.match(r"# \w", line)]
     return comments[0] if comments else ""
 
@@ -38,8 +57,8 @@ def _examples() -> list[pathlib.Path]:
 def on_config(config: MkDocsConfig) -> MkDocsConfig:
     """Adds all decisions and examples to the navigation, and the how-to pages that mkdocs.yml does not place."""
     decisions = sorted(path.name for path in (ROOT / "docs" / "decisions").glob("*.md") if path.name != "README.md")
-    pages = ["decisions/README.md", *(f"decisions/{name}" for name in decisions)]
-    examples = ["examples/index.md", *(f"{path.relative_to(ROOT)}.md" for path in _examples())]
+    pages = [{"Overview": "decisions/README.md"}, *(f"decisions/{name}" for name in decisions)]
+    examples = [{"Overview": "examples/index.md"}, *(f"{path.relative_to(ROOT)}.md" for path in _examples())]
     assert config.nav is not None
     how_to = next(part["How-to"] for part in config.nav if "How-to" in part)
     found = sorted(f"how-to/{path.name}" for path in (ROOT / "docs" / "how-to").glob("*.md"))

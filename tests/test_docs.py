@@ -7,7 +7,10 @@ Blocks of a page run in order, in an empty folder and on eight CPU devices:
 - ``bash`` runs in a shell; variables that a block exports stay set.
 - ``text`` is the output of the block before it; before any other block it is a drawing.
 - ``sh`` holds commands that cannot run here (an installation, a cluster's): their files must exist.
-- Blocks without a language are excerpts of logs and folders.
+- ``py`` is Python that cannot run here (it needs an account): it must compile.
+- Blocks without a language are excerpts of logs and folders, or drawings.
+
+No line of a block is longer than what the site shows without scrolling on a screen of 1280 pixels.
 """
 
 from __future__ import annotations
@@ -38,6 +41,8 @@ DATA = {  # what only a library outside the test environment can write: page →
     "docs/how-to/migrate-from-mosaic-streaming.md": {"train": "tests/data/formats/mds_zstd"},
 }
 PORT = "127.0.0.1:8476"
+LONGEST = 119  # of the columns that docs/assets/site.css makes room for
+COMMANDS = ("git", "cd", "kubectl", "meshfeed", "pip", "python", "ray", "sbatch")
 
 
 class Block(NamedTuple):
@@ -172,21 +177,32 @@ def _nothing_left() -> Iterator[None]:
 
 def test_no_block_is_of_a_kind_that_is_not_run() -> None:
     for page, block in [(path, block) for path in PAGES for block in blocks(path.read_text())]:
-        assert block.language in ("python", "bash", "text", "sh", "yaml", "diff", ""), f"{name(page)}:{block.line}"
+        assert block.language in ("python", "bash", "text", "sh", "py", "yaml", "diff", ""), (
+            f"{name(page)}:{block.line}"
+        )
+        if block.language == "py":
+            compile(block.content, f"{name(page)}:{block.line}", "exec")
+        if block.language == "":
+            first = block.content.split(maxsplit=1)[0]
+            assert first not in (*COMMANDS, "import", "from"), f"{name(page)}:{block.line} is code; name its language"
         if block.language == "sh":
-            for line in block.content.splitlines():
+            for line in block.content.replace("\\\n", " ").splitlines():
                 command = shlex.split(line, comments=True)
-                known = command[:2] == ["pip", "install"] or command[0] in (
-                    "git",
-                    "cd",
-                    "kubectl",
-                    "python",
-                    "ray",
-                    "sbatch",
-                )
-                assert known or (ROOT / command[0]).is_file(), f"{name(page)}:{block.line}: {line}"
+                assert command[0] in COMMANDS or (ROOT / command[0]).is_file(), f"{name(page)}:{block.line}: {line}"
                 files = [word for word in command if word.startswith("examples/")]
                 assert all((ROOT / word).is_file() for word in files), f"{name(page)}:{block.line}: {line}"
+
+
+def test_no_line_of_code_is_cut_on_the_site() -> None:
+    long = [
+        f"{name(page)}:{block.line + number}: {len(line)} columns"
+        for page in PAGES
+        for block in blocks(page.read_text())
+        if block.language in ("python", "py", "bash", "sh")
+        for number, line in enumerate(block.content.splitlines())
+        if len(line) > LONGEST
+    ]
+    assert not long
 
 
 def test_libraries_of_pages_are_optional_ones() -> None:

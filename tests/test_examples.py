@@ -65,8 +65,9 @@ def test_the_first_lines() -> None:
 
 
 def test_the_readme_shows_them_as_they_are() -> None:
-    first = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)[0]
-    assert first == (EXAMPLES / "quickstart.py").read_text()
+    for page in ("README.md", "docs/index.md"):
+        first = re.findall(r"```python\n(.*?)```", (ROOT / page).read_text(), re.DOTALL)[0]
+        assert first == (EXAMPLES / "quickstart.py").read_text(), page
 
 
 def _calls(page: pathlib.Path, name: str) -> list[ast.Call]:
@@ -207,6 +208,22 @@ def test_training_learns_and_resumes(name: str, tmp_path: pathlib.Path) -> None:
 
 
 @pytest.mark.slow
+def test_digits_are_learned_and_continued_on_other_devices(tmp_path: pathlib.Path) -> None:
+    pytest.importorskip("sklearn")
+
+    def lines(steps: int, devices: int) -> list[str]:
+        folder = str(tmp_path / "checkpoints")
+        return run("digits.py", "--steps", str(steps), "--checkpoints", folder, devices=devices).splitlines()
+
+    first, second = lines(100, 8), lines(200, 2)
+    assert first[0] == "from step 0"
+    assert second[0] == "from step 100"
+    right = [int(re.match(r"(\d+) of 450 test images are right", found[-1])[1]) for found in (first, second)]
+    assert right[0] > 400
+    assert right[1] > 425
+
+
+@pytest.mark.slow
 def test_a_model_learns_to_see(tmp_path: pathlib.Path) -> None:
     pytest.importorskip("flax")
     pytest.importorskip("datasets")
@@ -295,7 +312,7 @@ def test_pretraining_on_documents_is_killed_and_continued_on_other_hosts(tmp_pat
 
 def test_every_example_is_run_by_some_test() -> None:
     tests = "".join(path.read_text() for path in (ROOT / "tests").rglob("*.py"))
-    for path in (*EXAMPLES.glob("*.py"), *EXAMPLES.glob("*.sh")):
+    for path in (*EXAMPLES.glob("*.py"), *EXAMPLES.glob("*.sh"), *EXAMPLES.glob("*.ipynb")):
         assert re.search(rf"\b{path.stem}\b", tests), f"{path.name} is run by no test"
 
 

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import hashlib
 import io
 import os
 import pathlib
+import re
 import shutil
 import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable, Iterator
 
 import pytest
 from click.testing import CliRunner
@@ -35,6 +38,7 @@ from meshfeed._src.demo.demo import (
     Plan,
     Step,
     Topology,
+    _why,
     broken,
     build_corpus,
     effective,
@@ -242,13 +246,18 @@ def test_how_long_it_takes_is_said_first(
         legs.append(leg)
         return job(0, 5)
 
+    @contextlib.contextmanager
+    def uninterrupted(*_: object) -> Iterator[Callable[[], JobLog]]:
+        yield lambda: job(0, 5)
+
     monkeypatch.setattr(Demo, "_run_leg", run_leg)
+    monkeypatch.setattr(Demo, "_uninterrupted", uninterrupted)
     result = CliRunner().invoke(main.main, ["demo", "--directory", str(tmp_path / "d"), *arguments])
     lines = result.stdout.splitlines()
     assert lines[0].split()[:5] == ["Time", "about", *duration.split(), "on"]
     assert ("--quick is shorter" in lines[0]) == ("--quick" not in arguments)
     assert f"{steps} steps of" in result.output
-    assert [leg.topology.hosts for leg in legs] == [1, *hosts]
+    assert [leg.topology.hosts for leg in legs] == hosts
     assert max(map(len, lines)) <= 80
 
 
@@ -284,6 +293,22 @@ def test_what_an_installer_prints_is_shown(tmp_path: pathlib.Path) -> None:
     assert again.stderr == ""
 
 
+@pytest.mark.parametrize(
+    ("restored", "killed_after", "lost"),
+    [
+        (4, 11, "killed: what steps 5 to 11 computed died with them, so steps 5 to 11 are repeated."),
+        (8, 9, "killed: what step 9 computed died with them, so step 9 is repeated."),
+        (8, 10, "killed: what steps 9 and 10 computed died with them, so steps 9 and 10 are repeated."),
+        (8, 8, "killed."),
+    ],
+)
+def test_why_a_job_begins_again_at_an_earlier_step(restored: int, killed_after: int, lost: str) -> None:
+    text = io.StringIO()
+    Console(file=text, width=200).print(_why(restored, killed_after))
+    newest = f"step {restored} has the newest checkpoint that was complete when the hosts were"
+    assert text.getvalue().split() == f"{newest} {lost}".split()
+
+
 # ---------------------------------------------------------------------------------------------------- all of it
 
 
@@ -307,13 +332,24 @@ class Recording(Demo):
     """Keeps what each leg logged, and the checkpoints as they were after the first kill."""
 
     logs: list[JobLog] = dataclasses.field(default_factory=list)
+    reference: JobLog = dataclasses.field(default_factory=lambda: JobLog(0, {}, []))
 
-    def _run_leg(self, leg: Leg, corpus: Corpus, run: str) -> JobLog:
-        log = super()._run_leg(leg, corpus, run)
+    def _run_leg(self, leg: Leg, corpus: Corpus) -> JobLog:
+        log = super()._run_leg(leg, corpus)
         self.logs.append(log)
-        if len(self.logs) == 2:
-            shutil.copytree(self.directory / f"checkpoints-{run}", self.directory / "checkpoints-after-one-kill")
+        if len(self.logs) == 1:
+            shutil.copytree(self.directory / "checkpoints-killed", self.directory / "checkpoints-after-one-kill")
         return log
+
+    @contextlib.contextmanager
+    def _uninterrupted(self, corpus: Corpus) -> Iterator[Callable[[], JobLog]]:
+        with super()._uninterrupted(corpus) as finish:
+
+            def kept() -> JobLog:
+                self.reference = finish()
+                return self.reference
+
+            yield kept
 
 
 @dataclasses.dataclass
@@ -322,12 +358,18 @@ class Continued(Demo):
 
     before: Recording | None = None
 
-    def _run_leg(self, leg: Leg, corpus: Corpus, run: str) -> JobLog:
+    def _run_leg(self, leg: Leg, corpus: Corpus) -> JobLog:
         assert self.before is not None
         if leg != self.plan.legs[-1]:
-            return self.before.logs[self.plan.legs.index(leg) + 1 if run == "killed" else 0]
-        shutil.copytree(self.before.directory / "checkpoints-after-one-kill", self.directory / f"checkpoints-{run}")
-        return super()._run_leg(leg, corpus, run)
+            return self.before.logs[self.plan.legs.index(leg)]
+        shutil.copytree(self.before.directory / "checkpoints-after-one-kill", self.directory / "checkpoints-killed")
+        return super()._run_leg(leg, corpus)
+
+    @contextlib.contextmanager
+    def _uninterrupted(self, corpus: Corpus) -> Iterator[Callable[[], JobLog]]:
+        before = self.before
+        assert before is not None
+        yield lambda: before.reference
 
 
 @pytest.fixture(scope="module")
@@ -353,6 +395,10 @@ def test_the_whole_journey(journey: tuple[Recording, bool, str]) -> None:
     _, holds, text = journey
     assert holds, text
     assert text.count("SIGKILL") == 2
+    reasons = re.findall(r"step (\d+) has the newest checkpoint that was complete when the hosts were killed", text)
+    resumed = re.findall(r"from step (\d+), record", text)
+    assert reasons == resumed
+    assert len(reasons) == 2
     assert "199 distinct records among the first 199 delivered: each record of the corpus once" in text
     assert "All checks pass" in text
 

@@ -194,3 +194,18 @@ def test_the_pictures_of_the_docs_are_what_the_script_draws(tmp_path: pathlib.Pa
         result = CliRunner().invoke(main.main, ["plan", *arguments.split(), "--svg", str(fresh)])
         assert result.exit_code == 0, result.output
         assert fresh.read_text() == (ROOT / path).read_text(), f"run scripts/pictures: {path} differs"
+
+
+def test_the_picture_of_the_measurements_has_their_figures(
+    tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(ROOT)
+    from benchmarks._measure import read_tables
+    from benchmarks._picture import draw
+
+    tables = read_tables("docs/explanation/measurements.json")
+    draw(str(tmp_path / "fresh.svg"), [table for group in tables.values() for table in group])
+    shown = pathlib.Path("docs/explanation/measurements.svg").read_text()
+    assert (tmp_path / "fresh.svg").read_text() == shown, "run scripts/bench --draw docs/explanation/measurements.json"
+    assert "prefers-color-scheme: dark" in shown
+    assert min(float(size) for size in re.findall(r'font-size="([\d.]+)"', shown)) >= 12

@@ -23,7 +23,7 @@ import sys
 import sysconfig
 import tempfile
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -316,6 +316,7 @@ class Demo:
     directory: pathlib.Path
     console: Console
     _num_jobs: int = 0
+    _killed_after: int | None = None  # the last step seen of the job before this one
 
     def run(self) -> bool:
         """Runs all jobs; returns whether all checks pass."""
@@ -330,10 +331,11 @@ class Demo:
         training = f"{plan.num_steps} steps of {plan.batch} records, a checkpoint every {plan.save_every} steps"
         duration = f"about {plan.duration} on 2 free cores{shorter}"
         show(_columns(("[bold]Time[/]", duration), ("[bold]Corpus[/]", text), ("[bold]Training[/]", training)))
-        show("\n[bold]One uninterrupted run[/]")
-        reference = self._run_leg(Leg(plan.reference), corpus, "uninterrupted")
-        show("\n[bold]The same training, all hosts killed, resumed on other numbers of hosts[/]")
-        jobs = [self._run_leg(leg, corpus, "killed") for leg in plan.legs]
+        with self._uninterrupted(corpus) as finish:
+            show("\n[bold]A training, all hosts killed, resumed on other numbers of hosts[/]")
+            jobs = [self._run_leg(leg, corpus) for leg in plan.legs]
+            show("\n[bold]The same without a kill, which has been running beside it[/]")
+            reference = finish()
         checks = prove(reference, jobs, read_records(corpus), plan.num_steps)
         self._show_proof(reference, jobs, checks)
         holds = all(check.holds for check in checks)
@@ -343,19 +345,35 @@ class Demo:
 
     # ------------------------------------------------------------------ one job
 
-    def _run_leg(self, leg: Leg, corpus: Corpus, run: str) -> JobLog:
+    @contextlib.contextmanager
+    def _uninterrupted(self, corpus: Corpus) -> Iterator[Callable[[], JobLog]]:
+        """Starts the run that is not killed, in the background; yields a function that shows it until it ends."""
+        leg = Leg(self.plan.reference)
+        with self._job(leg, corpus, "uninterrupted") as job:
+
+            def finish() -> JobLog:
+                self._watch(job, leg, self.directory / "checkpoints-uninterrupted")
+                return read_job([job.log_path(0)])
+
+            yield finish
+
+    def _job(self, leg: Leg, corpus: Corpus, run: str) -> Job:
         checkpoints = self.directory / f"checkpoints-{run}"
         plan = self.plan
         arguments = ["--data", corpus.pattern, "--checkpoints", str(checkpoints), "--audit"]
         arguments += ["--steps", str(plan.num_steps), "--batch", str(plan.batch), "--save-every", str(plan.save_every)]
         self._num_jobs += 1
         name = f"job-{self._num_jobs}-{leg.topology.hosts}x{leg.topology.devices}"
-        with Job(leg.topology, self.directory / name, [*arguments, *leg.arguments]) as job:
-            killed_after = self._watch(job, leg, checkpoints)
+        return Job(leg.topology, self.directory / name, [*arguments, *leg.arguments])
+
+    def _run_leg(self, leg: Leg, corpus: Corpus) -> JobLog:
+        with self._job(leg, corpus, "killed") as job:
+            killed_after = self._watch(job, leg, self.directory / "checkpoints-killed")
             if killed_after is not None:
                 pids, several = ", ".join(map(str, job.pids)), len(job.pids) > 1
                 which = f"{'all ' * several}{len(job.pids)} process{'es' * several}"
                 self.console.print(f"  [red]SIGKILL[/] to {which} ({pids}) after step {killed_after}")
+            self._killed_after = killed_after
         return read_job([job.log_path(host) for host in range(leg.topology.hosts)])
 
     def _watch(self, job: Job, leg: Leg, checkpoints: pathlib.Path) -> int | None:
@@ -372,6 +390,8 @@ class Demo:
                         restored = line["restored"]
                         where = f"from step {restored}, record {line['position']:,}" if restored else "from the start"
                         self.console.print(f"  {leg.topology}, {leg.topology.mesh}, {where}", highlight=False)
+                        if self._killed_after is not None:
+                            self.console.print(_why(restored, self._killed_after), highlight=False)
                         progress.update(task, completed=restored, note="compiling")
                         continue
                     step = line["step"]
@@ -412,6 +432,17 @@ class Demo:
                 "another mesh; the data is identical."
             )
             show(_columns((" ", text)), highlight=False)
+
+
+def _why(restored: int, killed_after: int) -> Table:
+    """Says why the next job does not begin after the last step of the one that was killed."""
+    newest = f"step {restored} has the newest checkpoint that was complete when the hosts were killed"
+    if restored >= killed_after:
+        return _columns((" ", f"{newest}."))
+    first, num_lost = restored + 1, killed_after - restored
+    lost = f"step {first}" if num_lost == 1 else f"steps {first} {'and' if num_lost == 2 else 'to'} {killed_after}"
+    again = "is" if num_lost == 1 else "are"
+    return _columns((" ", f"{newest}: what {lost} computed died with them, so {lost} {again} repeated."))
 
 
 def _columns(*rows: tuple[str, str]) -> Table:
