@@ -297,6 +297,35 @@ def test_a_host_that_left_before_a_round_is_named_in_it(gone: int, job: Job) -> 
     assert not job.store.keys
 
 
+@pytest.mark.parametrize("gone", [0, 1])
+@pytest.mark.parametrize("failed", [True, False])
+def test_a_host_that_is_gone_is_named_in_later_rounds_too(
+    gone: int, failed: bool, job: Job, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The others may begin and abandon generations before they wait: ``start``, then ``set_state``."""
+    monkeypatch.setattr(handshake, "ASIDE_SECONDS", 0.2)
+    hosts = make(3)
+    if failed:
+        job.on(gone, lambda: hosts[gone].fail(OSError("no disk"), for_good=True))
+        job.on(gone, hosts[gone].leave)
+        words = "failed before its first batch: OSError: no disk"
+    else:
+        words = "closed its feed at step 0"
+        job.on(gone, hosts[gone].leave, words)
+    others = [host for host in range(3) if host != gone]
+    for host in others:
+        for _ in range(2):
+            job.on(host, hosts[host].begin)
+            job.on(host, hosts[host].abandon, None)
+    for error in job.run(others, lambda host: hosts[host].agree(SEED, 30)):
+        assert isinstance(error, PeerError), error
+        assert str(error) == f"host {gone} {words}. See the log of host {gone}."
+        assert error.host == gone
+    for host in others:
+        job.on(host, hosts[host].leave, "closed its feed at step 0")
+    assert not job.store.keys
+
+
 def test_an_abandoned_round_names_the_host_and_its_keys_go_with_the_next(job: Job) -> None:
     hosts = make(2)
     hosts[1].begin()

@@ -399,6 +399,33 @@ def test_a_wrong_or_delivered_first_step_is_refused(from_step: Any, folder: path
         assert caught.value.setting == "from_step"
 
 
+@pytest.mark.parametrize(("kind", "size"), [("random", 8), ("shards", 24)])
+@pytest.mark.parametrize("restored", [False, True])
+def test_a_padded_batch_stays_the_last(kind: str, size: int, restored: bool, folder: pathlib.Path) -> None:
+    """With weights that it would have had more records with, no state of the feed could be restored."""
+    short, longer = {"books": 1}, {"web": 1, "books": 1}
+    options = {"num_epochs": 1, "end": "pad", "global_batch_size": size}
+    given: Stages = [(0, WEIGHTS), (1, short)]
+    with make_feed(kind, given, folder, **options) as feed:
+        for _ in feed:
+            pass
+        state = feed.get_state()
+        assert state["position"] % size
+        if restored:
+            feed.set_state(state)
+        with pytest.raises(
+            SettingsError, match=r"has ended with a padded batch, after \d+ records, and with these"
+        ) as caught:
+            feed.set_weights(longer)
+        assert caught.value.setting == "weights"
+        assert feed.get_state() == state
+        feed.set_weights({"books": 2})  # with which it ends there too
+        assert next(feed, None) is None
+        with make_feed(kind, given, folder, **options) as other:
+            other.set_state(feed.get_state())
+            assert other.position == state["position"]
+
+
 def test_a_block_that_is_too_small_is_named(folder: pathlib.Path) -> None:
     with (
         make_feed("random", WEIGHTS, folder) as feed,

@@ -108,6 +108,23 @@ def test_numbers_of_entries_are_read_only_if_they_are_not_known() -> None:
     assert len(views) == len(sources[0])
 
 
+def test_reads_that_count_entries_are_retried(monkeypatch: pytest.MonkeyPatch) -> None:
+    documents = some_documents(50, stored=False)
+    read = documents.__class__.__getitem__
+    failures = [OSError("connection reset"), OSError("connection reset")]
+
+    def unreliable(self: Documents, record_id: int) -> Any:
+        if record_id == 30 and failures:
+            raise failures.pop()
+        return read(self, record_id)
+
+    monkeypatch.setattr(Documents, "__getitem__", unreliable)
+    monkeypatch.setattr("meshfeed._src.base.retry.time.sleep", lambda seconds: None)
+    source = Packed(documents, 32, side={"images": 8, "clips": 4})
+    assert not failures
+    assert source.fingerprint() == Packed(some_documents(50), 32, side={"images": 8, "clips": 4}).fingerprint()
+
+
 def test_documents_without_entries_may_have_empty_lists() -> None:
     """numpy's array of an empty list is float64[0]; the first document that has entries gives shape and dtype."""
     documents = [{"tokens": [1, 2], "images": []}, {"tokens": [3], "images": np.ones((1, 4), np.uint8)}]

@@ -7,7 +7,9 @@ seconds. Hosts that only follow learn of a failed round too. The grace period, a
 hosts that recover: if every host refuses the same state and starts from the beginning, none has failed.
 
 A round belongs to its generation from :meth:`Handshake.begin` on, before any request. Hosts that begin and abandon the same
-generations are therefore in the same round, however far each had come.
+generations are therefore in the same round, however far each had come. A host that is gone for good cannot know how many
+generations the others begin and abandon before they wait for it, so it also leaves its notice at a key that belongs to no
+round, at which hosts look after waiting for two seconds.
 """
 
 from __future__ import annotations
@@ -88,13 +90,14 @@ class Handshake:
             number = self.round
             self._begun, self.round, self._refused_before, self._refused = number, number + 1, self._refused, False
 
-    def fail(self, error: BaseException, *, refused: bool = False) -> None:
+    def fail(self, error: BaseException, *, refused: bool = False, for_good: bool = False) -> None:
         """Publishes that this host cannot take part in this generation's round.
 
         Args:
           error: the reason.
           refused: this host rejected the state of the next generation without changing anything, and may still join its
             round. Otherwise it can join the following round at the earliest.
+          for_good: it cannot join any round.
         """
         store = self._store()
         if store is not None:
@@ -102,6 +105,8 @@ class Handshake:
                 failure = Failure.of(error, coordination.process_index())
                 reduction = self._reduction(store, self.round if refused else None)
                 reduction.publish({"failure": failure.to_json()})
+                if for_good:
+                    self._publish_gone(store, failure)
                 if reduction.is_reducer and not refused:  # nobody may be left to find this out and say so
                     self._tell_followers(_peer_error(failure))
             except Exception as unpublished:  # must not mask ``error``, which the caller raises
@@ -172,12 +177,19 @@ class Handshake:
         store = self._store()
         # A refused state says more.
         if notice is not None and (awaited or not self.in_force) and not self._refused:
-            self._publish_notice(notice)
+            self._publish_notice(notice, for_good=True)
         self._left = True
         if store is not None:
             leave(store, self._feed, len(self.participants))
 
-    def _publish_notice(self, notice: str) -> None:
+    def _gone_key(self) -> str:
+        """The directory of the notices of hosts that are gone for good, by host."""
+        return f"{self._feed}/gone"
+
+    def _publish_gone(self, store: KeyValueStore, failure: Failure) -> None:
+        store.set(f"{self._gone_key()}/{failure.host}", json.dumps({"failure": failure.to_json()}), overwrite=True)
+
+    def _publish_notice(self, notice: str, *, for_good: bool = False) -> None:
         store = self._store()
         if store is None:
             return
@@ -186,6 +198,8 @@ class Handshake:
 
         def publish() -> None:
             reduction.publish({"failure": failure.to_json()})
+            if for_good:
+                self._publish_gone(store, failure)
             # In force, followers learn of it from the windows; an announcement would delete those of a late follower.
             if reduction.is_reducer and not self.in_force:
                 self._tell_followers(_peer_error(failure))
@@ -295,7 +309,8 @@ class Handshake:
             return reduction.announce(given_up.outcome)["result"]
 
     def _reduce(self, reduction: Reduction, deadline: float, check: Check) -> dict[str, JsonValue] | None:
-        values = reduction.collect(deadline, self._complete(check))
+        with_gone = self._with_gone()
+        values = with_gone(reduction.collect(deadline, self._complete(check, with_gone)))
         if len(values) < len(self.participants) and not any("failure" in value for value in values.values()):
             return None
         announcement = reduction.announce(compare(values))
@@ -309,13 +324,28 @@ class Handshake:
             store.delete(f"{self._feed}/{self._kept}")
         return announcement
 
-    def _complete(self, check: Check) -> Callable[[Mapping[int, JsonValue]], bool]:
+    def _with_gone(self) -> Callable[[Mapping[int, JsonValue]], Mapping[int, JsonValue]]:
+        """Returns what adds the notices of hosts that are gone to the values of a round, once it has lasted some time."""
+        start = time.monotonic()
+
+        def with_gone(values: Mapping[int, JsonValue]) -> Mapping[int, JsonValue]:
+            if len(values) == len(self.participants) or time.monotonic() - start < ASIDE_SECONDS:
+                return values
+            found = coordination.require_store().directory(self._gone_key())
+            return {int(host): json.loads(text) for host, text in found.items()} | dict(values)
+
+        return with_gone
+
+    def _complete(
+        self, check: Check, with_gone: Callable[[Mapping[int, JsonValue]], Mapping[int, JsonValue]]
+    ) -> Callable[[Mapping[int, JsonValue]], bool]:
         """Returns whether all hosts have published settings, or a failure has lasted while another host was ready."""
         failed_since: float | None = None
 
         def complete(values: Mapping[int, JsonValue]) -> bool:
             nonlocal failed_since
             _call(check)
+            values = with_gone(values)
             if not any("failure" in value for value in values.values()):
                 failed_since = None
                 return len(values) == len(self.participants)
@@ -337,8 +367,11 @@ class Handshake:
             value = None if self._refused_before else reduction.value_of_reducer()
             if (value is None or "failure" not in value) and waited >= ASIDE_SECONDS and not self._refused_before:
                 # The reducer may be lost, and another host wait for this one on another sharding.
-                aside = find_aside(coordination.require_store(), self._round(self._number))
+                store = coordination.require_store()
+                aside = find_aside(store, self._round(self._number))
+                gone = store.try_get(f"{self._gone_key()}/{reduction.reducer}") if aside is None else None
                 value = None if aside is None else {"failure": aside.to_json()}
+                value = value if gone is None else json.loads(gone)
             if value is None or "failure" not in value:
                 failed_since = None
                 return

@@ -225,7 +225,7 @@ class Feed(Inspection, Checkpointable):
             warn_if_forgotten()
             self._make(source, sharding, FeedSettings.of(arguments))
         except BaseException as error:
-            self._handshake.fail(error)  # other hosts wait for this one in the handshake
+            self._handshake.fail(error, for_good=True)  # other hosts wait for this one in the handshake
             self._handshake.leave()
             raise
         self._membership.join(self)

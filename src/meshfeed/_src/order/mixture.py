@@ -519,6 +519,9 @@ def _check_count(name: str, num_records: int, drawn: bool) -> None:
 
 
 _CHUNK = 4096  # records of a lane that are computed together: a batch of 35 components takes as long
+# Fewer if a component is so small that they would be of many epochs, each of which is laid out: 4,096 records with one of 3
+# records took 1.5 s.
+_SHORTEST_CHUNK, _MOST_EPOCHS = 128, 512
 
 
 class MixtureOrder:
@@ -570,6 +573,12 @@ class MixtureOrder:
         if isinstance(shuffle, ShardShuffle):
             keys = [derive_key(settings.seed, _LANE_LAYOUT, lane) for lane in range(num_lanes)]
         self._blocks = [StagedBlocks(names, settings.stages_of_lane(num_lanes), settings.block, key) for key in keys]
+        self._chunk_records = _CHUNK
+        drawn = [
+            count for name, count in zip(names, counts, strict=True) if any(name in s.weights for s in settings.stages)
+        ]
+        while self._chunk_records > _SHORTEST_CHUNK and self._chunk_records * num_lanes > _MOST_EPOCHS * min(drawn):
+            self._chunk_records //= 2
         # 64 KiB each; two of each lane for the reader, and that of the plan of files to fetch.
         self._chunk = cached(self._compute_chunk, 3 * num_lanes)
         self.total = self._compute_total(dict(zip(names, counts, strict=True)))
@@ -618,9 +627,9 @@ class MixtureOrder:
         Raises:
           IndexError: a position is outside the stream.
         """
-        chunk, first = divmod(start, _CHUNK)
+        chunk, first = divmod(start, self._chunk_records)
         last = first + stop - start
-        if self.num_lanes > 1 or start < 0 or last > _CHUNK or stop > self._end:
+        if self.num_lanes > 1 or start < 0 or last > self._chunk_records or stop > self._end:
             return self.ids_at(np.arange(start, stop, dtype=np.int64))
         record_ids, epochs = self._chunk(0, chunk)
         return record_ids[first:last].copy(), epochs[first:last].copy()  # the chunk is cached
@@ -638,19 +647,19 @@ class MixtureOrder:
         record_ids, epochs = np.empty_like(cells), np.empty_like(cells)
         for lane, here in group_by(lanes):
             own = numbers[here]
-            chunks = own // _CHUNK
+            chunks = own // self._chunk_records
             if np.ptp(chunks) > 1:  # not a batch of a feed, whose records follow one another in each lane
                 record_ids[here], epochs[here] = self._ids_of_lane(lane, own)
                 continue
             for chunk, rows in group_by(chunks):
                 ids, of_epochs = self._chunk(lane, chunk)
-                within = own[rows] - chunk * _CHUNK
+                within = own[rows] - chunk * self._chunk_records
                 record_ids[here[rows]], epochs[here[rows]] = ids[within], of_epochs[within]
         return record_ids, epochs
 
     def _compute_chunk(self, lane: int, chunk: int) -> tuple[RecordIds, RecordIds]:
-        stop = min((chunk + 1) * _CHUNK, num_in_lane(self._end, lane, self.num_lanes))
-        return self._ids_of_lane(lane, np.arange(chunk * _CHUNK, stop, dtype=np.int64))
+        stop = min((chunk + 1) * self._chunk_records, num_in_lane(self._end, lane, self.num_lanes))
+        return self._ids_of_lane(lane, np.arange(chunk * self._chunk_records, stop, dtype=np.int64))
 
     def _ids_of_lane(self, lane: int, numbers: RecordIds) -> tuple[RecordIds, RecordIds]:
         """Mixture ids and epochs of records of a lane, int64[n] each."""

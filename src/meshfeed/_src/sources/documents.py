@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
@@ -14,6 +15,8 @@ import xxhash
 from meshfeed._src.base import hooks
 from meshfeed._src.base.errors import SettingsError, SourceError
 from meshfeed._src.base.progress import Dropping
+from meshfeed._src.base.retry import call_with_retry
+from meshfeed._src.base.settings import Retry
 from meshfeed._src.base.types import RandomAccessSource, Record
 from meshfeed._src.reading.records import file_of, wants_rng
 from meshfeed._src.sources.host_batches import HostBatches
@@ -152,7 +155,7 @@ class RowError(Exception):
 def of_each(
     source: RandomAccessSource, function: Callable[[Record], T], doing: str, records_per_read: int
 ) -> Iterator[T]:
-    """Yields ``function(record)`` of every record, in order, read once; shows the progress.
+    """Yields ``function(record)`` of every record, in order, read once; shows the progress, and retries failed reads.
 
     Args:
       source: a random-access source.
@@ -167,7 +170,11 @@ def of_each(
     with Dropping(doing, number, "records") as progress:
         for first in range(0, number, records_per_read):
             ids = np.arange(first, min(first + records_per_read, number))
-            for record_id, record in zip(ids.tolist(), read_items(source, ids), strict=True):
+            # There is no feed yet whose retry= would apply, and the pass may take hours.
+            records = call_with_retry(
+                functools.partial(read_items, source, ids), Retry(), doing=f"reading {len(ids):,} records, {doing}"
+            )
+            for record_id, record in zip(ids.tolist(), records, strict=True):
                 try:
                     found = function(record)
                 except (SourceError, ValueError) as error:

@@ -22,7 +22,7 @@ from meshfeed._src.order.added_stages import add_stage, check_added, not_a_mixtu
 from meshfeed._src.order.epochs import EpochOrder
 from meshfeed._src.order.mixture import StagedWeights
 from meshfeed._src.order.shards import ShardOrder, with_usual
-from meshfeed._src.order.steps import StepSchedule, derive_step, parse_segments
+from meshfeed._src.order.steps import Segment, StepSchedule, derive_step, parse_segments, position_at
 from meshfeed._src.plan.plan import HostRows
 from meshfeed._src.reading.identity import identify_within, kind_of
 from meshfeed._src.reading.records import RecordReader, file_of, reads_columns
@@ -183,7 +183,20 @@ class RandomAccessStream:
                 "component that has not, or make the feed with more epochs.",
                 setting="weights",
             )
+        # A padded batch was the last one: it cannot have had more records in hindsight.
+        if cursor.step_schedule.position_of_step(cursor.step) > cursor.position != order.total:
+            raise SettingsError(
+                f"weights={weights!r} from step {added[-1][0]}: the mixture has ended with a padded batch, after "
+                f"{cursor.position:,} records, and with these weights it would have "
+                f"{'no end' if order.total is None else f'{order.total:,} records'}. Call set_weights before its last "
+                "batch, or reset() first.",
+                setting="weights",
+            )
         return dataclasses.replace(cursor, order=order)
+
+    def _schedule_after(self, past: tuple[Segment, ...], step: int) -> StepSchedule:
+        # After a padded batch, which is the last one, this is beyond the end, as in a feed that has not been restored.
+        return StepSchedule(self.schedule, past=past, step=step, position=position_at(past, step))
 
     def restore(self, state: FeedState) -> RandomAccessCursor:
         """Returns the cursor at the state's position, in O(1)."""
@@ -195,7 +208,7 @@ class RandomAccessStream:
         if self._numbering is not None or self._shard_lengths is not None:  # the order depends on the steps
             # The end of the stream follows from the order, which follows from the step: any position may be the end.
             step = derive_step(segments, position, position, pad=self._pad)
-            step_schedule = StepSchedule(self.schedule, past=segments, step=step, position=position)
+            step_schedule = self._schedule_after(segments, step)
             order = self._order_of(step_schedule, num_lanes, self._added_in(mixture))
             staged = find(order, hooks.ChecksSaved)
             if staged is not None:
@@ -206,7 +219,7 @@ class RandomAccessStream:
             raise StateMismatchError("position", position, f"at most {order.total}", DAMAGED_STATE)
         step = derive_step(segments, position, order.total, pad=self._pad)
         return RandomAccessCursor(
-            StepSchedule(self.schedule, past=segments, step=step, position=position),
+            self._schedule_after(segments, step),
             step,
             position,
             order,
