@@ -20,6 +20,7 @@ import xxhash
 from meshfeed._src.base.errors import MeshfeedError, SourceError
 from meshfeed._src.base.retry import call_with_retry
 from meshfeed._src.base.settings import Retry
+from meshfeed._src.base.stores import how_to_install, is_url
 from meshfeed._src.base.threads import Threads
 from meshfeed._src.base.types import JsonValue
 
@@ -30,16 +31,6 @@ _MAGIC = re.compile(r"[*?\[]")
 _RETRY = Retry()
 _MESSAGE_CHARACTERS = 300  # of clients' errors, which may quote the bytes that they got
 _MAX_THREADS = 32  # latency-bound requests, not computation
-_PACKAGES = {  # protocol → packages that provide it, including fsspec
-    "abfs": "adlfs",
-    "az": "adlfs",
-    "gcs": "gcsfs",
-    "gs": "gcsfs",
-    "hf": "huggingface_hub fsspec",
-    "http": "aiohttp fsspec",
-    "https": "aiohttp fsspec",
-    "s3": "s3fs",
-}
 
 _T = TypeVar("_T")
 _R = TypeVar("_R")
@@ -56,11 +47,6 @@ _VERSION_FIELDS = (
     "Last-Modified",
     "created",
 )
-
-
-def is_url(path: str) -> bool:
-    """Whether ``path`` is a URL that needs fsspec; ``file://`` does not."""
-    return _URL.match(path) is not None and not path.startswith("file://")
 
 
 def is_inside(name: object) -> bool:
@@ -259,12 +245,6 @@ def open_file_system(url: str, source: str, **options: object) -> tuple[Any, str
             f"{source} got the URL {url!r}, which fsspec cannot open: {error}. {how_to_install(url)}, or copy the files "
             "to a local disk."
         ) from error
-
-
-def how_to_install(url: str) -> str:
-    """Returns the instruction to install the packages for a URL, without a full stop."""
-    package = _PACKAGES.get(url.partition("://")[0])
-    return f"Run: pip install {package}" if package else "Install fsspec and the package that brings this protocol"
 
 
 def file_info(url: str, source: str, *, fresh: bool = False) -> dict[str, Any]:
