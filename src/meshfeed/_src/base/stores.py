@@ -189,6 +189,8 @@ def ask(
 
 
 def _call(file_system: Any, method: str, arguments: tuple[Any, ...], keywords: dict[str, Any], seconds: float) -> Any:
+    if method == "put_file":  # the only one whose first argument is the local path
+        arguments = (*arguments[1:2], arguments[0], *arguments[2:])
     call = getattr(file_system, f"_{method}", None) if getattr(file_system, "async_impl", False) else None
     if call is None:
         return getattr(file_system, method)(*arguments, **keywords)
