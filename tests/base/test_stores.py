@@ -55,11 +55,11 @@ def test_refused_credentials_are_not_shown(s3):
     server.start()
     try:
         s3.setenv("AWS_ENDPOINT_URL", "http://{}:{}".format(*server.get_host_and_port()))
-        ask("s3://bucket", "mkdir")
-        ask("s3://bucket/x", "pipe_file", b"content")
-        assert ask("s3://bucket/x", "cat_file", start=1, end=3) == b"on"
+        ask("s3://of-stores", "mkdir")
+        ask("s3://of-stores/x", "pipe_file", b"content")
+        assert ask("s3://of-stores/x", "cat_file", start=1, end=3) == b"on"
         with pytest.raises(FileNotFoundError):
-            ask("s3://bucket/y", "cat_file")
+            ask("s3://of-stores/y", "cat_file")
     finally:
         server.stop()
     with pytest.raises(SourceError) as raised, store_errors("s3://bucket/x", SourceError):

@@ -90,6 +90,7 @@ _REFUSED = (  # names of clients' exceptions for credentials that are missing, i
     "TokenRetrievalError",
     "UnauthorizedSSOTokenError",
 )
+_PERMANENT = (FileExistsError, IsADirectoryError, NotADirectoryError, NotImplementedError, TypeError, ValueError)
 _MISSING_CREDENTIALS = ("Must provide either a connection_string",)  # what adlfs raises as a ValueError
 
 
@@ -205,7 +206,8 @@ def store_errors(url: str, error: MakeError = CheckpointError) -> Iterator[None]
 
     Raises:
       FileNotFoundError: as it is.
-      MeshfeedError: credentials are missing or refused; the message names the places that were looked at.
+      MeshfeedError: credentials are missing or refused, and the message names the places that were looked at; or the store
+        cannot do what is asked.
       StoreError: for any other error; a retry may help.
     """
     try:
@@ -213,10 +215,13 @@ def store_errors(url: str, error: MakeError = CheckpointError) -> Iterator[None]
     except (MeshfeedError, FileNotFoundError, ImportError):
         raise
     except Exception as problem:  # for example, botocore's connection errors are not OSError
-        text = _SIGNED.sub("?…", str(problem))[:_MESSAGE_CHARACTERS] or "no answer in time"
+        text = _SIGNED.sub("?…", str(problem))[:_MESSAGE_CHARACTERS]
+        text = text or ("no answer in time" if isinstance(problem, TimeoutError) else "no reason given")
         what = f"{url}: {type(problem).__name__}: {text}"
         if _is_refused(problem):
             raise error(f"{what.rstrip('.')}. {credentials_looked_at(url)}") from problem
+        if isinstance(problem, _PERMANENT):
+            raise error(f"{what.rstrip('.')}.") from problem
         raise StoreError(what.rstrip(".")) from problem
 
 

@@ -15,12 +15,40 @@ import numpy as np
 import tensorstore as ts
 from numpy.typing import NDArray
 
+from meshfeed._src.base.errors import CheckpointError
 from meshfeed._src.base.store_path import StorePath
+from meshfeed._src.base.stores import open_store, store_errors
 from meshfeed._src.base.threads import Threads
 from meshfeed._src.base.types import JsonValue
 from meshfeed._src.checkpoint.layout import Box, slices
 
 _METADATA = ".zarray"
+
+
+def database_of(directory: StorePath) -> dict[str, JsonValue]:
+    """Returns TensorStore's own access to a folder in S3, for an OCDBT database that Orbax wrote locally.
+
+    Raises:
+      CheckpointError: TensorStore has no driver for this store.
+    """
+    url = str(directory)
+    file_system, path = open_store(url)
+    if not hasattr(file_system, "call_s3"):
+        raise CheckpointError(
+            f"{url}: is an OCDBT database, as Orbax writes it to folders, which is read from folders, gs:// and s3:// only. "
+            "Copy the step into a folder; or save it there with a Checkpointer, which writes each chunk as an object."
+        )
+    bucket, key, _ = file_system.split_path(path)
+    with store_errors(url):
+        file_system.connect()
+    client = file_system.s3.meta
+    return {
+        "driver": "s3",
+        "bucket": bucket,
+        "path": f"{key}/",
+        "endpoint": client.endpoint_url,
+        "aws_region": client.region_name,
+    }
 
 
 class ChunkReader:

@@ -32,7 +32,7 @@ from meshfeed._src.base.errors import CheckpointError
 from meshfeed._src.base.store_path import StorePath, make_path
 from meshfeed._src.base.threads import in_threads
 from meshfeed._src.base.types import JsonValue, PyTree, public
-from meshfeed._src.checkpoint.chunks import ChunkReader
+from meshfeed._src.checkpoint.chunks import ChunkReader, database_of
 from meshfeed._src.checkpoint.layout import Box, Grid, box_shape, slices
 from meshfeed._src.checkpoint.leaves import (
     CARRIERS,
@@ -278,6 +278,7 @@ class StoredArrays:
                 "cache_pool#ocdbt": {"total_bytes_limit": 100_000_000},
                 "file_io_concurrency": {"limit": _threads(64, memory_limit_bytes)},
                 "data_copy_concurrency": {"limit": _threads(8, memory_limit_bytes)},
+                "s3_request_retries": {"max_retries": 8, "initial_delay": "200ms", "max_delay": "5s"},
             }
         )
         self._ocdbt = (self.directory / "manifest.ocdbt").exists()
@@ -362,11 +363,14 @@ class StoredArrays:
     def _spec(self, name: str) -> dict[str, JsonValue]:
         plain = self.metadata if self.is_plain or (self.directory / _TREE_METADATA).exists() else {}
         base = os.fspath(self.directory)
-        root: JsonValue = base + "/" if "://" in base else {"driver": "file", "path": base + "/"}
+        if isinstance(self.directory, StorePath):
+            root = database_of(self.directory) if self._ocdbt else None
+        else:
+            root = base + "/" if "://" in base else {"driver": "file", "path": base + "/"}
         if self._ocdbt:
             kvstore: JsonValue = {"driver": "ocdbt", "base": root, "path": f"{name}/", "cache_pool": "cache_pool#ocdbt"}
         elif "://" in base:
-            kvstore = f"{root}{name}/"
+            kvstore = f"{base}/{name}/"
         else:
             kvstore = {"driver": "file", "path": f"{base}/{name}/"}
         fill = not plain.get("store_array_data_equal_to_fill_value", False)
