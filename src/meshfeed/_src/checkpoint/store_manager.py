@@ -38,6 +38,7 @@ from meshfeed._src.checkpoint.stored import write_files_part
 
 _log = logging.getLogger("meshfeed.checkpoint")
 _OPTIONS = ("max_to_keep", "keep_period", "save_interval_steps", "save_on_steps")
+_MADE_BY_HOST_0 = "array_metadatas"  # by Orbax, and other hosts wait for it, which do not see it here
 _TICK_SECONDS = 60.0
 _UPLOADS = 16  # in flight at once, each with a file of about 16 MiB in memory
 
@@ -113,6 +114,8 @@ class StoreManager:
         futures: list[orbax_future.Future] = []
         for name, item in items.items():
             (staging / name).mkdir()
+            if name == ARRAYS:
+                (staging / name / _MADE_BY_HOST_0).mkdir()
             futures += _run(self._handlers[name].async_save(staging / name, item)) or []
         self._thread = Background(lambda: self._write(save, staging, list(items), futures, started), "meshfeed-save")
         self._thread.start()
