@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import pathlib
 import random
+import signal
 
 import checkpoint_feeds
 import checkpoint_trees
@@ -13,7 +14,7 @@ from buckets import BUCKET, emulated_s3
 from checkpoint_jobs import NUM_LANES, lanes
 
 from meshfeed._src.base.store_path import StorePath
-from meshfeed.testing import HostPool
+from meshfeed.testing import HostPool, HostRunError
 
 pytestmark = [pytest.mark.multihost, pytest.mark.slow]
 
@@ -110,7 +111,10 @@ def test_two_hosts_save_and_four_read_each_byte_once(tmp_path):
             for result in pool.run(save_and_fail, url, str(tmp_path)):
                 messages, steps, left = result.value
                 assert len(messages) == 1
-                assert "CheckpointError: s3://bucket/hosts: saving step 2 failed: host 1: ConnectionResetError: " in messages[0]
+                assert (
+                    "CheckpointError: s3://bucket/hosts: saving step 2 failed: host 1: ConnectionResetError: "
+                    in messages[0]
+                )
                 assert "Connection reset by peer" in messages[0]
                 assert (steps, left) == ([1, 3], [])
             assert sorted(path.name for path in StorePath(url).iterdir()) == ["1", "3", "4"]
@@ -119,14 +123,12 @@ def test_two_hosts_save_and_four_read_each_byte_once(tmp_path):
         with HostPool(4, 2, timeout_seconds=120) as pool:
             before = server.sent
             pool.run(restore_on_four, f"{BUCKET}/large/9/arrays", rows, "large")
-            print("RATIO", (server.sent - before) / stored, stored)
             assert server.sent - before <= 1.05 * stored
             assert server.sent - before >= 0.9 * stored
 
 
 def save_until_killed(url: str, directory: str, seconds: float, victim: int):
-    """Resumes, compares with what must have been saved, then saves until a host kills itself."""
-    import signal
+    """Resumes, compares with what must have been saved, then saves until this process is killed."""
     import threading
 
     import jax
@@ -134,7 +136,7 @@ def save_until_killed(url: str, directory: str, seconds: float, victim: int):
     from meshfeed.checkpoint import Checkpointer
 
     own_folder(directory)
-    mesh, feed = checkpoint_trees.make_mesh(4, 2), checkpoint_feeds.CountingFeed(records=10**9)
+    mesh, feed = checkpoint_trees.make_mesh(2, 2), checkpoint_feeds.CountingFeed(records=10**9)
     log = pathlib.Path(directory, f"committed-{jax.process_index()}")
     with Checkpointer(url, save_interval_steps=1, max_to_keep=2, timeout_seconds=60) as ckpt:
         step, restored = ckpt.restore(state_of(0, mesh), feed)
@@ -153,23 +155,27 @@ def save_until_killed(url: str, directory: str, seconds: float, victim: int):
                 if jax.process_index() == 0:
                     names = {path.name for path in StorePath(url).iterdir()}
                     assert names <= {str(number) for number in (step - 2, step - 1, step)}, names
-                if jax.process_index() == victim or victim == 2:
-                    threading.Timer(seconds, os.kill, (os.getpid(), signal.SIGKILL)).start()
+                later = (
+                    0.0 if victim in (2, jax.process_index()) else 0.5
+                )  # as whoever runs the job ends the rest of it
+                threading.Timer(seconds + later, os.kill, (os.getpid(), signal.SIGKILL)).start()
             elif step % 2:
                 ckpt.wait()
                 log.write_text(str(step))
 
 
-def kill(tmp_path: pathlib.Path, kills: int) -> int:
-    """Kills host 0, host 1 or both, again and again; returns the step that the last start found."""
+def kill(tmp_path: pathlib.Path, rounds: int) -> int:
+    """Kills host 0 first, host 1 first, or both at once, again and again; returns the newest step at the end."""
     rng = random.Random(5)
     url = f"{BUCKET}/kills"
     with emulated_s3():
-        for _ in range(kills):
+        for _ in range(rounds):
             with HostPool(2, 2, timeout_seconds=90, recoverability=False) as pool:
-                with pytest.raises(Exception) as raised:
+                with pytest.raises(HostRunError) as raised:
                     pool.run(save_until_killed, url, str(tmp_path), rng.uniform(0.0, 2.5), rng.randrange(3))
-                assert "AssertionError" not in str(raised.value), raised.value
+                text = str(raised.value)
+                assert "AssertionError" not in text, text
+                assert {result.returncode for result in raised.value.results} == {-signal.SIGKILL}, text
         root = StorePath(url)
         committed = max(int(path.read_text()) for path in tmp_path.glob("committed-*"))
         steps = [int(path.name) for path in root.iterdir() if (path / "commit_success.txt").exists()]
@@ -179,6 +185,6 @@ def kill(tmp_path: pathlib.Path, kills: int) -> int:
 
 @pytest.mark.timeout(3600)
 def test_kills(tmp_path):
-    """Two in CI, 100 with ``MESHFEED_SOAK=1``."""
-    kills = 100 if os.environ.get("MESHFEED_SOAK") else 2
-    assert kill(tmp_path, kills) >= kills
+    """Two rounds of two kills in CI, 50 with ``MESHFEED_SOAK=1``."""
+    rounds = 50 if os.environ.get("MESHFEED_SOAK") else 2
+    assert kill(tmp_path, rounds) >= rounds
