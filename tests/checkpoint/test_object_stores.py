@@ -1,4 +1,4 @@
-"""Checkpoints in object stores: gs:// against an emulator, and why s3:// is refused."""
+"""Checkpoints in object stores: gs:// through Orbax, s3:// and others through meshfeed; what fails, and what is left."""
 
 from __future__ import annotations
 
@@ -7,12 +7,22 @@ import os
 import pathlib
 import subprocess
 import sys
+import time
 
+import jax
+import numpy as np
+import orbax.checkpoint as ocp
 import pytest
+from buckets import BUCKET, Server, emulated_s3
+from checkpoint_feeds import CountingFeed
+from checkpoint_trees import abstract, assert_same, make_mesh, place, special_floats
 from orbax.checkpoint._src.serialization import tensorstore_utils
 
-from meshfeed._src.base.errors import SettingsError
-from meshfeed.checkpoint import Checkpointer
+from meshfeed._src.base import stores
+from meshfeed._src.base.errors import CheckpointError
+from meshfeed._src.base.store_path import StorePath, make_path
+from meshfeed._src.checkpoint import step as checkpoint_step
+from meshfeed.checkpoint import Checkpointer, IteratorHandler, restore_once, verify
 
 # No search for credentials, which takes seconds each time; etils through gcsfs, as TensorFlow knows no emulator.
 WITHOUT_CREDENTIALS = {
@@ -42,8 +52,224 @@ def test_google_cloud_storage():
     assert json.loads(child.stdout.splitlines()[-1]) == [True, True]
 
 
-def test_s3_is_refused_for_as_long_as_orbax_takes_it_for_a_relative_path():
+def test_orbax_itself_writes_to_no_other_store():
+    """Once this fails, Orbax's manager may be able to save to S3."""
     with pytest.raises(ValueError, match="should be absolute"):
         tensorstore_utils.build_kvstore_tspec("s3://bucket/run", use_ocdbt=True)
-    with pytest.raises(SettingsError, match=r"treats s3:// as a relative path"):
-        Checkpointer("s3://bucket/run")
+
+
+@pytest.fixture(scope="module")
+def s3():
+    with emulated_s3() as server:
+        yield server
+
+
+@pytest.fixture(scope="module")
+def mesh():
+    return make_mesh(4, 2)
+
+
+def state_at(step: int, mesh) -> dict[str, object]:
+    values = np.arange(64 * 256, dtype=np.float32).reshape(64, 256) + step
+    return {
+        "w": place(values, mesh, "data"),
+        "layers": [{"w": place(values[:8], mesh, None, "model")}, {"w [0]*": place(values[0], mesh)}],
+        "f8": place(special_floats("float8_e5m2", 256), mesh),
+        "empty": jax.numpy.zeros((0, 3)),
+        "key": jax.random.key(3),
+        "n": np.arange(3),
+        "step": step,
+        "text": "a",
+    }
+
+
+def names(directory: str) -> list[str]:
+    return sorted(path.name for path in make_path(directory).iterdir())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("directory", [f"{BUCKET}/run", "memory://bucket/run"])
+def test_a_run(s3, mesh, directory, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    feed, wanted = CountingFeed(), abstract(state_at(0, mesh))
+    options = {"keep_period": 4}
+    with Checkpointer(directory, save_interval_steps=2, max_to_keep=2, orbax_options=options) as ckpt:
+        assert ckpt.restore(state_at(0, mesh), feed)[0] == 0
+        for step in (4, 6, 8, 10, 11):  # the last by leaving
+            next(feed)
+            state = state_at(step, mesh)
+            assert ckpt.save(step, state, feed) == (step % 2 == 0)
+            if step % 2 == 0:
+                state["n"][:] = 0  # captured before
+        assert not ckpt.save(3, state, feed)
+    assert checkpoint_step.find_steps(directory) == [4, 8, 10, 11]
+    state_file = StorePath(directory) / "11/iterator/state.json"
+    state_file.write_text("{}")
+    other = CountingFeed()
+    with Checkpointer(directory, save_interval_steps=1) as ckpt:
+        step, restored = ckpt.restore(wanted, other)
+        assert (step, other.position) == (10, 16)
+        assert_same(state_at(10, mesh), restored)
+        assert ckpt.metadata(8).position == 12
+        at_10 = ckpt.metadata(10).iterator_state
+        next(other)
+        assert ckpt.save(11, state_at(11, mesh), other)  # in place of the damaged one, which is set aside
+        ckpt.wait()
+        assert ckpt.restore(wanted, CountingFeed())[0] == 11
+        with pytest.raises(CheckpointError, match="step 11 already exists in"):
+            ckpt.save(11, state_at(11, mesh), other, force=True)
+    assert [name.partition("-")[0] for name in names(directory) if "." in name] == ["11.damaged"]
+    assert [finding.problems for finding in verify(directory)] == [(), (), ()]
+    found = checkpoint_step.inspect(directory, 10)
+    assert len(found["steps"][0]["leaves"]) == 9
+    assert found["steps"][0]["position"] == 16
+    differences = checkpoint_step.diff(f"{directory}/10", f"{directory}/11")
+    assert sorted(differences["leaves"]) == ["layers.0.w", "layers.1.w [0]*", "step", "w"]
+    assert_same(state_at(10, mesh), restore_once(f"{directory}/10/arrays", wanted, memory_limit_bytes=1 << 20))
+    assert_same(state_at(10, mesh), restore_once(f"{directory}/10", None))
+    assert IteratorHandler().restore(f"{directory}/10/iterator") == at_10
+    with pytest.raises(CheckpointError, match=r"step 7 is not in .*; its steps are: 8, 10, 11"):
+        checkpoint_step.read_step(directory, 7)
+    with pytest.raises(CheckpointError, match=r"/none: contains no steps|/none: no such folder"):
+        verify(f"{directory}/none")
+    assert not list(tmp_path.iterdir()), "a folder was made in place of a URL"
+
+
+@pytest.mark.slow
+def test_plain_orbax_reads_a_downloaded_step(s3, mesh, tmp_path):
+    directory, feed = f"{BUCKET}/plain", CountingFeed()
+    next(feed)
+    with Checkpointer(directory) as ckpt:
+        ckpt.save(3, state_at(3, mesh), feed)
+    store, path = stores.open_store(directory)
+    store.get(path, str(tmp_path / "c"), recursive=True)
+    with ocp.CheckpointManager(tmp_path / "c") as manager:
+        assert manager.all_steps() == [3]
+        restored = manager.restore(3, args=ocp.args.Composite(arrays=ocp.args.PyTreeRestore()))["arrays"]
+        assert manager.item_metadata(3)["arrays"] is not None
+    for name in ("w", "n", "f8"):
+        found, value = np.asarray(restored[name]), np.asarray(state_at(3, mesh)[name])
+        np.testing.assert_array_equal(found.view(np.uint8), value.view(np.uint8))
+    assert (restored["step"], restored["text"]) == (3, "a")
+    with Checkpointer(tmp_path / "c", save_interval_steps=1) as ckpt:
+        assert_same(state_at(3, mesh), ckpt.restore(abstract(state_at(0, mesh)), CountingFeed())[1])
+        assert ckpt.save(4, state_at(4, mesh))
+    # And back: a folder that Orbax wrote, step 4, which is in OCDBT.
+    store.put(str(tmp_path / "c/4"), f"{path}/4", recursive=True)
+    with Checkpointer(directory) as ckpt:
+        assert ckpt.steps() == [3, 4]
+        assert_same(state_at(4, mesh), ckpt.restore(abstract(state_at(0, mesh)))[1])
+
+
+@pytest.mark.slow
+def test_a_store_that_refuses_a_fifth_of_all_requests(s3: Server, mesh):
+    directory, wanted = f"{BUCKET}/overloaded", abstract(state_at(0, mesh))
+    s3.fail, before = 0.2, s3.requests
+    try:
+        with Checkpointer(directory, save_interval_steps=1, max_to_keep=1) as ckpt:
+            for step in (1, 2):
+                assert ckpt.save(step, state_at(step, mesh))
+            ckpt.wait()
+            step, restored = ckpt.restore(wanted)
+        assert [finding.intact for finding in verify(directory)] == [True]
+    finally:
+        s3.fail = 0.0
+    assert step == 2
+    assert_same(state_at(2, mesh), restored)
+    assert s3.requests - before > 100
+    assert names(directory) == ["2"]
+
+
+@pytest.mark.slow
+def test_what_killed_processes_leave_is_removed(s3, mesh):
+    directory = f"{BUCKET}/left"
+    with Checkpointer(directory, save_interval_steps=1) as ckpt:
+        ckpt.save(1, state_at(1, mesh))
+        ckpt.save(2, state_at(2, mesh))
+    root = StorePath(directory)
+    (root / "3.unfinished").write_text("")
+    (root / "3/arrays/w/0.0").write_text("x")
+    (root / "2.unfinished").write_text("")  # killed between its commit and the removal of the note
+    (root / "7/arrays/w/0.0").write_text("not of a Checkpointer")
+    store, _ = stores.open_store(directory)
+    for key in ("left/3/arrays/big", "leftover/3/arrays/big"):
+        store.call_s3("create_multipart_upload", Bucket="bucket", Key=key)
+    with Checkpointer(directory, save_interval_steps=1) as ckpt:
+        assert ckpt.steps() == [1, 2]
+        assert names(directory) == ["1", "2", "2.unfinished", "3", "3.unfinished", "7"], (
+            "who only reads removes nothing"
+        )
+        assert ckpt.save(5, state_at(5, mesh))
+        ckpt.wait()
+        assert names(directory) == ["1", "2", "5", "7"]
+        assert [upload["Key"] for upload in store.list_multipart_uploads("bucket")] == ["leftover/3/arrays/big"]
+        ckpt.save(7, state_at(7, mesh))
+        with pytest.raises(CheckpointError, match=r"left/7: has objects but no commit_success.txt.*Remove the folder"):
+            ckpt.wait()
+        assert ckpt.save(8, state_at(8, mesh))  # the folder that was in the way is as it was
+    assert (root / "7/arrays/w/0.0").read_text() == "not of a Checkpointer"
+    assert verify(directory, 8)[0].intact
+
+
+@pytest.mark.slow
+def test_a_store_that_is_down(mesh, monkeypatch, tmp_path):
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    with emulated_s3() as server:
+        ckpt = Checkpointer(f"{BUCKET}/down", save_interval_steps=1)
+        assert ckpt.save(1, state_at(1, mesh))
+        ckpt.wait()
+        monkeypatch.setattr(stores, "ANSWER_SECONDS", 1.0)
+        server.stop()
+        ckpt.save(2, state_at(2, mesh))
+        with pytest.raises(CheckpointError, match=r"^s3://bucket/down: saving step 2 failed: .*/down/2.*store is up"):
+            ckpt.wait()
+        with pytest.raises(CheckpointError, match=r"s3://bucket/down/1.*Check the network and that the store is up"):
+            ckpt.restore(state_at(0, mesh), step=1)
+        with pytest.raises(CheckpointError, match=r"s3://bucket/down.*Check the network and that the store is up"):
+            Checkpointer(f"{BUCKET}/down")
+        with pytest.raises(CheckpointError, match=r"s3://bucket/down.*Check the network and that the store is up"):
+            verify(f"{BUCKET}/down")
+
+
+def test_a_bucket_that_does_not_exist(s3, mesh):
+    with Checkpointer("s3://nowhere/run") as ckpt:
+        ckpt.save(0, {"a": np.arange(3)})
+        with pytest.raises(
+            CheckpointError, match=r"s3://nowhere/run/0.unfinished: .*does not exist. Create the bucket"
+        ):
+            ckpt.wait()
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+def test_bit_flips(s3, mesh):
+    """On a store in memory in CI, on an emulated S3 with ``MESHFEED_SOAK=1``: every flip is refused or harmless."""
+    soak = bool(os.environ.get("MESHFEED_SOAK"))
+    directory, count = (f"{BUCKET}/flips", 200) if soak else ("memory://bucket/flips", 50)
+    state, feed = state_at(1, mesh), CountingFeed()
+    next(feed)
+    with Checkpointer(directory) as ckpt:
+        ckpt.save(1, state, feed)
+    root = StorePath(directory) / "1"
+    sizes = {name: size for name, size in root.sizes().items() if size and name != "commit_success.txt"}
+    rng, objected, started = np.random.default_rng(5), 0, time.monotonic()
+    odds = np.array(list(sizes.values())) ** 0.5  # not the largest object each time
+    with Checkpointer(directory) as ckpt:
+        for _ in range(count):
+            path = root / str(rng.choice(list(sizes), p=odds / odds.sum()))
+            whole = path.read_bytes()
+            damaged, bit = bytearray(whole), int(rng.integers(len(whole) * 8))
+            damaged[bit // 8] ^= 1 << bit % 8
+            path.write_bytes(bytes(damaged))
+            other = CountingFeed()
+            try:
+                _, restored = ckpt.restore(state, other, step=1)
+            except CheckpointError:
+                assert other.position == 0
+                objected += 1
+            else:
+                assert_same(state, restored)
+                assert other.position == 4
+                objected += not verify(directory, 1)[0].intact
+            path.write_bytes(whole)
+    assert objected >= 0.95 * count, f"{objected} of {count} after {time.monotonic() - started:.0f} s"

@@ -179,4 +179,4 @@ def test_a_folder_without_a_state(tmp_path: pathlib.Path) -> None:
     (tmp_path / "y.json").write_text("[1, 2]")
     assert f"Error: {tmp_path}/y.json holds no JSON object. Pass a file" in run(tmp_path / "y.json").output
     assert "no feed state found. Pass" in run(tmp_path / "none").output
-    assert "folders, gs:// and s3://, not from memory://" in run("memory://run").output
+    assert "memory://run: no feed state found. Pass" in run("memory://run").output

@@ -12,6 +12,7 @@ import pytest
 from etils import epath
 
 from meshfeed._src.base.errors import CheckpointError, CorruptDataError
+from meshfeed._src.base.store_path import StorePath
 from meshfeed._src.state import files
 from meshfeed._src.state.state import digest_of
 
@@ -250,23 +251,22 @@ def test_damage_found_in_a_step_can_name_the_step() -> None:
 
 def test_a_url_that_cannot_be_read_is_named(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert files.readable_path(str(tmp_path)) == epath.Path(tmp_path)
-    assert message(CheckpointError, files.readable_path, "hdfs://a/b") == (
-        "hdfs://a/b: checkpoints are read from folders, gs:// and s3://, not from hdfs://. Pass the path of a folder, or "
-        "copy the checkpoint into one."
+    assert message(CheckpointError, files.readable_path, "nothing://a/b") == (
+        "nothing://a/b: Protocol not known: nothing. Install fsspec and the package that brings this protocol."
     )
+    assert files.readable_path("memory://a/b") == StorePath("memory://a/b")
 
     def fail(path: Any) -> bool:
         raise PermissionError(f"no access to {path}")
 
-    for scheme in ("gs", "s3"):
-        url = f"{scheme}://bucket/run"
-        monkeypatch.setattr(type(epath.Path(url)), "exists", fail)
-        assert message(CheckpointError, files.readable_path, url) == (
-            f"{url}: {scheme}:// cannot be read here: PermissionError: no access to {url}. Check credentials and network, "
-            "or copy the checkpoint into a folder."
-        )
-        monkeypatch.setattr(type(epath.Path(url)), "exists", lambda path: True)
-        assert files.readable_path(url) == epath.Path(url)
+    url = "gs://bucket/run"
+    monkeypatch.setattr(type(epath.Path(url)), "exists", fail)
+    assert message(CheckpointError, files.readable_path, url) == (
+        f"{url}: cannot be read here: PermissionError: no access to {url}. Check credentials and network, "
+        "or copy the checkpoint into a folder."
+    )
+    monkeypatch.setattr(type(epath.Path(url)), "exists", lambda path: True)
+    assert files.readable_path(url) == epath.Path(url)
     assert files.readable_path(tmp_path) == epath.Path(tmp_path), "a folder is not looked for"
 
 

@@ -21,7 +21,7 @@ import re
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Generic, TypeVar
 
 from meshfeed._src.base.errors import MeshfeedError
@@ -352,3 +352,23 @@ def _work(tasks: _Tasks) -> None:
 
 
 _Tasks = queue.SimpleQueue[Call[Any] | None]
+
+
+_MAX_THREADS = 32  # latency-bound requests, not computation
+
+
+def in_threads(function: Callable[[T], R], items: Sequence[T], max_threads: int = _MAX_THREADS) -> list[R]:
+    """Returns ``[function(item) for item in items]``, computed in threads; raises the first error, drops the rest.
+
+    No thread outlives a call that returns. After an error, a call that has started may hang, so nothing waits for it.
+    """
+    if len(items) <= 1:
+        return [function(item) for item in items]
+    threads = Threads(min(max_threads, len(items)), "meshfeed-requests")
+    finished = False
+    try:
+        results = [future.result() for future in [threads.submit(function, item) for item in items]]
+        finished = True
+    finally:
+        threads.shutdown(wait=finished, cancel_futures=True)
+    return results

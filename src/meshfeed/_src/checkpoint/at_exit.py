@@ -13,13 +13,20 @@ import contextlib
 import functools
 import logging
 import threading
+from typing import Protocol
 
-import orbax.checkpoint as ocp
 from etils import epath
 
 from meshfeed._src.base.fork import Owner
 
 _log = logging.getLogger("meshfeed.checkpoint")
+
+
+class Manager(Protocol):
+    """What saves steps in the background."""
+
+    def wait_until_finished(self) -> None:
+        """Waits for all saves, and raises their errors."""
 
 
 class OpenSaves:
@@ -34,7 +41,7 @@ class OpenSaves:
       skipped: the newest step that the interval skipped, which ``close`` will save, or None.
     """
 
-    def __init__(self, manager: ocp.CheckpointManager, directory: epath.Path) -> None:
+    def __init__(self, manager: Manager, directory: epath.Path) -> None:
         self._manager, self._directory, self._owner = manager, directory, Owner()
         self.saving: int | None = None
         self.skipped: int | None = None

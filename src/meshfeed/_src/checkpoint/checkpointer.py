@@ -6,6 +6,7 @@ import contextlib
 import logging
 import math
 import operator
+import os
 import secrets
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Self
@@ -25,6 +26,7 @@ from meshfeed._src.base.errors import (
 )
 from meshfeed._src.base.fork import Owner
 from meshfeed._src.base.hooks import CannotResume, Resumable, Startable, find
+from meshfeed._src.base.store_path import StorePath, is_in_store
 from meshfeed._src.base.types import JsonValue, PyTree, public
 from meshfeed._src.checkpoint.agreement import Agreement
 from meshfeed._src.checkpoint.at_exit import OpenSaves
@@ -58,6 +60,7 @@ from meshfeed._src.checkpoint.step import (
     newest_readable,
     read_step,
 )
+from meshfeed._src.checkpoint.store_manager import StoreManager, check_store_options
 from meshfeed._src.checkpoint.stored import DamagedCheckpointError
 from meshfeed._src.state import files as state_files
 
@@ -165,10 +168,13 @@ class Checkpointer:
         options = RestoreOptions(
             restore, replica_axis, primary_replica, memory_limit_bytes, verify=verify, timeout_seconds=timeout_seconds
         )
+        in_store = isinstance(directory, str | os.PathLike) and is_in_store(directory)
         with naming("array_options", array_options):
-            self._arrays = ArraysHandler(options, array_handler=array_options)
+            self._arrays = ArraysHandler(options, array_handler=array_options, use_ocdbt=not in_store)
         with naming("orbax_options", orbax_options):
             check_step_names(orbax_options)
+            if in_store:
+                check_store_options(orbax_options)
             waits = ocp.AsyncOptions(timeout_secs=math.ceil(timeout_seconds))
             settings = {"save_interval_steps": save_interval_steps, "async_options": waits, **(orbax_options or {})}
             manager_options = ocp.CheckpointManagerOptions(**retention_options(max_to_keep, settings))
@@ -180,7 +186,13 @@ class Checkpointer:
             with opening(self._directory):
                 check_no_step(self._directory)
                 handlers = {ARRAYS: self._arrays, ITERATOR: IteratorHandler()}
-                self._manager = ocp.CheckpointManager(self._directory, options=manager_options, item_handlers=handlers)
+                if isinstance(self._directory, StorePath):
+                    steps = agreement.publish(lambda: find_steps(self._directory))
+                    self._manager = StoreManager(self._directory, handlers, manager_options, steps)
+                else:
+                    self._manager = ocp.CheckpointManager(
+                        self._directory, options=manager_options, item_handlers=handlers
+                    )
             # A random token per job and a counter make each save's id unique without communication per save.
             self._job_id = agreement.publish(lambda: secrets.token_hex(8))
         self._owner = Owner()

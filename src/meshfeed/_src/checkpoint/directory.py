@@ -14,8 +14,11 @@ import orbax.checkpoint as ocp
 from etils import epath
 
 from meshfeed._src.base.errors import CheckpointError, MeshfeedError, SettingsError
+from meshfeed._src.base.store_path import StorePath, make_path
+from meshfeed._src.base.stores import is_url, open_store
 from meshfeed._src.checkpoint.options import short
 from meshfeed._src.checkpoint.step import ARRAYS, find_steps
+from meshfeed._src.checkpoint.store_steps import move_step, remove_leftovers
 
 _log = logging.getLogger("meshfeed.checkpoint")
 # Steps are found by their folders, which are named by their number alone.
@@ -42,27 +45,22 @@ def as_directory(directory: epath.PathLike) -> epath.Path:
     """Returns the absolute path of the checkpoint folder.
 
     Raises:
-      SettingsError: it is not a path, it is a file or below one, it is a URL that lost a slash, or Orbax cannot
-        write to that kind of URL.
+      SettingsError: it is not a path, it is a file or below one, or it is a URL that lost a slash.
+      CheckpointError: the package for a URL is not installed.
     """
     text, remedy = str(directory), "Pass the path of a folder, which is created if absent."
 
     def refused(problem: str, shown: str = repr(text)) -> SettingsError:
         return SettingsError(f"directory={shown}: {problem}", setting="directory")
 
-    scheme, is_url, _ = text.partition("://")
-    if is_url and scheme != "gs":
-        raise refused(
-            f"Orbax writes checkpoints only to folders and to gs://, and treats {scheme}:// as a relative path. Pass the "
-            "path of a folder, such as the mount point of a bucket."
-        )
-    if re.match(r"(gs|s3):/[^/]", text):  # unchecked, a folder "gs:" would be created in the working directory
+    if re.match(r"[A-Za-z][A-Za-z0-9+.-]+:/[^/]", text):  # unchecked, a folder "gs:" would be created here
         raise refused("is a URL that has lost a slash, as in a pathlib.Path. Pass a str or an etils.epath.Path.")
     if not text or not isinstance(directory, str | os.PathLike):
         raise refused(f"is not a path. {remedy}", short(directory))
-    if is_url:
-        return epath.Path(directory)
-    path = epath.Path(directory).expanduser().absolute()
+    if is_url(text):
+        open_store(text) if not text.startswith("gs://") else None
+        return make_path(directory)
+    path = make_path(directory).expanduser().absolute()
     # The nearest existing ancestor must be a folder too: nothing can be created below a file.
     nearest = next((part for part in (path, *path.parents) if part.exists()), None)
     if nearest is not None and not nearest.is_dir():
@@ -131,6 +129,8 @@ def checkpoints_near(directory: epath.Path) -> list[str]:
 
 def remove_unfinished(directory: epath.Path) -> None:
     """Removes what killed saves have left, which keeps the same step from being saved again."""
+    if isinstance(directory, StorePath):
+        return remove_leftovers(directory)
     if not directory.exists():  # an object store has no folder before its first file
         return
     for path in directory.iterdir():
@@ -143,5 +143,8 @@ def set_aside(directory: epath.Path, step: int) -> None:
     """Renames the folder of a damaged step, so that its number can be saved again; nothing is deleted."""
     path, aside = directory / str(step), directory / f"{step}.damaged-{secrets.token_hex(3)}"
     if path.exists():
-        path.rename(aside)
+        if isinstance(path, StorePath) and isinstance(aside, StorePath):
+            move_step(path, aside)
+        else:
+            path.rename(aside)
         _log.warning("the damaged step %d is renamed to %s", step, aside)

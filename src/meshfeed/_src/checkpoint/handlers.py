@@ -16,6 +16,7 @@ from orbax.checkpoint import future as orbax_future
 from meshfeed._src.base.coordination import process_index
 from meshfeed._src.base.errors import SettingsError
 from meshfeed._src.base.hooks import Resumable
+from meshfeed._src.base.store_path import StorePath, make_path
 from meshfeed._src.base.types import JsonValue, PyTree, public
 from meshfeed._src.checkpoint.agreement import Agreement
 from meshfeed._src.checkpoint.array_handler import ArrayHandler, check_metadata_key
@@ -110,7 +111,7 @@ class ArraysHandler(ocp.handlers.AsyncCheckpointHandler):
         """Writes the tree before returning."""
 
         async def run() -> None:
-            for future in await self.async_save(epath.Path(directory), args):
+            for future in await self.async_save(make_path(directory), args):
                 future.result()
 
         asyncio.run(run())
@@ -143,8 +144,9 @@ class ArraysHandler(ocp.handlers.AsyncCheckpointHandler):
 
     def finalize(self, directory: epath.PathLike) -> None:
         """Merges the files of all hosts. Orbax calls it on the primary host once all hosts have written."""
-        directory = epath.Path(directory)
-        if (directory / "_METADATA").exists():
+        directory = make_path(directory)
+        # Without OCDBT there is nothing to merge, and Orbax cannot open arrays in most stores.
+        if not isinstance(directory, StorePath) and (directory / "_METADATA").exists():
             self._orbax.finalize(directory)
         stored = StoredArrays(directory)
         # Record the chunk shapes that were not known while saving, so a restore need not open each array to plan.
@@ -298,11 +300,11 @@ class IteratorHandler(ocp.handlers.AsyncCheckpointHandler):
         """Merges the files of all hosts into one. Orbax calls it on the primary host once all hosts have written."""
         state_files.merge_files(directory)
         if state_files.state_paths(directory):
-            state_files.write_json(epath.Path(directory) / PLAIN_FILE, state_files.read_state(directory))
+            state_files.write_json(make_path(directory) / PLAIN_FILE, state_files.read_state(directory))
 
     def metadata(self, directory: epath.PathLike) -> dict[str, JsonValue]:
         """Returns the saved state, without a feed."""
-        return state_files.read_state(epath.Path(directory))
+        return state_files.read_state(directory)
 
 
 @public("meshfeed.checkpoint")

@@ -12,10 +12,13 @@ from collections.abc import Callable, Collection, Mapping
 from etils import epath
 
 from meshfeed._src.base.errors import CheckpointError, MeshfeedError
+from meshfeed._src.base.store_path import make_path
+from meshfeed._src.base.threads import in_threads
 from meshfeed._src.base.types import JsonValue, PyTree, public
 from meshfeed._src.checkpoint.handlers import PLAIN_FILE
 from meshfeed._src.checkpoint.leaves import Entry, dtype_of
 from meshfeed._src.checkpoint.read import UnitReader
+from meshfeed._src.checkpoint.store_steps import is_committed
 from meshfeed._src.checkpoint.stored import (
     FOLDER,
     RESTORE_EARLIER,
@@ -59,11 +62,13 @@ class StepParts:
 
 
 def find_steps(directory: epath.PathLike) -> list[int]:
-    """Returns the numbers of the steps in a folder, ascending, whether complete or not."""
-    directory = epath.Path(directory)
+    """Returns the numbers of the steps in a folder, ascending, whether complete or not; in a store, of the committed ones."""
+    directory = make_path(directory)
     if not directory.exists():
         return []
-    return sorted(int(path.name) for path in directory.iterdir() if path.name.isdecimal() and path.is_dir())
+    numbered = [path for path in directory.iterdir() if path.name.isdecimal()]
+    found = zip(numbered, in_threads(is_committed, numbered), strict=True)
+    return sorted(int(path.name) for path, is_step in found if is_step)
 
 
 def read_step(directory: epath.PathLike, step: int) -> StepParts:
@@ -76,8 +81,8 @@ def read_step(directory: epath.PathLike, step: int) -> StepParts:
       CheckpointError: the step is absent or incomplete, or its parts do not belong together.
       DamagedCheckpointError: a file differs from what was written.
     """
-    folder = epath.Path(directory) / str(step)
-    if not folder.exists():
+    folder = make_path(directory) / str(step)
+    if not is_committed(folder):
         steps = ", ".join(map(str, find_steps(directory))) or "none"
         raise CheckpointError(f"step {step} is not in {directory}; its steps are: {steps}.", step=step)
     arrays = folder / ARRAYS

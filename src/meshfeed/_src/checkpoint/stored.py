@@ -27,9 +27,12 @@ from etils import epath
 from jax.sharding import NamedSharding, Sharding
 from numpy.typing import NDArray
 
-from meshfeed._src.base.coordination import process_count
+from meshfeed._src.base.coordination import process_count, process_index
 from meshfeed._src.base.errors import CheckpointError
+from meshfeed._src.base.store_path import StorePath, make_path
+from meshfeed._src.base.threads import in_threads
 from meshfeed._src.base.types import JsonValue, PyTree, public
+from meshfeed._src.checkpoint.chunks import ChunkReader, database_of
 from meshfeed._src.checkpoint.layout import Box, Grid, box_shape, slices
 from meshfeed._src.checkpoint.leaves import (
     CARRIERS,
@@ -106,7 +109,7 @@ def write_part(item: epath.PathLike, part: str, digests: Mapping[str, Mapping[in
     ``part`` is ``ARRAYS_PART`` and the process, or ``TREE_PART``, which only process 0 writes. ``leaves`` of arrays are
     the same on all hosts, and only one host per folder writes them.
     """
-    folder = epath.Path(item) / FOLDER
+    folder = make_path(item) / FOLDER
     folder.mkdir(parents=True, exist_ok=True)
     # Normalize first (tuples, keys), because a reader computes the digest of the parsed JSON.
     bare = json.loads(json.dumps({"meshfeed_arrays": _VERSION, "digests": digests, **content}))
@@ -142,12 +145,11 @@ def read_manifest(item: epath.PathLike) -> Manifest | None:
       DamagedCheckpointError: a part differs from what was written.
       CheckpointError: a newer version of meshfeed wrote it.
     """
-    folder = epath.Path(item) / FOLDER
+    folder = make_path(item) / FOLDER
     paths = [path for path in folder.iterdir() if path.name.endswith(".json")] if folder.exists() else []
     joined = [path for path in paths if path.stem == _MANIFEST]
     manifest = Manifest()
-    for path in joined or sorted(paths, key=lambda path: path.name):
-        content = _read_part(path)
+    for content in in_threads(_read_part, joined or sorted(paths, key=lambda path: path.name)):
         manifest.identity = content.get("identity") or manifest.identity
         manifest.skeleton = content.get("skeleton") or manifest.skeleton
         manifest.leaves.update(content.get("leaves", {}))
@@ -160,19 +162,18 @@ def read_manifest(item: epath.PathLike) -> Manifest | None:
 
 def join_parts(item: epath.PathLike, chunks: Mapping[str, list[int]]) -> None:
     """Merges the parts of all hosts into one file. One process calls it once all hosts have written."""
-    item = epath.Path(item)
+    item = make_path(item)
     manifest = read_manifest(item)
     if manifest is None:
         return
     for name, chunk in chunks.items():
         manifest.leaves[name]["chunk"] = chunk
     manifest.digests = {name: dict(sorted(cells.items())) for name, cells in manifest.digests.items()}
-    manifest.files = _describe_files(item)
+    manifest.files = manifest.files or _describe_files(item)
     parts = [path for path in (item / FOLDER).iterdir() if path.stem == TREE_PART or path.name.startswith(ARRAYS_PART)]
     # Write before removing the parts: readers prefer the merged file, so a crash in between loses nothing.
     write_part(item, _MANIFEST, **vars(manifest))
-    for path in parts:
-        path.unlink()
+    in_threads(lambda path: path.unlink(), parts)
 
 
 def _describe_files(item: epath.Path) -> dict[str, list[JsonValue]]:
@@ -192,11 +193,29 @@ def _describe_files(item: epath.Path) -> dict[str, list[JsonValue]]:
     return found
 
 
+def write_files_part(item: epath.Path) -> None:
+    """Writes the part of a manifest with this process's files, all of which are in a local folder, to be stored elsewhere."""
+    files = {
+        name: [size, digest if _holds_no_values(item, name) else None]
+        for name, (size, digest) in _describe_files(item).items()
+    }
+    write_part(item, f"{ARRAYS_PART}files-{process_index()}", {}, files=files)
+
+
+def _holds_no_values(item: epath.Path, name: str) -> bool:
+    """Whether a file is not a chunk, of which values have digests."""
+    return "/" not in name or name.rpartition("/")[2].startswith(".") or name.startswith("array_metadatas/")
+
+
 def file_problems(item: epath.Path, manifest: Manifest, *, content: bool) -> Iterator[tuple[epath.Path, str]]:
     """Yields (path, difference) for each file of an item that differs from what was written."""
+    sizes = item.sizes() if isinstance(item, StorePath) else None  # in few requests
     for name, (size, digest) in manifest.files.items():
         path = item / name
-        found = path.stat().length if path.exists() else None
+        if sizes is not None:
+            found = sizes.get(name)
+        else:
+            found = path.stat().length if path.exists() else None
         if found is None:
             yield path, "is missing"
         elif found != size:
@@ -247,7 +266,7 @@ class StoredArrays:
     def __init__(
         self, directory: epath.PathLike, memory_limit_bytes: int | None = None, metadata_key: str | None = None
     ) -> None:
-        self.directory = epath.Path(directory)
+        self.directory = make_path(directory)
         if not self.directory.exists():
             raise CheckpointError(f"{directory}: no such folder, expected an item of arrays that Orbax wrote.")
         manifest = read_manifest(self.directory)
@@ -259,9 +278,13 @@ class StoredArrays:
                 "cache_pool#ocdbt": {"total_bytes_limit": 100_000_000},
                 "file_io_concurrency": {"limit": _threads(64, memory_limit_bytes)},
                 "data_copy_concurrency": {"limit": _threads(8, memory_limit_bytes)},
+                "s3_request_retries": {"max_retries": 8, "initial_delay": "200ms", "max_delay": "5s"},
             }
         )
         self._ocdbt = (self.directory / "manifest.ocdbt").exists()
+        self._chunks: ChunkReader | None = None
+        if isinstance(self.directory, StorePath) and not self._ocdbt:
+            self._chunks = ChunkReader(self.directory, _threads(32, memory_limit_bytes), self._context)
         keys = {entry["metadata_key"] for entry in self.manifest.leaves.values() if "metadata_key" in entry}
         self.metadata_key: str | None = next(iter(keys), metadata_key)
         self._opened: dict[str, ts.Future[ts.TensorStore]] = {}
@@ -340,11 +363,14 @@ class StoredArrays:
     def _spec(self, name: str) -> dict[str, JsonValue]:
         plain = self.metadata if self.is_plain or (self.directory / _TREE_METADATA).exists() else {}
         base = os.fspath(self.directory)
-        root: JsonValue = base + "/" if "://" in base else {"driver": "file", "path": base + "/"}
+        if isinstance(self.directory, StorePath):
+            root = database_of(self.directory) if self._ocdbt else None
+        else:
+            root = base + "/" if "://" in base else {"driver": "file", "path": base + "/"}
         if self._ocdbt:
             kvstore: JsonValue = {"driver": "ocdbt", "base": root, "path": f"{name}/", "cache_pool": "cache_pool#ocdbt"}
         elif "://" in base:
-            kvstore = f"{root}{name}/"
+            kvstore = f"{base}/{name}/"
         else:
             kvstore = {"driver": "file", "path": f"{base}/{name}/"}
         fill = not plain.get("store_array_data_equal_to_fill_value", False)
@@ -373,7 +399,9 @@ class StoredArrays:
     def open_soon(self, names: Iterable[str]) -> None:
         """Starts opening parameters concurrently, so :meth:`open` does not wait for them one at a time."""
         for name in names:
-            if name not in self._opened:
+            if name not in self._opened and self._chunks is not None:
+                self._opened[name] = self._chunks.open(self._spec(name), name)
+            elif name not in self._opened:
                 self._opened[name] = ts.open(self._spec(name), open=True, read=True, context=self._context)
 
     def open(self, name: str) -> ts.TensorStore:
@@ -403,13 +431,18 @@ class StoredArrays:
 
     def start_read(self, leaf: SavedLeaf, box: Box) -> PendingRead:
         """Starts reading a box; pass the result to :meth:`finish_read`."""
-        return self.open(leaf.name)[slices(box)].read(order="C").result
+        store = self.open(leaf.name)
+        if self._chunks is not None:
+            return self._chunks.read(self._spec(leaf.name), store, leaf.name, box, None)
+        return store[slices(box)].read(order="C").result
 
     def start_read_into(self, leaf: SavedLeaf, box: Box, room: NDArray[np.generic]) -> PendingRead | None:
         """Like :meth:`start_read`, but into the caller's memory; returns None if the stored dtype is different."""
         store = self.open(leaf.name)
         if leaf.encoding in CARRIERS or store.dtype.numpy_dtype != room.dtype:
             return None
+        if self._chunks is not None:
+            return self._chunks.read(self._spec(leaf.name), store, leaf.name, box, room)
         part = store[slices(box)][ts.d[:].translate_to[0]]
         written = ts.array(room, copy=False, write=True, context=self._context).write(part)
         return lambda: (written.result(), room)[1]

@@ -12,6 +12,7 @@ from etils import epath
 from meshfeed._src.base.errors import CheckpointError, MeshfeedError, SettingsError
 from meshfeed._src.base.settings import BatchSchedule
 from meshfeed._src.base.types import RecordIds
+from meshfeed._src.checkpoint.store_steps import is_committed
 from meshfeed._src.cli.text import shortened
 from meshfeed._src.order import epochs as epoch_order
 from meshfeed._src.order import permutation
@@ -37,11 +38,17 @@ def load_state(path: str) -> feed_state.FeedState:
     holding = [folder for folder in folders if folder.is_dir() and state_files.state_paths(folder)]
     # Folders with "tmp" in their names are checkpoints that were not completed.
     holding = [folder for folder in holding if not any("tmp" in part for part in folder.relative_to(root).parts)]
+    holding = [folder for folder in holding if all(map(is_committed, _steps_above(folder, root)))]
     if not holding:
         raise CheckpointError(
             f"{path}: no feed state found. Pass a JSON file with the result of get_state(), or a checkpoint folder."
         )
     return feed_state.parse_state(state_files.read_state(max(holding, key=step_of)))
+
+
+def _steps_above(folder: epath.Path, root: epath.Path) -> list[epath.Path]:
+    above = (folder, *folder.parents)[: len(folder.relative_to(root).parts)]
+    return [path for path in above if path.name.isdecimal()]
 
 
 def _other_order(state: feed_state.FeedState) -> str | None:

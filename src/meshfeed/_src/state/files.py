@@ -23,6 +23,8 @@ from etils import epath  # pyright: ignore[reportMissingTypeStubs]
 from meshfeed._src.base.coordination import process_index
 from meshfeed._src.base.errors import CheckpointError, CorruptDataError, StateMismatchError
 from meshfeed._src.base.hooks import Resumable
+from meshfeed._src.base.store_path import StorePath, make_path
+from meshfeed._src.base.stores import open_store
 from meshfeed._src.base.types import JsonValue
 from meshfeed._src.state.state import digest_of, merge_states
 
@@ -77,22 +79,18 @@ def readable_path(directory: Directory) -> epath.Path:
     """Returns the path of a checkpoint or saved state, checked for reading.
 
     Raises:
-      CheckpointError: ``directory`` is a URL with an unsupported scheme, or its bucket cannot be reached.
+      CheckpointError: the store of a URL cannot be reached, or its package is not installed.
     """
-    scheme, is_url, _ = str(directory).partition("://")
-    if is_url and scheme not in ("gs", "s3"):
-        raise CheckpointError(
-            f"{directory}: checkpoints are read from folders, gs:// and s3://, not from {scheme}://. Pass the path of a "
-            "folder, or copy the checkpoint into one."
-        )
-    path = epath.Path(directory)
-    if is_url:
+    path = make_path(directory)
+    if isinstance(path, StorePath):
+        open_store(str(path))
+    elif "://" in str(directory):
         try:
             path.exists()
         except Exception as error:  # each file system library has its own exceptions
             raise CheckpointError(
-                f"{directory}: {scheme}:// cannot be read here: {type(error).__name__}: {error}. Check credentials and "
-                "network, or copy the checkpoint into a folder."
+                f"{directory}: cannot be read here: {type(error).__name__}: {error}. Check credentials and network, or copy "
+                "the checkpoint into a folder."
             ) from error
     return path
 
@@ -128,7 +126,7 @@ def write_state(
     """
     process = process_index() if process is None else process
     if must_write(state, process):
-        write_json(epath.Path(directory) / file_name(state, process), make_document(state, identity, process))
+        write_json(make_path(directory) / file_name(state, process), make_document(state, identity, process))
 
 
 def _read_document(path: epath.Path) -> dict[str, JsonValue]:
@@ -159,7 +157,7 @@ def _read_document(path: epath.Path) -> dict[str, JsonValue]:
 def state_paths(directory: Directory) -> list[epath.Path]:
     """Returns the state files in ``directory``: ``state.json`` first, then the parts in order of process."""
     # The suffix excludes temporary files of killed writers.
-    names = [path for path in epath.Path(directory).iterdir() if path.name.endswith(".json")]
+    names = [path for path in make_path(directory).iterdir() if path.name.endswith(".json")]
     whole = [path for path in names if path.name == STATE_FILE]
     parts = [path for path in names if path.name.startswith(_PART_PREFIX)]
     # By number: as text, part-10 comes before part-2.
@@ -176,7 +174,7 @@ def read_document(directory: Directory) -> dict[str, JsonValue]:
       DamagedStateError: a file is damaged.
       CheckpointError: the directory has no state, its parts belong to different saves, or a newer version wrote it.
     """
-    paths = state_paths(directory) if epath.Path(directory).exists() else []
+    paths = state_paths(directory) if make_path(directory).exists() else []
     if not paths:
         raise CheckpointError(
             f"{directory}: no iterator state, expected {STATE_FILE}. Restore without a feed, or read files of MaxText "
@@ -230,7 +228,7 @@ def merge_files(directory: Directory) -> None:
         return
     document = read_document(directory)
     merged = make_document(document["state"], document["identity"], 0)
-    write_json(epath.Path(directory) / STATE_FILE, merged)
+    write_json(make_path(directory) / STATE_FILE, merged)
     # If killed here, both the merged file and parts remain, and merge to the same state.
     for path in parts:
         path.unlink()

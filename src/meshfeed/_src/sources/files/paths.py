@@ -12,15 +12,16 @@ import errno
 import glob
 import os
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple, TypeAlias, TypeVar
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple, TypeAlias
 
 import xxhash
 
 from meshfeed._src.base.errors import MeshfeedError, SourceError
 from meshfeed._src.base.retry import call_with_retry
 from meshfeed._src.base.settings import Retry
-from meshfeed._src.base.threads import Threads
+from meshfeed._src.base.stores import how_to_install, is_url
+from meshfeed._src.base.threads import in_threads
 from meshfeed._src.base.types import JsonValue
 
 Paths: TypeAlias = "str | os.PathLike[str] | Iterable[str | os.PathLike[str]]"
@@ -29,20 +30,7 @@ _URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+://")  # at least two letters: "C:/" 
 _MAGIC = re.compile(r"[*?\[]")
 _RETRY = Retry()
 _MESSAGE_CHARACTERS = 300  # of clients' errors, which may quote the bytes that they got
-_MAX_THREADS = 32  # latency-bound requests, not computation
-_PACKAGES = {  # protocol → packages that provide it, including fsspec
-    "abfs": "adlfs",
-    "az": "adlfs",
-    "gcs": "gcsfs",
-    "gs": "gcsfs",
-    "hf": "huggingface_hub fsspec",
-    "http": "aiohttp fsspec",
-    "https": "aiohttp fsspec",
-    "s3": "s3fs",
-}
 
-_T = TypeVar("_T")
-_R = TypeVar("_R")
 # Fields of fsspec's info() that identify the version of an object; their names differ between file systems.
 _VERSION_FIELDS = (
     "generation",  # before the ETag of Google, which changes with the metadata too
@@ -56,11 +44,6 @@ _VERSION_FIELDS = (
     "Last-Modified",
     "created",
 )
-
-
-def is_url(path: str) -> bool:
-    """Whether ``path`` is a URL that needs fsspec; ``file://`` does not."""
-    return _URL.match(path) is not None and not path.startswith("file://")
 
 
 def is_inside(name: object) -> bool:
@@ -84,23 +67,6 @@ def split(path: str) -> tuple[str, str]:
     """Returns the folder of a path or URL, with its last slash, and the base name."""
     folder, slash, base = path.rpartition("/")
     return folder + slash, base
-
-
-def in_threads(function: Callable[[_T], _R], items: Sequence[_T], max_threads: int = _MAX_THREADS) -> list[_R]:
-    """Returns ``[function(item) for item in items]``, computed in threads; raises the first error, drops the rest.
-
-    No thread outlives a call that returns. After an error, a call that has started may hang, so nothing waits for it.
-    """
-    if len(items) <= 1:
-        return [function(item) for item in items]
-    threads = Threads(min(max_threads, len(items)), "meshfeed-files")
-    finished = False
-    try:
-        results = [future.result() for future in [threads.submit(function, item) for item in items]]
-        finished = True
-    finally:
-        threads.shutdown(wait=finished, cancel_futures=True)
-    return results
 
 
 def as_list(paths: Paths) -> list[str | os.PathLike[str]]:
@@ -259,12 +225,6 @@ def open_file_system(url: str, source: str, **options: object) -> tuple[Any, str
             f"{source} got the URL {url!r}, which fsspec cannot open: {error}. {how_to_install(url)}, or copy the files "
             "to a local disk."
         ) from error
-
-
-def how_to_install(url: str) -> str:
-    """Returns the instruction to install the packages for a URL, without a full stop."""
-    package = _PACKAGES.get(url.partition("://")[0])
-    return f"Run: pip install {package}" if package else "Install fsspec and the package that brings this protocol"
 
 
 def file_info(url: str, source: str, *, fresh: bool = False) -> dict[str, Any]:

@@ -1,0 +1,236 @@
+"""Stores behind URLs, through fsspec: opens one with the usual credentials, repeats requests, explains what fails.
+
+Whatever takes a URL for something other than the files of a source begins here: :func:`open_store` returns the file system,
+:func:`ask` makes one request within a bounded time, :func:`store_errors` maps the errors of calls that are made directly.
+fsspec and its clients find credentials themselves, in the usual environment variables and files. meshfeed neither takes nor
+logs any: an error names the places, and whether each is set, never a value.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import os
+import re
+import time
+from collections.abc import Callable, Iterator
+from typing import Any, TypeAlias
+
+from meshfeed._src.base.errors import CheckpointError, MeshfeedError
+from meshfeed._src.base.retry import call_with_retry
+from meshfeed._src.base.settings import Retry
+
+
+class StoreError(OSError):
+    """A request to a store failed in a way for which a retry may help."""
+
+
+MakeError: TypeAlias = Callable[[str], MeshfeedError]
+"""Makes the error for a message: the class for what is being done, such as SourceError or CheckpointError."""
+
+ANSWER_SECONDS = 45.0
+"""How long a small request may take in all, with its retries."""
+
+_LEAST_BYTES_PER_SECOND = 1 << 20  # allowed in addition for what a request transfers
+_RETRY = Retry(attempts=20, initial_seconds=0.2, max_seconds=5.0, on=(StoreError,))
+_MESSAGE_CHARACTERS = 300  # of clients' errors, which may quote the bytes that they got
+_URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+://")  # at least two letters: "C:/" is a drive
+_PASSWORD = re.compile(r"://[^/@]*:[^/@]*@")
+_SIGNED = re.compile(r"\?[^\s'\"<>]*")  # the query of a URL, in which signatures are
+_PACKAGES = {  # protocol → packages that provide it, including fsspec
+    "abfs": "adlfs",
+    "az": "adlfs",
+    "gcs": "gcsfs",
+    "gs": "gcsfs",
+    "hf": "huggingface_hub fsspec",
+    "http": "aiohttp fsspec",
+    "https": "aiohttp fsspec",
+    "s3": "s3fs",
+}
+_FAMILY = {"s3a": "s3", "gcs": "gs", "abfs": "az", "abfss": "az", "adl": "az"}
+_OPTIONS: dict[str, dict[str, Any]] = {
+    "s3": {"config_kwargs": {"max_pool_connections": 32}}
+}  # s3fs opens 10 by default
+# Where clients look for credentials: environment variables, then files as (variable with the path, default path).
+_VARIABLES = {
+    "s3": (
+        "AWS_ACCESS_KEY_ID",
+        "AWS_SECRET_ACCESS_KEY",
+        "AWS_SESSION_TOKEN",
+        "AWS_PROFILE",
+        "AWS_WEB_IDENTITY_TOKEN_FILE",
+    ),
+    "gs": ("GOOGLE_APPLICATION_CREDENTIALS",),
+    "az": (
+        "AZURE_STORAGE_CONNECTION_STRING",
+        "AZURE_STORAGE_ACCOUNT_NAME",
+        "AZURE_STORAGE_ACCOUNT_KEY",
+        "AZURE_STORAGE_SAS_TOKEN",
+        "AZURE_CLIENT_ID",
+    ),
+}
+_FILES = {
+    "s3": (("AWS_SHARED_CREDENTIALS_FILE", "~/.aws/credentials"), ("AWS_CONFIG_FILE", "~/.aws/config")),
+    "gs": (("", "~/.config/gcloud/application_default_credentials.json"),),
+}
+_ELSEWHERE = {
+    "s3": "the metadata service of the machine",
+    "gs": "the metadata service of the machine",
+    "az": "the identity of the machine",
+}
+_REFUSED = (  # names of clients' exceptions for credentials that are missing, incomplete or expired
+    "ClientAuthenticationError",
+    "CredentialRetrievalError",
+    "DefaultCredentialsError",
+    "NoCredentialsError",
+    "PartialCredentialsError",
+    "ProfileNotFound",
+    "RefreshError",
+    "SSOTokenLoadError",
+    "TokenRetrievalError",
+    "UnauthorizedSSOTokenError",
+)
+_PERMANENT = (FileExistsError, IsADirectoryError, NotADirectoryError, NotImplementedError, TypeError, ValueError)
+_MISSING_CREDENTIALS = ("Must provide either a connection_string",)  # what adlfs raises as a ValueError
+
+
+def is_url(path: str) -> bool:
+    """Whether ``path`` is a URL that needs fsspec; ``file://`` does not."""
+    return _URL.match(path) is not None and not path.startswith("file://")
+
+
+def how_to_install(url: str) -> str:
+    """Returns the instruction to install the packages for a URL, without a full stop."""
+    package = _PACKAGES.get(url.partition("://")[0])
+    return f"Run: pip install {package}" if package else "Install fsspec and the package that brings this protocol"
+
+
+def credentials_looked_at(url: str) -> str:
+    """Returns the sentence with the places where the client of a URL looks for credentials, and whether each is set."""
+    scheme = url.partition("://")[0]
+    family = _FAMILY.get(scheme, scheme)
+    places = [f"{name} ({'set' if os.environ.get(name) else 'not set'})" for name in _VARIABLES.get(family, ())]
+    for variable, default in _FILES.get(family, ()):
+        path = os.path.expanduser(os.environ.get(variable) or default)
+        places.append(f"{path} ({'exists' if os.path.exists(path) else 'does not exist'})")
+    if not places:
+        return "Check the credentials."
+    return f"Looked for credentials in {', '.join(places)} and {_ELSEWHERE[family]}. Set or renew one of them."
+
+
+def open_store(url: str, error: MakeError = CheckpointError) -> tuple[Any, str]:
+    """Returns the fsspec file system of ``url``, which caches no listings, and the path within it.
+
+    Raises:
+      MeshfeedError: fsspec, or the package that it needs for this protocol, is not installed; the URL holds a password; or
+        there are no credentials. Of the class that ``error`` makes, as in all functions here.
+    """
+    if _PASSWORD.search(url):
+        shown = _PASSWORD.sub("://…@", url)
+        raise error(
+            f"{shown}: the URL holds a password, which logs would show. Leave it out: clients find credentials."
+        )
+    scheme = url.partition("://")[0]
+    try:
+        with store_errors(url, error):
+            file_system = _file_system(scheme, _FAMILY.get(scheme, scheme), os.getpid())
+    except ImportError as problem:
+        raise error(f"{url}: {problem}. {how_to_install(url)}.") from problem
+    return file_system, file_system._strip_protocol(url)
+
+
+@functools.lru_cache(maxsize=64)
+def _file_system(scheme: str, family: str, process: int) -> Any:
+    # By process: the event loop of a client does not survive a fork.
+    import fsspec
+
+    try:
+        kind = fsspec.get_filesystem_class(scheme)
+    except ValueError as problem:  # an unknown protocol
+        raise ImportError(str(problem)) from problem
+    return kind(use_listings_cache=False, **_OPTIONS.get(family, {}))
+
+
+def ask(
+    url: str, method: str, *arguments: Any, error: MakeError = CheckpointError, num_bytes: int = 0, **keywords: Any
+) -> Any:
+    """Calls a method of the file system of ``url`` with the path and ``arguments``, and again if a retry may help.
+
+    Args:
+      url: the object or folder.
+      method: name of a method of fsspec that is safe to repeat, such as ``cat_file`` or ``pipe_file``.
+      *arguments: what follows the path.
+      error: see :data:`MakeError`.
+      num_bytes: bytes that the request transfers, for which it is allowed more time.
+      **keywords: keywords of the method.
+
+    Raises:
+      FileNotFoundError: there is no such object, folder or bucket.
+      MeshfeedError: credentials are missing or refused, or the store does not answer.
+    """
+    file_system, path = open_store(url, error)
+    deadline = time.monotonic() + ANSWER_SECONDS + num_bytes / _LEAST_BYTES_PER_SECOND
+    problems: list[StoreError] = []
+
+    def attempt() -> Any:
+        try:
+            with store_errors(url, error):
+                return _call(file_system, method, (path, *arguments), keywords, deadline - time.monotonic())
+        except StoreError as problem:
+            problems.append(problem)
+            if time.monotonic() + _RETRY.max_seconds < deadline:
+                raise
+            # The last attempt may have been cut short, so an earlier error states the cause better.
+            raise error(f"{problems[0]}. Check the network and that the store is up, then try again.") from problem
+
+    try:
+        return call_with_retry(attempt, _RETRY, doing=f"{method} of {url}")
+    except StoreError as problem:
+        raise error(f"{problem}. Check the network and that the store is up, then try again.") from problem
+
+
+def _call(file_system: Any, method: str, arguments: tuple[Any, ...], keywords: dict[str, Any], seconds: float) -> Any:
+    if method == "put_file":  # the only one whose first argument is the local path
+        arguments = (*arguments[1:2], arguments[0], *arguments[2:])
+    call = getattr(file_system, f"_{method}", None) if getattr(file_system, "async_impl", False) else None
+    if call is None:
+        return getattr(file_system, method)(*arguments, **keywords)
+    from fsspec.asyn import sync
+
+    return sync(file_system.loop, call, *arguments, timeout=max(1.0, seconds), **keywords)
+
+
+@contextlib.contextmanager
+def store_errors(url: str, error: MakeError = CheckpointError) -> Iterator[None]:
+    """Maps exceptions of fsspec and its clients; all messages name the URL.
+
+    Raises:
+      FileNotFoundError: as it is.
+      MeshfeedError: credentials are missing or refused, and the message names the places that were looked at; or the store
+        cannot do what is asked.
+      StoreError: for any other error; a retry may help.
+    """
+    try:
+        yield
+    except (MeshfeedError, FileNotFoundError, ImportError):
+        raise
+    except Exception as problem:  # for example, botocore's connection errors are not OSError
+        text = _SIGNED.sub("?…", str(problem))[:_MESSAGE_CHARACTERS]
+        text = text or ("no answer in time" if isinstance(problem, TimeoutError) else "no reason given")
+        what = f"{url}: {type(problem).__name__}: {text}"
+        if _is_refused(problem):
+            raise error(f"{what.rstrip('.')}. {credentials_looked_at(url)}") from problem
+        if isinstance(problem, _PERMANENT):
+            raise error(f"{what.rstrip('.')}.") from problem
+        raise StoreError(what.rstrip(".")) from problem
+
+
+def _is_refused(problem: BaseException) -> bool:
+    status = getattr(problem, "status", None) or getattr(problem, "code", None)
+    names = {kind.__name__ for kind in type(problem).__mro__}
+    return (
+        isinstance(problem, PermissionError)
+        or status in (401, 403, "401", "403")
+        or not names.isdisjoint(_REFUSED)
+        or str(problem).startswith(_MISSING_CREDENTIALS)
+    )

@@ -1,0 +1,233 @@
+"""Saves steps in a store: what a Checkpointer needs of Orbax's manager, which writes to folders and Google's store only.
+
+Each host has the handlers write its part of a step to a local folder, as Orbax does where all hosts share one, then uploads
+the files. Arrays are stored without OCDBT: each chunk is a file of its own, so the files of all hosts together are the step,
+and no host needs those of the others. Once all hosts have uploaded, host 0 merges the manifests and commits the step.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import datetime
+import hashlib
+import json
+import logging
+import os
+import shutil
+import tempfile
+import time
+from collections.abc import Callable, Coroutine, Mapping, Sequence
+from typing import Any
+
+import orbax.checkpoint as ocp
+from etils import epath
+from jax.experimental import multihost_utils
+from orbax.checkpoint import checkpoint_managers as policies
+from orbax.checkpoint import future as orbax_future
+
+from meshfeed._src.base.coordination import process_count, process_index
+from meshfeed._src.base.errors import CheckpointError, MeshfeedError, SettingsError
+from meshfeed._src.base.store_path import StorePath
+from meshfeed._src.base.threads import Background, SingleCall, in_threads
+from meshfeed._src.checkpoint.agreement import Agreement
+from meshfeed._src.checkpoint.saves import StepSave
+from meshfeed._src.checkpoint.step import ARRAYS, find_steps
+from meshfeed._src.checkpoint.store_steps import begin_step, commit_step, remove_step
+from meshfeed._src.checkpoint.stored import write_files_part
+
+_log = logging.getLogger("meshfeed.checkpoint")
+_OPTIONS = ("max_to_keep", "keep_period", "save_interval_steps", "save_on_steps")
+_MADE_BY_HOST_0 = "array_metadatas"  # by Orbax, and other hosts wait for it, which do not see it here
+_TICK_SECONDS = 60.0
+_UPLOADS = 16  # in flight at once, each with a file of about 16 MiB in memory
+
+
+def check_store_options(orbax_options: Mapping[str, object] | None) -> None:
+    """Rejects the options of Orbax's manager that do not apply in a store."""
+    for name in orbax_options or {}:
+        if name not in _OPTIONS:
+            raise SettingsError(
+                f"orbax_options={{{name!r}: …}}: does not apply to a checkpoint in a store, which takes "
+                f"{', '.join(_OPTIONS)}. Omit it.",
+                setting="orbax_options",
+            )
+
+
+@dataclasses.dataclass
+class _Step:
+    """What policies know of a step."""
+
+    step: int
+    time: datetime.datetime
+    metrics: dict[str, Any] | None = None
+
+
+class StoreManager:
+    """Saves steps of one checkpoint in the background, one at a time; all hosts call the same methods in the same order.
+
+    Args:
+      directory: the checkpoint's URL.
+      handlers: item → its handler.
+      options: Orbax's options, of which :func:`check_store_options` accepts some.
+      steps: the committed steps.
+    """
+
+    def __init__(
+        self,
+        directory: StorePath,
+        handlers: Mapping[str, ocp.handlers.AsyncCheckpointHandler],
+        options: ocp.CheckpointManagerOptions,
+        steps: Sequence[int],
+    ) -> None:
+        self._directory, self._handlers, self._options = directory, handlers, options
+        self._steps = sorted(steps)  # of the store, without a request at every training step
+        self._thread: Background | None = None
+        self._error: BaseException | None = None
+
+    def all_steps(self) -> list[int]:
+        """Returns the committed steps."""
+        return list(self._steps)
+
+    def reload(self) -> None:
+        """Reads the committed steps again."""
+        self._steps = find_steps(self._directory)
+
+    def should_save(self, step: int) -> bool:
+        """Returns whether the interval includes a step; as in Orbax, also for the first step and before a preemption."""
+        interval, chosen = self._options.save_interval_steps, self._options.save_on_steps or ()
+        return (
+            not self._steps
+            or step in chosen
+            or (bool(interval) and step % interval == 0)
+            or (process_count() > 1 and _preempted(step))
+        )
+
+    def save(self, step: int, args: ocp.args.Composite, force: bool = False) -> bool:
+        """Captures a step, and begins to write it. Returns False if the interval skips it and it is not forced."""
+        if not force and not self.should_save(step):
+            return False
+        self.wait_until_finished()
+        items: dict[str, Any] = dict(args.items())
+        save: StepSave = items[ARRAYS].step_save
+        staging, started = _empty_folder(self._directory), time.time_ns()
+        futures: list[orbax_future.Future] = []
+        for name, item in items.items():
+            (staging / name).mkdir()
+            if name == ARRAYS:
+                (staging / name / _MADE_BY_HOST_0).mkdir()
+            futures += _run(self._handlers[name].async_save(staging / name, item)) or []
+        self._thread = Background(lambda: self._write(save, staging, list(items), futures, started), "meshfeed-save")
+        self._thread.start()
+        return True
+
+    def _write(
+        self,
+        save: StepSave,
+        staging: epath.Path,
+        items: Sequence[str],
+        futures: Sequence[orbax_future.Future],
+        started: int,
+    ) -> None:
+        folder = self._directory / str(save.step)
+        try:
+            for future in futures:  # on all hosts, or an error on all
+                future.result()
+            name = f"save-{save.identity['id']}/store"
+            with Agreement(f"saving step {save.step} in {self._directory}", save.timeout_seconds, name) as agreement:
+                agreement.publish(lambda: begin_step(folder))
+                agreement.attempt(lambda: _upload(staging, folder))
+                removed = agreement.publish(lambda: self._commit(folder, items, started))
+            self._steps = sorted({*self._steps, save.step} - set(removed))
+        except BaseException as error:
+            self._error = error
+        finally:
+            shutil.rmtree(staging, ignore_errors=True)
+
+    def _commit(self, folder: StorePath, items: Sequence[str], started: int) -> list[int]:
+        """Commits a step that all hosts have uploaded, and returns the steps that were removed."""
+        for item in items:
+            self._handlers[item].finalize(folder / item)
+        (folder / "_CHECKPOINT_METADATA").write_text(
+            json.dumps(
+                {
+                    "item_handlers": {item: self._handlers[item].typestr() for item in items},
+                    "metrics": {},
+                    "performance_metrics": {},
+                    "init_timestamp_nsecs": started,
+                    "commit_timestamp_nsecs": time.time_ns(),
+                    "custom_metadata": {},
+                }
+            )
+        )
+        commit_step(folder)
+        removed: list[int] = []
+        for step in self._unwanted(int(folder.name)):
+            try:
+                remove_step(self._directory / str(step))
+                removed.append(step)
+            except MeshfeedError as error:  # the new step is saved all the same
+                _log.warning("step %d in %s is not removed: %s", step, self._directory, error)
+        return removed
+
+    def _unwanted(self, saved: int) -> list[int]:
+        policy = self._options.preservation_policy
+        if policy is None:
+            return []
+        now = datetime.datetime.now(tz=datetime.UTC)
+        infos = [_Step(step, now) for step in (*(step for step in self._steps if step != saved), saved)]
+        kept = policy.should_preserve(infos, context=policies.PreservationContext())
+        return [info.step for info, keep in zip(infos, kept, strict=True) if not keep]
+
+    def wait_until_finished(self) -> None:
+        """Waits for the save in the background, and raises its error."""
+        if self._thread is not None:
+            while not self._thread.join(_TICK_SECONDS):
+                pass  # hosts do not wait for each other for ever, nor do requests
+            self._thread = None
+        error, self._error = self._error, None
+        if error is not None:
+            raise error
+
+    def close(self) -> None:
+        """Does nothing: no thread outlives a save."""
+
+
+def _preempted(step: int) -> bool:
+    try:
+        return multihost_utils.reached_preemption_sync_point(step)
+    except RuntimeError:  # the job does not watch for preemption
+        return False
+
+
+def _run(coroutine: Coroutine[Any, Any, Any]) -> Any:
+    """Runs a coroutine, also under a caller that runs an event loop in this thread, such as a notebook."""
+    try:
+        asyncio.get_running_loop()
+    except RuntimeError:
+        return asyncio.run(coroutine)
+    run: Callable[[], Any] = lambda: asyncio.run(coroutine)  # noqa: E731
+    return SingleCall(run, "meshfeed-save").result()
+
+
+def _empty_folder(directory: StorePath) -> epath.Path:
+    """Returns an empty folder for what this host saves in ``directory``, the same one again after a kill."""
+    digest = hashlib.sha256(str(directory).encode()).hexdigest()[:16]
+    path = os.path.join(tempfile.gettempdir(), f"meshfeed-{os.getuid()}-{digest}-{process_index()}")
+    shutil.rmtree(path, ignore_errors=True)
+    try:
+        os.mkdir(path, 0o700)
+    except OSError as error:
+        raise CheckpointError(
+            f"{path}: cannot be created: {error}. Steps are written there before they are uploaded to {directory}; set "
+            "TMPDIR to a folder with room for this host's part of a step."
+        ) from error
+    return epath.Path(path)
+
+
+def _upload(staging: epath.Path, folder: StorePath) -> None:
+    """Uploads this host's files, with a manifest of the arrays' files, since sizes in a store take further requests."""
+    write_files_part(staging / ARRAYS)
+    files = [os.path.join(parent, name) for parent, _, names in os.walk(staging) for name in names]
+    files.sort(key=os.path.getsize, reverse=True)  # the last ones to end are then small
+    in_threads(lambda file: (folder / os.path.relpath(file, staging)).upload(file), files, _UPLOADS)
