@@ -165,7 +165,9 @@ PLAN = ["--hosts", "1", "--devices-per-host", "1", "--mesh", "data=1", "--spec",
 @pytest.mark.parametrize(
     "arguments",
     [
-        ["convert", "a.jsonl", "--to", "s3://bucket/out"],
+        ["convert", "a.jsonl", "--to", "https://bucket/out"],
+        ["convert", "a.jsonl", "--to", "hf://datasets/me/out"],
+        ["convert", "a.jsonl", "--to", "simplecache::s3://bucket/out"],
         ["report", "a.jsonl", "--output", "s3://bucket/out.html"],
         ["demo", "--directory", "gs://bucket/demo"],
         ["plan", "--svg", "s3://b/x.svg", *PLAN],
@@ -181,7 +183,7 @@ def test_an_output_at_a_url_is_refused(
     ended = click.testing.CliRunner().invoke(main, arguments)
     assert ended.exit_code == 2
     assert " is a URL" in ended.output
-    remedy = "copy the result to the URL" if arguments[0] == "convert" else "copy the files to the store afterwards"
+    remedy = "and copy the result." if arguments[0] == "convert" else "copy the files to the store afterwards"
     assert remedy in " ".join(ended.output.split())
     assert [path.name for path in tmp_path.iterdir()] == ["a.jsonl"]
 

@@ -159,7 +159,7 @@ def ask(
     Args:
       url: the object or folder.
       method: name of a method of fsspec that is safe to repeat, such as ``cat_file`` or ``pipe_file``.
-      *arguments: what follows the path.
+      *arguments: what follows the path; of ``put_file``, the local path before it.
       error: see :data:`MakeError`.
       num_bytes: bytes that the request transfers, for which it is allowed more time.
       **keywords: keywords of the method.
@@ -169,13 +169,14 @@ def ask(
       MeshfeedError: credentials are missing or refused, or the store does not answer.
     """
     file_system, path = open_store(url, error)
+    ordered = (*arguments, path) if method == "put_file" else (path, *arguments)
     deadline = time.monotonic() + ANSWER_SECONDS + num_bytes / _LEAST_BYTES_PER_SECOND
     problems: list[StoreError] = []
 
     def attempt() -> Any:
         try:
             with store_errors(url, error):
-                return _call(file_system, method, (path, *arguments), keywords, deadline - time.monotonic())
+                return _call(file_system, method, ordered, keywords, deadline - time.monotonic())
         except StoreError as problem:
             problems.append(problem)
             if time.monotonic() + _RETRY.max_seconds < deadline:
@@ -187,6 +188,34 @@ def ask(
         return call_with_retry(attempt, _RETRY, doing=f"{method} of {url}")
     except StoreError as problem:
         raise error(f"{problem}. Check the network and that the store is up, then try again.") from problem
+
+
+def abort_uploads(url: str, error: MakeError = CheckpointError) -> int:
+    """Aborts uploads in parts that killed processes have begun below a folder; returns their number.
+
+    S3 keeps and bills their parts, and only lists them here. Other stores drop them by themselves.
+
+    Raises:
+      MeshfeedError, StoreError: they cannot be listed, which takes a right of its own.
+      FileNotFoundError: there is no such bucket.
+    """
+    file_system, path = open_store(url, error)
+    if not hasattr(file_system, "list_multipart_uploads"):
+        return 0
+    bucket, key, _ = file_system.split_path(path)
+    asked: dict[str, str] = {"Bucket": bucket, "Prefix": f"{key.rstrip('/')}/"}
+    aborted = 0
+    with store_errors(url, error):
+        while True:
+            found = _call(file_system, "call_s3", ("list_multipart_uploads",), asked, ANSWER_SECONDS)
+            for upload in found.get("Uploads", ()):
+                ids = {"Bucket": bucket, "Key": upload["Key"], "UploadId": upload["UploadId"]}
+                with contextlib.suppress(FileNotFoundError):  # it has been completed or aborted meanwhile
+                    _call(file_system, "call_s3", ("abort_multipart_upload",), ids, ANSWER_SECONDS)
+                aborted += 1
+            if not found.get("IsTruncated"):
+                return aborted
+            asked |= {"KeyMarker": found["NextKeyMarker"], "UploadIdMarker": found["NextUploadIdMarker"]}
 
 
 def _call(file_system: Any, method: str, arguments: tuple[Any, ...], keywords: dict[str, Any], seconds: float) -> Any:
