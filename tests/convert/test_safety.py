@@ -168,11 +168,7 @@ PLAN = ["--hosts", "1", "--devices-per-host", "1", "--mesh", "data=1", "--spec",
         ["convert", "a.jsonl", "--to", "https://bucket/out"],
         ["convert", "a.jsonl", "--to", "hf://datasets/me/out"],
         ["convert", "a.jsonl", "--to", "simplecache::s3://bucket/out"],
-        ["report", "a.jsonl", "--output", "s3://bucket/out.html"],
         ["demo", "--directory", "gs://bucket/demo"],
-        ["plan", "--svg", "s3://b/x.svg", *PLAN],
-        ["plan", "--html", "s3://b/x.html", *PLAN],
-        ["plan", "--png", "s3://b/x.png", *PLAN],
     ],
 )
 def test_an_output_at_a_url_is_refused(

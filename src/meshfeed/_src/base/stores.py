@@ -16,9 +16,9 @@ import time
 from collections.abc import Callable, Iterator
 from typing import Any, TypeAlias
 
-from meshfeed._src.base.errors import CheckpointError, MeshfeedError
+from meshfeed._src.base.errors import CheckpointError, MeshfeedError, SettingsError
 from meshfeed._src.base.retry import call_with_retry
-from meshfeed._src.base.settings import Retry
+from meshfeed._src.base.settings import Retry, local_path
 
 
 class StoreError(OSError):
@@ -188,6 +188,27 @@ def ask(
         return call_with_retry(attempt, _RETRY, doing=f"{method} of {url}")
     except StoreError as problem:
         raise error(f"{problem}. Check the network and that the store is up, then try again.") from problem
+
+
+def write_output(setting: str, path: str | os.PathLike[str], content: str | bytes) -> None:
+    """Writes a small file for a user, such as a page: to a disk, or to a URL in one request. Text is stored as UTF-8.
+
+    Raises:
+      SettingsError: the store of a URL refuses it; names ``setting``.
+      OSError: a local file cannot be written.
+    """
+    data = content.encode() if isinstance(content, str) else content
+    text = os.fspath(path)
+    if not is_url(text):
+        local_path(setting, text).write_bytes(data)
+        return
+    try:
+        ask(text, "pipe_file", data, error=functools.partial(SettingsError, setting=setting), num_bytes=len(data))
+    except (FileNotFoundError, NotImplementedError) as error:
+        raise SettingsError(
+            f"{setting}={text!r} cannot be written: {error}. Create the bucket, or name another URL or a local path.",
+            setting=setting,
+        ) from error
 
 
 def abort_uploads(url: str, error: MakeError = CheckpointError) -> int:
