@@ -197,7 +197,10 @@ class Google(Store):
     def __init__(self) -> None:
         need("gcp_storage_emulator", "gcsfs")
         from gcp_storage_emulator.handlers import objects
+        from gcsfs.core import GCSFileSystem
 
+        for name in ("gs", "gcs"):  # not the class that asks for the kind of bucket by gRPC, which the emulator lacks
+            fsspec.register_implementation(name, GCSFileSystem, clobber=True)
         plain = getattr(objects.download, "plain", objects.download)
 
         def download(request: Any, response: Any, storage: Any, *args: Any, **kwargs: Any) -> None:
@@ -245,15 +248,9 @@ class Azure(Store):
         with socket.socket() as free:
             free.bind(("127.0.0.1", 0))
             port = free.getsockname()[1]
-        arguments = ["--blobPort", str(port), "--location", self._folder, "--silent", "--skipApiVersionCheck"]
+        options = ["--inMemoryPersistence", "--silent", "--skipApiVersionCheck", "--disableTelemetry"]
         self._process = subprocess.Popen(
-            [
-                program,
-                "--inMemoryPersistence",
-                *[item for item in arguments if item not in ("--location", self._folder)],
-            ],
-            stdout=subprocess.DEVNULL,
-            cwd=self._folder,
+            [program, "--blobPort", str(port), *options], stdout=subprocess.DEVNULL, cwd=self._folder
         )
         self.endpoint = f"http://127.0.0.1:{port}/devstoreaccount1"
         # The account that Azurite documents; its key is public.
@@ -338,7 +335,10 @@ class Hub(Store):
             folder = path.removeprefix(f"{repository}/tree/").partition("/")[2]
             recursive = "recursive=true" in request.path.lower()
             found = self._tree(folder, recursive)
-            self._send(request, 200 if found else 404, json.dumps(found).encode(), {"X-Error-Code": "EntryNotFound"})
+            if found:
+                self._send(request, 200, json.dumps(found).encode())
+            else:
+                self._send(request, 404, b'{"error": "no such folder"}', {"X-Error-Code": "EntryNotFound"})
         elif path.startswith(f"{repository}/paths-info/"):
             asked = (
                 json.loads(body)["paths"] if body.startswith(b"{") else urllib.parse.parse_qs(body.decode())["paths"]
@@ -402,9 +402,7 @@ class Hub(Store):
         headers: dict[str, str] | None = None,
     ) -> None:
         request.send_response(status)
-        for name, value in (
-            {} if status == 200 and headers == {"X-Error-Code": "EntryNotFound"} else headers or {}
-        ).items():
+        for name, value in (headers or {}).items():
             request.send_header(name, value)
         request.send_header("Content-Length", str(len(content)))
         request.end_headers()
