@@ -110,7 +110,10 @@ def test_two_hosts_save_and_four_read_each_byte_once(tmp_path):
             for result in pool.run(save_and_fail, url, str(tmp_path)):
                 messages, steps, left = result.value
                 assert len(messages) == 1
-                assert "CheckpointError: s3://bucket/hosts: saving step 2 failed: host 1: ConnectionResetError: " in messages[0]
+                assert (
+                    "CheckpointError: s3://bucket/hosts: saving step 2 failed: host 1: ConnectionResetError: "
+                    in messages[0]
+                )
                 assert "Connection reset by peer" in messages[0]
                 assert (steps, left) == ([1, 3], [])
             assert sorted(path.name for path in StorePath(url).iterdir()) == ["1", "3", "4"]

@@ -12,7 +12,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from array_record.python.array_record_module import ArrayRecordWriter
-from jax.sharding import AxisType
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from store_servers import STORES, Store, forget_clients, running
 
 import meshfeed
@@ -21,6 +21,7 @@ from meshfeed._src.convert.run import convert, run_here
 from meshfeed._src.convert.writers import Settings
 from meshfeed._src.monitoring.exporters import read_logs
 from meshfeed._src.sources.files.manifest import read_manifest
+from meshfeed.checkpoint import Checkpointer
 from meshfeed.sources import ArrayRecord, Parquet, Tokens
 
 READ_ONLY = "read-only: the Hub takes a commit per file"
@@ -126,6 +127,29 @@ def takes_logs(store: Store, folder: pathlib.Path) -> None:
     assert store.get("pages/report.html").startswith(b"<!DOCTYPE html>")
 
 
+def keeps_checkpoints(store: Store, folder: pathlib.Path) -> None:
+    mesh = jax.make_mesh((8,), ("data",), axis_types=(AxisType.Auto,))
+    url = f"{store.root}/run"
+
+    def make() -> meshfeed.Feed:
+        return meshfeed.Feed({"x": np.arange(64)}, mesh, global_batch_size=8, num_epochs=None, name="train")
+
+    sharding = NamedSharding(mesh, PartitionSpec("data"))
+    state = {"w": jax.device_put(np.arange(64, dtype=np.float32), sharding), "n": np.arange(3)}
+    with make() as feed, Checkpointer(url, max_to_keep=1) as checkpoints:
+        for step in (1, 2):
+            next(feed)
+            assert checkpoints.save(step, state, feed)
+    with make() as feed, Checkpointer(url) as checkpoints:
+        empty = jax.tree.map(lambda leaf: leaf * 0, state)
+        step, found = checkpoints.restore(empty, feed)
+        assert (step, feed.step) == (2, 2)
+        jax.tree.map(np.testing.assert_array_equal, found, state)
+        assert checkpoints.steps() == [2]
+    ended = click.testing.CliRunner().invoke(main, ["verify", url])
+    assert ended.exit_code == 0, ended.output
+
+
 CELLS: dict[str, Callable[[Store, pathlib.Path], None]] = {
     "list": lists,
     "direct reads": reads_directly,
@@ -135,8 +159,11 @@ CELLS: dict[str, Callable[[Store, pathlib.Path], None]] = {
     "convert from": converts_from_it,
     "convert to": converts_to_it,
     "logs and pages": takes_logs,
+    "checkpoints": keeps_checkpoints,
 }
-NOT_RUN = {("hf", name): READ_ONLY for name in ("manifest", "convert to", "logs and pages")}
+NOT_RUN = {("hf", name): READ_ONLY for name in ("manifest", "convert to", "logs and pages", "checkpoints")}
+# TensorStore reads the address of the emulator from the environment when it is loaded.
+NOT_RUN["gs", "checkpoints"] = "runs in a process of its own: tests/checkpoint/test_object_stores.py"
 
 
 @pytest.mark.parametrize("capability", list(CELLS))

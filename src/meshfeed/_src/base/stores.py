@@ -159,7 +159,7 @@ def ask(
     Args:
       url: the object or folder.
       method: name of a method of fsspec that is safe to repeat, such as ``cat_file`` or ``pipe_file``.
-      *arguments: what follows the path; of ``put_file``, the local path before it.
+      *arguments: what follows the path; of ``put_file``, the local path first.
       error: see :data:`MakeError`.
       num_bytes: bytes that the request transfers, for which it is allowed more time.
       **keywords: keywords of the method.
@@ -169,14 +169,13 @@ def ask(
       MeshfeedError: credentials are missing or refused, or the store does not answer.
     """
     file_system, path = open_store(url, error)
-    ordered = (*arguments, path) if method == "put_file" else (path, *arguments)
     deadline = time.monotonic() + ANSWER_SECONDS + num_bytes / _LEAST_BYTES_PER_SECOND
     problems: list[StoreError] = []
 
     def attempt() -> Any:
         try:
             with store_errors(url, error):
-                return _call(file_system, method, ordered, keywords, deadline - time.monotonic())
+                return _call(file_system, method, (path, *arguments), keywords, deadline - time.monotonic())
         except StoreError as problem:
             problems.append(problem)
             if time.monotonic() + _RETRY.max_seconds < deadline:
