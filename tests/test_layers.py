@@ -70,6 +70,7 @@ LAZY = {
     "meshfeed._src.cli.replay": "sources of the user's choice",
     "meshfeed._src.feed.inspection": "pictures, once one is drawn: every start of a feed would pay for them",
     "meshfeed._src.reading.workers": "Ray",
+    "meshfeed._src.convert.run": "ArrayRecord files at URLs, which import JAX",
     "meshfeed._src.convert.readers": "MDS and tar archives, which import JAX",
     "meshfeed._src.sources.host_batches": "Grain",
     "meshfeed._src.sources.parquet": "pyarrow",

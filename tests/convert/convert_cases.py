@@ -26,6 +26,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import meshfeed
+from meshfeed._src.convert import destination as convert_destination
 from meshfeed._src.convert import job as convert_job
 from meshfeed._src.convert import run as convert_run
 from meshfeed._src.convert import writers
@@ -59,6 +60,7 @@ _CONTEXT.set_forkserver_preload(  # or each process takes a second to import the
         "pyarrow.csv",
         "pyarrow.json",
         "pyarrow.parquet",
+        "s3fs",
         "tokenizers",
     ]
 )
@@ -390,7 +392,7 @@ def at_event(number: int, act: Callable[[], None]) -> Iterator[None]:
             (os, "replace"),
             (writers.ArrayRecordFile, "write"),
             (writers.TokenWriter, "write"),
-            (convert_run, "_remove"),
+            (convert_destination.Disk, "clear"),
             (convert_job.Conversion, "_check_read"),
         ):
             before = getattr(owner, name)

@@ -20,6 +20,7 @@ import pytest
 
 import meshfeed
 from meshfeed._src.convert import run as convert_run
+from meshfeed._src.convert.destination import Disk
 from meshfeed._src.convert.job import Conversion, Phase
 from meshfeed._src.convert.run import convert, run_here
 from meshfeed._src.convert.writers import Settings
@@ -232,13 +233,13 @@ def test_a_run_that_was_killed_after_its_manifest_is_complete(
 ) -> None:
     data, out = formats.parquet(tmp_path), tmp_path / "out"
 
-    def remove_some(folder: pathlib.Path) -> None:
+    def remove_some(disk: Disk) -> None:
         for name in ("scans", "entries", "plan.json"):
-            (folder / name).rename(tmp_path / name)
+            (disk.work / name).rename(tmp_path / name)
         raise Stopped
 
     with monkeypatch.context() as patch:
-        patch.setattr(convert_run, "_remove", remove_some)
+        patch.setattr(Disk, "clear", remove_some)
         with pytest.raises(Stopped):
             convert(data, str(out), Settings(shards=3), run_here)
     before = files_of(out)

@@ -165,12 +165,10 @@ PLAN = ["--hosts", "1", "--devices-per-host", "1", "--mesh", "data=1", "--spec",
 @pytest.mark.parametrize(
     "arguments",
     [
-        ["convert", "a.jsonl", "--to", "s3://bucket/out"],
-        ["report", "a.jsonl", "--output", "s3://bucket/out.html"],
+        ["convert", "a.jsonl", "--to", "https://bucket/out"],
+        ["convert", "a.jsonl", "--to", "hf://datasets/me/out"],
+        ["convert", "a.jsonl", "--to", "simplecache::s3://bucket/out"],
         ["demo", "--directory", "gs://bucket/demo"],
-        ["plan", "--svg", "s3://b/x.svg", *PLAN],
-        ["plan", "--html", "s3://b/x.html", *PLAN],
-        ["plan", "--png", "s3://b/x.png", *PLAN],
     ],
 )
 def test_an_output_at_a_url_is_refused(
@@ -181,7 +179,7 @@ def test_an_output_at_a_url_is_refused(
     ended = click.testing.CliRunner().invoke(main, arguments)
     assert ended.exit_code == 2
     assert " is a URL" in ended.output
-    remedy = "copy the result to the URL" if arguments[0] == "convert" else "copy the files to the store afterwards"
+    remedy = "and copy the result." if arguments[0] == "convert" else "copy the files to the store afterwards"
     assert remedy in " ".join(ended.output.split())
     assert [path.name for path in tmp_path.iterdir()] == ["a.jsonl"]
 

@@ -174,9 +174,8 @@ def test_the_command_writes_all_three_kinds(tmp_path: pathlib.Path) -> None:
 
 def test_a_url_is_no_path(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    for path in ("s3://bucket/plan.svg", pathlib.Path("gs://bucket/plan.html")):
-        with pytest.raises(meshfeed.SettingsError, match="is a URL"):
-            small().save(path)
+    with pytest.raises(meshfeed.SettingsError, match="is a URL"):  # pathlib has taken a slash from it
+        small().save(pathlib.Path("gs://bucket/plan.html"))
     assert not list(tmp_path.iterdir())
     small().save(f"file://{tmp_path}/plan.svg")
     assert (tmp_path / "plan.svg").exists()

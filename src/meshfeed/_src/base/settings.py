@@ -22,7 +22,9 @@ from meshfeed._src.base.errors import SettingsError
 from meshfeed._src.base.types import public
 
 GC_EVERY = 100
-_URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+:/")  # one slash: what pathlib leaves of two; "C:/" is a drive
+_URL = re.compile(
+    r"[A-Za-z][A-Za-z0-9+.:-]+:/"
+)  # one slash: what pathlib leaves of two; also a::s3://; "C:/" is a drive
 Check: TypeAlias = Callable[[Any], Any]
 """Value → the same value, normalized; raises TypeError, ValueError or OverflowError for a value that it does not take."""
 

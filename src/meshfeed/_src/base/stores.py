@@ -16,9 +16,9 @@ import time
 from collections.abc import Callable, Iterator
 from typing import Any, TypeAlias
 
-from meshfeed._src.base.errors import CheckpointError, MeshfeedError
+from meshfeed._src.base.errors import CheckpointError, MeshfeedError, SettingsError
 from meshfeed._src.base.retry import call_with_retry
-from meshfeed._src.base.settings import Retry
+from meshfeed._src.base.settings import Retry, local_path
 
 
 class StoreError(OSError):
@@ -159,7 +159,7 @@ def ask(
     Args:
       url: the object or folder.
       method: name of a method of fsspec that is safe to repeat, such as ``cat_file`` or ``pipe_file``.
-      *arguments: what follows the path.
+      *arguments: what follows the path; of ``put_file``, the local path first.
       error: see :data:`MakeError`.
       num_bytes: bytes that the request transfers, for which it is allowed more time.
       **keywords: keywords of the method.
@@ -187,6 +187,55 @@ def ask(
         return call_with_retry(attempt, _RETRY, doing=f"{method} of {url}")
     except StoreError as problem:
         raise error(f"{problem}. Check the network and that the store is up, then try again.") from problem
+
+
+def write_output(setting: str, path: str | os.PathLike[str], content: str | bytes) -> None:
+    """Writes a small file for a user, such as a page: to a disk, or to a URL in one request. Text is stored as UTF-8.
+
+    Raises:
+      SettingsError: the store of a URL refuses it; names ``setting``.
+      OSError: a local file cannot be written.
+    """
+    data = content.encode() if isinstance(content, str) else content
+    text = os.fspath(path)
+    if not is_url(text):
+        local_path(setting, text).write_bytes(data)
+        return
+    try:
+        ask(text, "pipe_file", data, error=functools.partial(SettingsError, setting=setting), num_bytes=len(data))
+    except (FileNotFoundError, NotImplementedError) as error:
+        raise SettingsError(
+            f"{setting}={text!r} cannot be written: {error}. Create the bucket, or name another URL or a local path.",
+            setting=setting,
+        ) from error
+
+
+def abort_uploads(url: str, error: MakeError = CheckpointError) -> int:
+    """Aborts uploads in parts that killed processes have begun below a folder; returns their number.
+
+    S3 keeps and bills their parts, and only lists them here. Other stores drop them by themselves.
+
+    Raises:
+      MeshfeedError, StoreError: they cannot be listed, which takes a right of its own.
+      FileNotFoundError: there is no such bucket.
+    """
+    file_system, path = open_store(url, error)
+    if not hasattr(file_system, "list_multipart_uploads"):
+        return 0
+    bucket, key, _ = file_system.split_path(path)
+    asked: dict[str, str] = {"Bucket": bucket, "Prefix": f"{key.rstrip('/')}/"}
+    aborted = 0
+    with store_errors(url, error):
+        while True:
+            found = _call(file_system, "call_s3", ("list_multipart_uploads",), asked, ANSWER_SECONDS)
+            for upload in found.get("Uploads", ()):
+                ids = {"Bucket": bucket, "Key": upload["Key"], "UploadId": upload["UploadId"]}
+                with contextlib.suppress(FileNotFoundError):  # it has been completed or aborted meanwhile
+                    _call(file_system, "call_s3", ("abort_multipart_upload",), ids, ANSWER_SECONDS)
+                aborted += 1
+            if not found.get("IsTruncated"):
+                return aborted
+            asked |= {"KeyMarker": found["NextKeyMarker"], "UploadIdMarker": found["NextUploadIdMarker"]}
 
 
 def _call(file_system: Any, method: str, arguments: tuple[Any, ...], keywords: dict[str, Any], seconds: float) -> Any:

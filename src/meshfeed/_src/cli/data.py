@@ -44,7 +44,7 @@ def _names(_context: click.Context, _option: click.Parameter, value: str | None)
     ),
 )
 @click.argument("data", nargs=-1, required=True)
-@click.option("--to", "directory", type=click.Path(), required=True, help="Folder: new, empty, or of the same command.")
+@click.option("--to", "directory", required=True, help="Folder or URL: new, empty, or of the same command.")
 @at_least(1, "--shards", help="Number of output files; default: one per 256 MiB of input.")
 @at_least(1, "--workers", help="Number of processes; default: one per CPU core.")
 @click.option(
@@ -226,7 +226,7 @@ def _shown() -> Show:
     epilog=example("manifest 'data/*.array_record'"),
 )
 @click.argument("files", nargs=-1, required=True)
-@click.option("--output", type=click.Path(), help="Path or URL to write; default: manifest.json beside the files.")
+@click.option("--to", "--output", "output", type=click.Path(), help="Path or URL to write; default: beside the files.")
 @click.option("--source", help="Source that reads the files, such as ArrayRecord; default: by their names.")
 @click.option("--lengths", metavar="KEY", help="Also list the length of this leaf of each record, for sources.Packed.")
 @click.option("--dtype", help="Integer dtype of token files without a header, or of bytes that --lengths counts.")

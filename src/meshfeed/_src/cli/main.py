@@ -9,18 +9,27 @@ from __future__ import annotations
 import contextlib
 import errno
 import json
-import pathlib
 
 import click
 
 from meshfeed import __version__
 from meshfeed._src.base.errors import MeshfeedError, PlanError, SettingsError, missing_package
-from meshfeed._src.base.settings import local_path
+from meshfeed._src.base.stores import write_output
 from meshfeed._src.cli import checkpoint as cli_checkpoint
 from meshfeed._src.cli import data as cli_data
 from meshfeed._src.cli import doctor as cli_doctor
 from meshfeed._src.cli import plan as cli_plan
-from meshfeed._src.cli.text import INTERRUPTED, LocalPath, at_least, counted, example, json_option, printable, show
+from meshfeed._src.cli.text import (
+    INTERRUPTED,
+    LocalPath,
+    OutputPath,
+    at_least,
+    counted,
+    example,
+    json_option,
+    printable,
+    show,
+)
 
 
 class _Commands(click.Group):
@@ -145,17 +154,17 @@ def bench(
 @click.argument("logs", type=click.Path(), nargs=-1, required=True)
 @click.option(
     "--output",
-    type=LocalPath(dir_okay=False, path_type=pathlib.Path),
+    type=OutputPath(),
     default="report.html",
     show_default=True,
-    help="The HTML page to write.",
+    help="The HTML page to write: a path or a URL.",
 )
 @json_option("Print the figures as JSON, and write no page.")
-def report(logs: tuple[str, ...], output: pathlib.Path, as_json: bool) -> None:
+def report(logs: tuple[str, ...], output: str, as_json: bool) -> None:
     """Write one HTML page about a run: stalls over time, stages, hosts, cache hits.
 
-    LOGS are the folder or the files that meshfeed.monitoring.log wrote, of one or several hosts. The page needs no
-    network.
+    LOGS are the folder or the files that meshfeed.monitoring.log wrote, of one or several hosts, or their URLs. The page
+    needs no network.
     """
     from meshfeed._src.monitoring.exporters import read_logs
     from meshfeed._src.pictures.report import report_figures, report_page
@@ -164,7 +173,7 @@ def report(logs: tuple[str, ...], output: pathlib.Path, as_json: bool) -> None:
     if as_json:
         click.echo(json.dumps(figures))
     else:
-        local_path("output", output).write_text(report_page(figures), encoding="utf-8")
+        write_output("output", output, report_page(figures))
         hosts = sum(len(feed["hosts"]) for feed in figures["feeds"])
         click.echo(f"wrote {output}: {counted(len(figures['feeds']), 'feed')}, {counted(hosts, 'host')}")
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import pathlib
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -11,7 +10,8 @@ import click
 
 from meshfeed._src.base.errors import SettingsError
 from meshfeed._src.base.settings import ShardShuffle
-from meshfeed._src.cli.text import F, LocalPath, at_least, example, json_option, printable, show
+from meshfeed._src.base.stores import write_output
+from meshfeed._src.cli.text import F, OutputPath, at_least, example, json_option, printable, show
 
 Shuffle = bool | int | str | ShardShuffle
 
@@ -63,9 +63,7 @@ def _weights(text: str) -> list[float]:
 
 
 def _picture(suffix: str, what: str) -> Callable[[F], F]:
-    return click.option(
-        f"--{suffix}", type=LocalPath(dir_okay=False, path_type=pathlib.Path), help=f"Draw the mesh as {what}."
-    )
+    return click.option(f"--{suffix}", type=OutputPath(), help=f"Draw the mesh as {what}.")
 
 
 def _price(name: str, what: str) -> Callable[[F], F]:
@@ -168,7 +166,7 @@ def plan(
 
         found = simulated(manifests, cache, rows, options)
         if page is not None:
-            page.write_text(simulation_page(found), encoding="utf-8")
+            write_output("html", page, simulation_page(found))
             if not as_json:
                 click.echo(f"wrote {page}", err=True)
         show(found.to_json(), simulation_lines(found), as_json=as_json)
@@ -233,7 +231,7 @@ def _checked_spec(spec: list[object], dimensions: int) -> list[object]:
     return spec[:dimensions]
 
 
-def _checked_picture(suffix: str, path: pathlib.Path | None) -> pathlib.Path | None:
-    if path is not None and path.suffix != f".{suffix}":
+def _checked_picture(suffix: str, path: str | None) -> str | None:
+    if path is not None and not path.endswith(f".{suffix}"):
         raise SettingsError(f"--{suffix} {path} must end in .{suffix}.", setting=suffix)
     return path

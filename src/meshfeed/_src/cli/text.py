@@ -12,6 +12,7 @@ import click
 
 from meshfeed._src.base.errors import SettingsError
 from meshfeed._src.base.settings import local_path
+from meshfeed._src.base.stores import is_url
 
 _WIDTH = 77  # 80 columns minus click's margins
 _CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
@@ -28,6 +29,19 @@ class LocalPath(click.Path):
         except SettingsError as error:
             self.fail(str(error), param, ctx)
         return super().convert(str(path), param, ctx)
+
+
+class OutputPath(click.Path):
+    """A file to write, on a disk or at a URL."""
+
+    def __init__(self) -> None:
+        super().__init__(dir_okay=False)
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        """See :class:`click.ParamType`. Returns text."""
+        if is_url(str(value)):
+            return str(value)
+        return super().convert(str(local_path("path", value)), param, ctx)
 
 
 F = TypeVar("F", bound=Callable[..., object])

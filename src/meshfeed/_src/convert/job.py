@@ -1,4 +1,4 @@
-"""The plan of a conversion, and its tasks. Everything is kept in a folder, ``DIR/.convert``, until the job is complete::
+"""The plan of a conversion, and its tasks. Everything is kept in ``DIR/.convert`` until the job is complete::
 
     job.json          inputs and settings
     scans/00007.json  records, types and marks of input 7; also the indexes of tar archives
@@ -10,8 +10,9 @@
     progress          int64[output files], records written
 
 Output file i of n holds records ``[N * i // n, N * (i + 1) // n)`` of the N input records: the same bytes, however many
-workers write them. A task writes under a temporary name and renames the file when it is complete, so a job that was killed
-continues with the tasks without a result.
+workers write them. A result appears when it is complete, so a job that was killed continues with the tasks without one.
+``destination.py`` has the folder or URL where results and state are. Copies of inputs, indexes of tar archives, the
+tokenizer and the progress are in its local folder, :attr:`Destination.work`.
 """
 
 from __future__ import annotations
@@ -27,14 +28,13 @@ import json
 import os
 import pathlib
 import re
-import secrets
-import shutil
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 import numpy as np
 
-from meshfeed._src.base.errors import SettingsError, SourceError
+from meshfeed._src.base.errors import MeshfeedError, SettingsError, SourceError
+from meshfeed._src.convert.destination import JOB, destination_of, replacing, sync, temporary
 from meshfeed._src.convert.example import feature_kinds
 from meshfeed._src.convert.formats import FORMATS, download, path_of, remote_files
 from meshfeed._src.convert.inputs import Input, Scan, TypesChanged, align, choose, read_schema, schema_text, stamp
@@ -42,17 +42,17 @@ from meshfeed._src.convert.values import Measure, merge
 from meshfeed._src.convert.writers import ArrayRecordFile, OutputFile, Settings, TokenWriter, check_column
 from meshfeed._src.sources.files.formats import compression_of, decompress, uncompressed_name
 from meshfeed._src.sources.files.manifest import FileEntry, describe_file, digest_of
-from meshfeed._src.sources.files.paths import is_url
+from meshfeed._src.sources.files.paths import in_threads, is_url
 
 if TYPE_CHECKING:
     import pyarrow as pa
 
 
-FOLDER = ".convert"
 TOKENIZER = "tokenizer.json"
 _SHARD_BYTES = 256 << 20  # of input per output file, by default
 _BATCH_BYTES = 1 << 20
 _NAME_CHARACTERS = 40  # of an input's name in that of its copy, which file systems limit
+_PLAN = "plan.json"
 _RECORD = re.compile(r"record (\d+)(: | )")
 
 Phase: TypeAlias = Literal["scan", "write"]
@@ -83,26 +83,46 @@ class OutputPlan:
 
 
 class Conversion:
-    """A conversion that has been started in ``directory``. Any process that sees the folder can run its tasks.
+    """A conversion that has been started in ``directory``. Any process that reaches it can run its tasks.
 
     Args:
-      directory: the folder for the output files.
+      directory: the folder for the output files, or its URL.
     """
 
     def __init__(self, directory: str | os.PathLike[str]) -> None:
-        self.directory = pathlib.Path(directory).absolute()
-        self.folder = self.directory / FOLDER
+        self.destination = destination_of(directory)
+
+    @functools.cached_property
+    def folder(self) -> pathlib.Path:
+        """The local folder for what the tasks of other machines do not need."""
+        return self.destination.work
 
     @functools.cached_property
     def description(self) -> dict[str, Any]:
         """Inputs and settings, as JSON."""
-        return json.loads((self.folder / "job.json").read_text())
+        return self._load(JOB)
+
+    def _load(self, name: str) -> Any:
+        content = self.destination.read(name)
+        if content is None:
+            raise MeshfeedError(
+                f"{self.destination.name}: {name} of the unfinished conversion is missing, maybe because another process has "
+                "converted to the same destination. Run the command again."
+            )
+        return json.loads(content)
 
     @functools.cached_property
     def settings(self) -> Settings:
         """The settings."""
         found = Settings(**self.description["settings"])
-        return found if found.tokenizer is None else dataclasses.replace(found, tokenizer=str(self.folder / TOKENIZER))
+        return found if found.tokenizer is None else dataclasses.replace(found, tokenizer=str(self._tokenizer()))
+
+    def _tokenizer(self) -> pathlib.Path:
+        path = self.folder / TOKENIZER
+        if not path.exists():  # at a URL, on a machine that runs the first task
+            with replacing(path) as part:
+                part.write_bytes(self.destination.read(TOKENIZER) or b"")
+        return path
 
     @functools.cached_property
     def paths(self) -> list[str]:
@@ -122,29 +142,29 @@ class Conversion:
     @property
     def all_types(self) -> bool:
         """Whether types are those of all blocks of text files, not only of the first ones."""
-        return (self.folder / "all-types").exists()
+        return self.destination.read("all-types") is not None
 
     def ask_for_all_types(self) -> None:
         """Makes the plan void."""
-        (self.folder / "all-types").touch()
+        self.destination.write("all-types", b"all\n")
 
     def scan(self, number: int) -> None:
         """Scans an input, unless that is done."""
-        target = self._scan_path(number)
-        if target.exists():
+        if self.destination.read(_scan_name(number)) is not None:
             return
         with self._naming(number):
             found = self.input.scan(self._local(number), all_types=self.all_types)
             _check_columns(self.paths[number], found)
             self._check_read(number)
-        write_json(target, found.to_json())
+        self.save(_scan_name(number), found.to_json())
 
-    def _scan_path(self, number: int) -> pathlib.Path:
-        return self.folder / "scans" / f"{number:05}.json"
+    def save(self, name: str, value: object) -> None:
+        """Writes a JSON file of the state."""
+        self.destination.write(name, json.dumps(value).encode())
 
     def load_scan(self, number: int) -> Scan:
         """Returns what the scan of an input found."""
-        return Scan.from_json(json.loads(self._scan_path(number).read_text()))
+        return Scan.from_json(self._load(_scan_name(number)))
 
     def _local(self, number: int) -> str:
         """Returns the path of an input, downloaded and decompressed if need be."""
@@ -156,11 +176,11 @@ class Conversion:
             return str(copy)
         download_path = copy if kind is None else copy.with_name(f"{copy.name}.stored")
         if is_url(path) and not download_path.exists():
-            with _replacing(download_path) as part:
+            with replacing(download_path) as part:
                 download(path, part)
                 self._check_unchanged(number)
         if kind is not None:
-            with _replacing(copy) as part:
+            with replacing(copy) as part:
                 part.touch()
                 decompress(kind, str(download_path) if is_url(path) else path, str(part), None, what=path)
                 self._check_unchanged(number)
@@ -194,7 +214,7 @@ class Conversion:
         if found != before:
             raise SourceError(
                 f"{path} has changed during the conversion, which is of one input. Leave it as it is, remove "
-                f"{self.directory}, and start again."
+                f"{self.destination.name}, and start again."
             )
 
     @contextlib.contextmanager
@@ -225,7 +245,8 @@ class Conversion:
 
     def missing_scans(self) -> list[int]:
         """Returns the inputs that have not been scanned."""
-        return [number for number in range(len(self.paths)) if not self._scan_path(number).exists()]
+        found = self.destination.names("scans")
+        return [number for number in range(len(self.paths)) if f"{number:05}.json" not in found]
 
     # ------------------------------------------------------------------ the plan
 
@@ -238,17 +259,18 @@ class Conversion:
           TypesChanged: a column that was named may be in later blocks only.
           SettingsError: there are more output files than records, or a column is unknown or does not fit the encoding.
         """
-        path = self.folder / "plan.json"
-        if not path.exists():
-            write_json(path, self._make_plan())
-        found = json.loads(path.read_text())
+        content = self.destination.read(_PLAN)
+        if content is None:
+            content = json.dumps(self._make_plan()).encode()
+            self.destination.write(_PLAN, content)
+        found = json.loads(content)
         num_records, num_shards = found["ends"][-1], found["shards"]
         bounds = [num_records * shard // num_shards for shard in range(num_shards + 1)]
         types, schema = map(read_schema, found["schemas"])
         return OutputPlan(types, schema, np.array(found["ends"]), np.array(bounds), found["all_types"])
 
     def _make_plan(self) -> dict[str, Any]:
-        scans = [self.load_scan(number) for number in range(len(self.paths))]
+        scans = in_threads(self.load_scan, range(len(self.paths)))
         ends = list(itertools.accumulate(scan.num_records for scan in scans))
         schema: pa.Schema | None = None
         for path, scan in zip(self.paths, scans, strict=True):
@@ -286,26 +308,33 @@ class Conversion:
 
     # ------------------------------------------------------------------ the output files
 
-    def shard_path(self, shard: int) -> pathlib.Path:
-        """Returns the path of an output file."""
+    def shard_name(self, shard: int) -> str:
+        """Returns the name of an output file."""
         ending = "bin" if self.settings.encoding == "tokens" else "array_record"
-        return self.directory / f"data-{shard:05}-of-{self.plan.num_shards:05}.{ending}"
+        return f"data-{shard:05}-of-{self.plan.num_shards:05}.{ending}"
 
     def missing_shards(self) -> list[int]:
         """Returns the output files that have not been written."""
-        return [shard for shard in range(self.plan.num_shards) if not self._is_written(shard)]
+        return sorted({*range(self.plan.num_shards)} - self._written())
+
+    def _written(self) -> set[int]:
+        """Returns the output files that have been written."""
+        found = self.destination.names("entries")
+        candidates = [shard for shard in range(self.plan.num_shards) if f"{shard:05}.json" in found]
+        return set(itertools.compress(candidates, in_threads(self._is_written, candidates)))
 
     def _is_written(self, shard: int) -> bool:
-        return self.shard_path(shard).exists() and self._entry_path(shard).exists()
+        entry = self.destination.read(_entry_name(shard))
+        return bool(entry) and self.destination.has(self.shard_name(shard), json.loads(entry))
 
     def write(self, shard: int) -> None:
         """Writes an output file, unless that is done or types are to be found again."""
-        target = self.shard_path(shard)
         if self._is_written(shard) or self.types_changed:
             return
+        name = self.shard_name(shard)
         low, high = self.plan.bounds[shard : shard + 2].tolist()
         try:
-            with _replacing(target, self.folder / "parts") as part:
+            with temporary(self.folder / "parts", name) as part:
                 file = self._open(str(part))
                 with self._progress(shard) as count:
                     for first, batch in self._batches(low, high):
@@ -314,8 +343,9 @@ class Conversion:
                         count[shard] = first + batch.num_rows - low
                 file.close()
                 sync(part)
-                entry = dataclasses.asdict(describe_file(str(part), file.num_records))
-                write_json(self._entry_path(shard), entry | {"path": str(target), "values": file.values})
+                row = dataclasses.asdict(describe_file(str(part), file.num_records))
+                row |= {"path": self.destination.path(name), "values": file.values}
+                self.destination.put(part, name, _entry_name(shard), row)
         except TypesChanged as error:
             if self.plan.all_types:
                 raise SourceError(f"{error}. Expected values of one type per column. Correct the file.") from error
@@ -341,25 +371,22 @@ class Conversion:
     @property
     def types_changed(self) -> bool:
         """Whether the plan is void: a record did not fit its types."""
-        return self.all_types and not self.plan.all_types
-
-    def _entry_path(self, shard: int) -> pathlib.Path:
-        return self.folder / "entries" / f"{shard:05}.json"
+        return not self.plan.all_types and self.all_types
 
     def entries(self, details: dict[str, Any]) -> list[FileEntry]:
         """Returns the rows of the manifest once all output files are written."""
         rows = self._rows()
         for row in rows:
-            del row["values"]
             row["details"] = details
-        return [FileEntry(**row) for row in rows]
+        fields = [field.name for field in dataclasses.fields(FileEntry)]
+        return [FileEntry(**{name: row[name] for name in fields}) for row in rows]
 
     def values(self) -> dict[str, Measure]:
         """Returns what the features hold, once all output files are written; nothing if they were copied unread."""
         return merge(row["values"] for row in self._rows())
 
     def _rows(self) -> list[dict[str, Any]]:
-        return [json.loads(self._entry_path(shard).read_text()) for shard in range(self.plan.num_shards)]
+        return in_threads(lambda shard: self._load(_entry_name(shard)), range(self.plan.num_shards))
 
     def _open(self, path: str) -> OutputFile:
         settings = self.settings
@@ -394,20 +421,26 @@ class Conversion:
 
     @contextlib.contextmanager
     def _progress(self, shard: int) -> Iterator[np.ndarray]:
-        count = np.memmap(self.folder / "progress", np.int64, "r+")
+        path = self.folder / "progress"
+        if not path.exists():  # a worker on a machine that does not share the folder
+            self.begin_progress()
+        count = np.memmap(path, np.int64, "r+")
         try:
             yield count
         except BaseException:
             count[shard] = 0
             raise
 
+    def begin_progress(self) -> None:
+        """Sets the progress of all output files to zero."""
+        np.zeros(self.plan.num_shards, np.int64).tofile(self.folder / "progress")
+
     def progress(self, phase: Phase) -> tuple[int, Callable[[], int]]:
         """Returns the number of inputs or records, and a function that counts those that are done."""
         if phase == "scan":
-            return len(self.paths), lambda: len(list((self.folder / "scans").glob("*.json")))
+            return len(self.paths), self.destination.counter("scans")
         bounds, counts = self.plan.bounds, np.memmap(self.folder / "progress", np.int64, "r")
-        done = np.array([self._is_written(shard) for shard in range(self.plan.num_shards)])
-        before = int(np.diff(bounds)[done].sum())
+        before = int(np.diff(bounds)[sorted(self._written())].sum())
         return int(bounds[-1]), lambda: before + int(counts.sum())
 
 
@@ -457,55 +490,23 @@ def _pieces(batch: pa.RecordBatch) -> Iterator[pa.RecordBatch]:
         yield batch.slice(low, rows)
 
 
-@contextlib.contextmanager
-def _replacing(target: pathlib.Path, folder: pathlib.Path | None = None) -> Iterator[pathlib.Path]:
-    """Yields a temporary path, and renames the file there to ``target`` unless there is an error."""
-    part = (folder or target.parent) / f"{target.name}.{secrets.token_hex(4)}.part"
-    try:
-        yield part
-        os.replace(part, target)
-    except BaseException:
-        unlink(part)
-        raise
-
-
-def unlink(path: pathlib.Path) -> None:
-    """Removes a file or a folder, unless it is gone."""
-    if path.is_dir():
-        shutil.rmtree(path)
-    else:
-        path.unlink(missing_ok=True)
-
-
-def sync(path: pathlib.Path) -> None:
-    """Waits until the content of a file is on the disk, so that a power failure does not leave it empty."""
-    with open(path, "rb") as file:
-        os.fsync(file.fileno())
-
-
-def write_json(path: pathlib.Path, value: object) -> None:
-    """Writes a JSON file, in place of an earlier one, at once. :func:`remove_unfinished` handles power failures."""
-    with _replacing(path) as part:
-        part.write_text(json.dumps(value))
-
-
-def remove_unfinished(folder: pathlib.Path) -> None:
-    """Removes what killed tasks left, and JSON files that a power failure left empty."""
-    for path in list(folder.rglob("*.part")):
-        unlink(path)
-    for path in folder.rglob("*.json"):
-        if not path.stat().st_size:
-            path.unlink()
-
-
 def discard_plan(job: Conversion) -> None:
     """Removes the scans, the output files and the plan of a job whose types are to be found again."""
-    if (job.folder / "plan.json").exists():
-        for shard in range(job.plan.num_shards):
-            job.shard_path(shard).unlink(missing_ok=True)
-    for path in (job.folder / "scans").iterdir():
-        path.unlink()
-    (job.folder / "plan.json").unlink(missing_ok=True)
+    destination = job.destination
+    if destination.read(_PLAN) is not None:
+        shards = range(job.plan.num_shards)
+        destination.remove_outputs([job.shard_name(shard) for shard in shards])
+        destination.remove([f"entries/{name}" for name in destination.names("entries")])
+    destination.remove([f"scans/{name}" for name in destination.names("scans")])
+    destination.remove([_PLAN])
+
+
+def _scan_name(number: int) -> str:
+    return f"scans/{number:05}.json"
+
+
+def _entry_name(shard: int) -> str:
+    return f"entries/{shard:05}.json"
 
 
 def _list(paths: Sequence[str]) -> str:

@@ -4,37 +4,30 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import fcntl
 import functools
 import json
 import logging
 import os
-import pathlib
 import pickle
-import shutil
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeAlias
 
 import numpy as np
 
 from meshfeed._src.base.errors import MeshfeedError, SettingsError, SourceError, StalledError, missing_package
+from meshfeed._src.convert.destination import FOLDER, JOB, Destination, destination_of, remove_unfinished
 from meshfeed._src.convert.example import KIND_NAMES, feature_kinds
 from meshfeed._src.convert.formats import FORMATS, recognize, remote_files
 from meshfeed._src.convert.inputs import Input, TypesChanged
 from meshfeed._src.convert.job import (
-    FOLDER,
     TOKENIZER,
     Conversion,
     Phase,
     discard_plan,
     make_task,
-    remove_unfinished,
     run_task,
-    sync,
-    unlink,
     version_of_input,
-    write_json,
 )
 from meshfeed._src.convert.values import Measure, measure_examples
 from meshfeed._src.convert.writers import (
@@ -73,7 +66,7 @@ class Converted:
     """The result of a conversion.
 
     Attributes:
-      directory: the folder.
+      directory: the folder, or its URL.
       format: the format of the input.
       num_inputs: number of input files or folders.
       num_records: number of records of the input.
@@ -116,8 +109,8 @@ def convert(
 
     Args:
       data: paths, globs, folders and URLs.
-      directory: the folder for the output files: new, empty, or that of an unfinished conversion with the same
-        arguments, which is continued.
+      directory: the folder for the output files, or its URL: new, empty, or that of an unfinished conversion with the
+        same arguments, which is continued.
       settings: what to write.
       engine: runs the tasks.
       named_format: the format of the input; None to recognize it.
@@ -127,37 +120,45 @@ def convert(
       SettingsError: a setting is invalid, or the folder is in use or holds something else.
       SourceError: the input cannot be read, or does not fit the settings.
       OSError: a file cannot be read or written.
+      MeshfeedError: the store of a URL does not answer, or refuses the credentials.
     """
-    if is_url(directory):
-        raise SettingsError(
-            f"--to {directory} is a URL, and convert writes to a local or shared disk. Name a folder there, and copy the "
-            "result to the URL.",
-            setting="to",
-        )
+    destination = destination_of(directory)
     directory = directory.removeprefix("file://")
     tokenizer = _check(settings)
     kind, paths = recognize(data, named_format)
     description = _describe(kind, paths, settings, tokenizer)
-    finished = _finished(directory, description)
+    finished = _finished(destination, directory, description)
     if finished is not None:
         return finished
-    with _lock(directory):
-        job = _prepare(directory, description, tokenizer)
+    with destination.lock():
+        job = _prepare(destination, directory, description, tokenizer)
         try:
             _run(directory, engine, show)
+            destination.check_owner()
+            return _complete(destination, directory)
         except BaseException as error:
-            remove_unfinished(job.folder)
-            if _is_empty(job, error):
-                shutil.rmtree(job.folder)
+            _clean_up(destination, job, error)
             raise
-        return _complete(Conversion(directory))
 
 
-def _is_empty(job: Conversion, error: BaseException) -> bool:
+def _clean_up(destination: Destination, job: Conversion, error: BaseException) -> None:
+    """Removes what a failed run left unfinished, and the state if there is nothing to continue from."""
+    try:
+        destination.check_owner()  # an error of this run may come from another one that has taken over
+        remove_unfinished(job.folder)
+        if _is_empty(destination, job, error):
+            destination.clear()
+    except SettingsError as other:
+        raise other from error
+    except (MeshfeedError, OSError) as other:  # a store that is down
+        _log.warning("what the conversion left in %s is not removed: %s", destination.name, other)
+
+
+def _is_empty(destination: Destination, job: Conversion, error: BaseException) -> bool:
     """Whether there is nothing to continue from: no output file, and no download unless the job cannot succeed."""
     downloaded = any(map(is_url, job.paths)) and any((job.folder / "inputs").iterdir())
     kept = downloaded and not isinstance(error, MeshfeedError)
-    return not kept and not any(job.directory.glob("data-*"))
+    return not kept and not any(name.startswith("data-") for name in destination.sizes())
 
 
 def _check(settings: Settings) -> bytes | None:
@@ -219,18 +220,16 @@ def _identity(description: dict[str, Any]) -> dict[str, Any]:
     return kept | {"inputs": files, "versions": versions}
 
 
-def _finished(directory: str, description: dict[str, Any]) -> Converted | None:
+def _finished(destination: Destination, directory: str, description: dict[str, Any]) -> Converted | None:
     """Returns the result of an earlier run; None if there is something to do.
 
     Raises:
       SettingsError: the folder holds something else.
     """
-    path = pathlib.Path(directory)
-    if path.exists() and not path.is_dir():
-        raise SettingsError(f"--to {directory} is a file. Name a new or empty folder.", setting="to")
-    if not path.exists() or not any(path.iterdir()):
+    sizes = destination.sizes()
+    if not sizes:
         return None
-    converted, wanted = _converted_from(path), _identity(description)
+    converted, wanted = _converted_from(destination) if NAME in sizes else None, _identity(description)
     if (
         converted is not None and converted.get("version") == 1
     ):  # it kept neither versions nor a digest of the tokenizer
@@ -242,13 +241,12 @@ def _finished(directory: str, description: dict[str, Any]) -> Converted | None:
                 directory,
             )
     if converted == wanted:
-        _check_files(path)
-        _remove(path / FOLDER)  # exists if the run was killed after it had written the manifest
-        return _result(directory, description, was_complete=True)
-    if converted is None and (path / FOLDER).exists():
+        _check_files(destination, sizes)
+        destination.clear()  # the run may have been killed after it had written the manifest
+        return _result(destination, directory, description, was_complete=True)
+    if converted is None and FOLDER in sizes:
         return None
-    count = len(list(path.iterdir()))
-    what = f"{count:,} other file{'' if count == 1 else 's'}"
+    what = f"{len(sizes):,} other file{'' if len(sizes) == 1 else 's'}"
     if converted is not None:
         what = f"the result of a conversion {_difference(converted, wanted)}"
     raise SettingsError(
@@ -256,74 +254,44 @@ def _finished(directory: str, description: dict[str, Any]) -> Converted | None:
     )
 
 
-def _check_files(directory: pathlib.Path) -> None:
+def _check_files(destination: Destination, sizes: Mapping[str, int | None]) -> None:
     """Raises SettingsError if a file of a finished conversion is missing or has a different size."""
-    for file in read_manifest(str(directory / NAME)).files:
-        size = os.path.getsize(file.path) if os.path.exists(file.path) else None
+    for file in read_manifest(destination.path(NAME)).files:
+        size = sizes.get(os.path.basename(file.path))
         if size != file.num_bytes:
             found = "is missing" if size is None else f"has {size:,} bytes instead of {file.num_bytes:,}"
             raise SettingsError(
-                f"the conversion in {directory} was complete, but its file {file.path} {found}. Put it back, or remove what "
-                "the folder holds and convert again.",
+                f"the conversion in {destination.name} was complete, but its file {file.path} {found}. Put it back, or "
+                "remove what the folder holds and convert again.",
                 setting="to",
             )
 
 
-def _converted_from(directory: pathlib.Path) -> dict[str, Any] | None:
-    path = directory / NAME
-    if not path.exists():
-        return None
+def _converted_from(destination: Destination) -> dict[str, Any] | None:
     try:
-        return dict(read_manifest(str(path)).made["from"])
+        return dict(read_manifest(destination.path(NAME)).made["from"])
     except (MeshfeedError, KeyError, IndexError, TypeError):
         return None
 
 
-@contextlib.contextmanager
-def _lock(directory: str) -> Iterator[None]:
-    """Keeps other processes from converting to the same folder, and removes folders that stay empty."""
-    folder = pathlib.Path(directory) / FOLDER
-    is_new = not pathlib.Path(directory).exists()
-    folder.mkdir(parents=True, exist_ok=True)
-    number = os.open(folder, os.O_RDONLY)
-    try:
-        try:  # a lock of the kernel, because it ends with the process, even after SIGKILL
-            fcntl.flock(number, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise SettingsError(
-                f"another process is converting to {directory}. Wait for it, or name another folder.", setting="to"
-            ) from None
-        yield
-    finally:
-        os.close(number)
-        if is_new:
-            with contextlib.suppress(OSError):
-                os.rmdir(directory)  # fails if there is anything in it
-
-
-def _prepare(directory: str, description: dict[str, Any], tokenizer: bytes | None) -> Conversion:
+def _prepare(
+    destination: Destination, directory: str, description: dict[str, Any], tokenizer: bytes | None
+) -> Conversion:
     """Starts a job, or continues the one in the folder."""
     job = Conversion(directory)
-    path = job.folder / "job.json"
-    remove_unfinished(job.folder)
-    for left in job.directory.glob(f"{NAME}.*.part"):  # of a run that was killed while it wrote the manifest
-        unlink(left)
-    is_new = not path.exists()
-    if is_new:  # anything else in it belongs to another job, whose removal was interrupted
-        for left in job.folder.iterdir():
-            unlink(left)
-    for name in ("scans", "inputs", "parts", "entries"):
-        (job.folder / name).mkdir(exist_ok=True)
-    if is_new:
-        if tokenizer is not None:
-            (job.folder / TOKENIZER).write_bytes(tokenizer)
-        write_json(path, description)
-    elif difference := _difference(job.description, description):
+    content = json.dumps(description).encode()
+    found = destination.read(JOB)  # empty after a power failure
+    if found and (difference := _difference(json.loads(found), description)):
         raise SettingsError(
             f"the folder {directory} holds an unfinished conversion {difference}. Use the same to continue, name another "
             "folder, or remove this one.",
             setting="to",
         )
+    destination.begin(found or content, is_new=not found)
+    if not found:
+        if tokenizer is not None:
+            destination.write(TOKENIZER, tokenizer)
+        destination.write(JOB, content)
     return job
 
 
@@ -356,13 +324,13 @@ def _run(directory: str, engine: Engine, show: Show) -> None:
         with show(job, "scan"):
             engine(directory, "scan", job.missing_scans())
         try:
-            num_shards = job.plan.num_shards
+            _ = job.plan
         except TypesChanged:
             discard_plan(job)  # first: a killed run must not leave scans of the first blocks as those of all
             job.ask_for_all_types()
             continue
         if not job.types_changed:
-            np.zeros(num_shards, np.int64).tofile(job.folder / "progress")
+            job.begin_progress()
             with show(job, "write"):
                 engine(directory, "write", job.missing_shards())
         if not job.types_changed:
@@ -371,8 +339,9 @@ def _run(directory: str, engine: Engine, show: Show) -> None:
         discard_plan(job)
 
 
-def _complete(job: Conversion) -> Converted:
-    """Writes the manifest and removes the job's folder."""
+def _complete(destination: Destination, directory: str) -> Converted:
+    """Writes the manifest and removes the state."""
+    job = Conversion(directory)
     description, settings = job.description, job.settings
     features, values = describe_features(job)
     classes = [(job.load_scan(number).more or {}).get("classes") for number in range(len(job.paths))]
@@ -384,24 +353,13 @@ def _complete(job: Conversion) -> Converted:
     }
     converted |= {"classes": classes[0]} if classes[0] else {}
     source, details = manifest_details(settings)
-    manifest = job.directory / NAME
-    write_manifest(str(manifest), source, job.entries(details), made=converted)
-    sync(manifest)
-    _remove(job.folder)
-    return _result(str(job.directory), description, was_complete=False)
+    write_manifest(destination.path(NAME), source, job.entries(details), made=converted)
+    destination.finish()
+    return _result(destination, directory, description, was_complete=False)
 
 
-def _remove(folder: pathlib.Path) -> None:
-    for _ in range(10):  # a worker of a killed run may create a last file in it
-        shutil.rmtree(folder, ignore_errors=True)
-        if not folder.exists():
-            return
-        time.sleep(0.1)
-    shutil.rmtree(folder)
-
-
-def _result(directory: str, description: dict[str, Any], *, was_complete: bool) -> Converted:
-    manifest = read_manifest(str(pathlib.Path(directory) / NAME))
+def _result(destination: Destination, directory: str, description: dict[str, Any], *, was_complete: bool) -> Converted:
+    manifest = read_manifest(destination.path(NAME))
     converted = manifest.made
     return Converted(
         directory=directory,
@@ -458,8 +416,8 @@ def _work(pool: WorkerPool[int, None], waiting: list[int]) -> None:
 class RunInBeam:
     """An :data:`Engine`: each phase is one Apache Beam pipeline, on any of its runners.
 
-    The workers must see the input and the output folder under the same paths as this process, as on a shared file system,
-    and have meshfeed installed.
+    The workers must reach the input and the output folder under the same paths or URLs as this process, and have meshfeed
+    installed.
 
     Args:
       runner: name of the runner, such as DirectRunner, PrismRunner, FlinkRunner or DataflowRunner.
@@ -490,27 +448,25 @@ class RunInBeam:
 
         if not numbers:
             return
-        failures = Conversion(directory).folder / "failures"
-        failures.mkdir(exist_ok=True)
-        for path in failures.iterdir():
-            path.unlink()
+        destination = destination_of(directory)
+        destination.remove([f"failures/{name}" for name in destination.names("failures")])
         pipeline = beam.Pipeline(self._runner, self._options)
         tasks = pipeline | beam.Create(list(numbers), reshuffle=False) | beam.Reshuffle()
-        _ = tasks | beam.Map(_run_task, directory=str(pathlib.Path(directory).absolute()), phase=phase)
+        _ = tasks | beam.Map(_run_task, directory=destination.name, phase=phase)
         try:
             pipeline.run().wait_until_finish()
         except Exception as error:  # Beam wraps the error of a task in text of its own
-            found = sorted(failures.iterdir())
+            found = sorted(destination.names("failures"))
             if not found:
                 raise MeshfeedError(f"the Beam pipeline failed: {error}. See the log of {self._runner}.") from error
-            raise SourceError(json.loads(found[0].read_text())) from error
+            raise SourceError(json.loads(destination.read(f"failures/{found[0]}") or b"")) from error
 
 
 def _run_task(number: int, directory: str, phase: Phase) -> int:
     try:
         run_task(directory, phase, number)
     except MeshfeedError as error:
-        write_json(Conversion(directory).folder / "failures" / f"{number:05}.json", str(error))
+        Conversion(directory).save(f"failures/{number:05}.json", str(error))
         raise
     return number
 
@@ -532,16 +488,13 @@ def describe_features(job: Conversion) -> tuple[dict[str, dict[str, Any]], dict[
 
 
 def _sample(job: Conversion) -> tuple[dict[str, dict[str, Any]], dict[str, Measure]]:
-    from array_record.python.array_record_module import ArrayRecordReader
-
     bounds = job.plan.bounds
     chosen = np.unique(np.linspace(0, bounds[-1] - 1, _SAMPLE, dtype=np.int64))
     examples: list[dict[str, Any]] = []
     for shard in range(job.plan.num_shards):
         numbers = chosen[(chosen >= bounds[shard]) & (chosen < bounds[shard + 1])]
         if len(numbers):
-            reader = ArrayRecordReader(str(job.shard_path(shard)))
-            records = reader.read((numbers - bounds[shard]).tolist())
+            records = _read_records(job.destination.path(job.shard_name(shard)), (numbers - bounds[shard]).tolist())
             examples += [read_example(record, int(number)) for record, number in zip(records, numbers, strict=True)]
     found: dict[str, dict[str, Any]] = {}
     for features in examples:
@@ -550,3 +503,13 @@ def _sample(job: Conversion) -> tuple[dict[str, dict[str, Any]], dict[str, Measu
             before = found.get(name, {"list": False})
             found[name] = {"kind": KIND_NAMES[kind], "list": before["list"] or len(values) != 1}
     return dict(sorted(found.items())), measure_examples(examples)
+
+
+def _read_records(path: str, numbers: list[int]) -> Sequence[bytes]:
+    if is_url(path):
+        from meshfeed._src.sources.array_record.source import ArrayRecord  # imports JAX, which takes long
+
+        return ArrayRecord(path).__getitems__(numbers)
+    from array_record.python.array_record_module import ArrayRecordReader
+
+    return ArrayRecordReader(path).read(numbers)

@@ -11,8 +11,9 @@ import numpy as np
 
 from meshfeed._src.arrays.placer import Placer
 from meshfeed._src.base.errors import SettingsError, hides_own_frames
-from meshfeed._src.base.settings import FeedSettings, local_path
+from meshfeed._src.base.settings import FeedSettings
 from meshfeed._src.base.stats import CACHES, FeedStats, Sample, StatsRecorder, stats_since
+from meshfeed._src.base.stores import write_output
 from meshfeed._src.base.types import JsonValue, PyTree, RecordIds
 from meshfeed._src.feed.membership import Membership
 from meshfeed._src.feed.parts import replay_step
@@ -161,12 +162,16 @@ class Inspection:
 
         For the figures of all hosts, write logs with :func:`meshfeed.monitoring.log` and run ``meshfeed report``.
 
+        Args:
+          path: a path, or the URL of an object.
+
         Raises:
           OSError: the file cannot be written.
+          SettingsError: the store of a URL does not answer, or refuses the credentials.
         """
         from meshfeed._src.pictures.report import report_figures, report_page
 
-        local_path("path", path).write_text(report_page(report_figures([self._figures()])), encoding="utf-8")
+        write_output("path", path, report_page(report_figures([self._figures()])))
 
     def _sample(self) -> Sample:
         """Returns the figures now, for exporters. May be called from any thread."""

@@ -26,9 +26,11 @@ from meshfeed._src.base.errors import SettingsError, SourceError, missing_packag
 from meshfeed._src.base.fork import finalize
 from meshfeed._src.base.settings import local_path
 from meshfeed._src.base.stats import CACHES, FeedStats, Sample, Stall, rates
+from meshfeed._src.base.stores import is_url
 from meshfeed._src.base.threads import Background
 from meshfeed._src.base.types import JsonValue, public
 from meshfeed._src.feed.iterator import Feed
+from meshfeed._src.monitoring.stored_log import StoredLog, joined, read_folder
 from meshfeed._src.pictures.report import HostLog
 
 _log = logging.getLogger("meshfeed.monitoring")
@@ -175,21 +177,25 @@ def log(feed: object, directory: str | os.PathLike[str], *, seconds: float = 10.
     """Writes the figures of a feed to ``directory`` as JSON lines, for ``meshfeed report``.
 
     Call it on every host. Each feed and host writes to a file of its own, ``<feed>-host-<number>.jsonl``, and appends to it
-    after a restart. A line holds the totals of ``feed.stats()`` so far, the step, the position, and the totals of the
-    shard caches.
+    after a restart; at a URL, each run writes objects of its own, ``<feed>-host-<number>-<run>-<number>.jsonl``, and uploads
+    once a minute, and at once what a stalled host reports. A line holds the totals of ``feed.stats()`` so far, the step, the
+    position, and the totals of the shard caches.
 
     Args:
       feed: a :class:`meshfeed.Feed`.
-      directory: a folder on a local or shared disk; created if needed.
+      directory: a folder on a local or shared disk, created if needed, or a URL such as ``s3://bucket/logs``.
       seconds: time between two lines.
 
     Returns:
-      The running exporter. The last line is written when it is closed, or when the process exits.
+      The running exporter. The last line is written when it is closed, or when the process exits. Close it if the folder
+      is a URL: at the exit of a process, clients may refuse to open a connection.
 
     Raises:
-      SettingsError: the folder is a URL or cannot be written, or an argument is invalid.
+      SettingsError: the folder cannot be written, or an argument is invalid.
     """
     feed, host = check_feed(feed), coordination.process_index()
+    if is_url(os.fspath(directory)):
+        return _log_to_store(feed, host, os.fspath(directory), check_seconds(seconds))
     folder, name = local_path("directory", directory), feed.name
     path = folder / f"{name}-host-{host:05d}.jsonl"
 
@@ -211,6 +217,20 @@ def log(feed: object, directory: str | os.PathLike[str], *, seconds: float = 10.
         ) from error
 
 
+def _log_to_store(feed: Feed, host: int, url: str, seconds: float) -> Exporter:
+    name = feed.name
+    stored = StoredLog(url, f"{name}-host-{host:05d}-{take_sample(feed).stats.feed_id}")
+
+    def write(before: Sample | None, sample: Sample) -> None:
+        line = _to_json(before, sample, name, host)
+        stored.add(json.dumps(line), now="stalls" in line)
+
+    try:
+        return Exporter(Sampler(feed, seconds, write, stored.end).close)
+    except OSError as error:
+        raise SettingsError(f"directory={url!r} cannot be written: {error}", setting="directory") from error
+
+
 def _to_json(before: Sample | None, sample: Sample, feed: str, host: int) -> dict[str, JsonValue]:
     stats = dataclasses.asdict(sample.stats)
     del stats["tuned"]
@@ -226,24 +246,24 @@ def read_logs(paths: Sequence[str | os.PathLike[str]]) -> list[HostLog]:
     """Reads logs of one or several hosts.
 
     Args:
-      paths: files, or folders with ``*.jsonl`` files.
+      paths: files, or folders with ``*.jsonl`` files, or their URLs.
 
     Returns:
       One log per feed, host and run, by feed, host and time. A run ends when its process ends.
 
     Raises:
-      SourceError: a path does not exist, a line is not one of :func:`log` (except an incomplete one), or there are
-        no figures at all.
+      SourceError: a path does not exist, a line is not one of :func:`log` (except an incomplete one), there are no figures
+        at all, or the store of a URL does not answer.
     """
-    logs = [log for path in _files(paths) for log in _logs_of(path)]
+    logs = [log for name, content in joined(_files(paths)) for log in _logs_of(name, content)]
     if not logs:
         raise _not_a_log(f"no figures in {', '.join(map(str, paths))}")
     return sorted(logs, key=lambda log: (log.feed, log.host, log.samples[0].time))
 
 
-def _logs_of(path: pathlib.Path) -> list[HostLog]:
+def _logs_of(path: str, content: bytes) -> list[HostLog]:
     try:
-        text = path.read_text(encoding="utf-8")
+        text = content.decode()
     except UnicodeDecodeError as error:
         raise _not_a_log(f"{path} is not text in UTF-8") from error
     lines = [(number, line) for number, line in enumerate(text.splitlines(), 1) if _is_whole(line)]
@@ -262,7 +282,7 @@ def _is_whole(line: str) -> bool:
     return not line.startswith("{") or line.endswith("}")  # a full disk or a kill may leave half a line
 
 
-def _parsed(path: pathlib.Path, number: int, text: str) -> tuple[str, int, Sample]:
+def _parsed(path: str, number: int, text: str) -> tuple[str, int, Sample]:
     try:
         line = json.loads(text)
         figures = {name: line[name] for name in ("time", "step", "position", *_STATS) if name in line}
@@ -289,12 +309,18 @@ def _not_a_log(problem: str) -> SourceError:
     return SourceError(f"{problem}. Pass the files or the folder that meshfeed.monitoring.log wrote.")
 
 
-def _files(paths: Sequence[str | os.PathLike[str]]) -> list[pathlib.Path]:
-    files: list[pathlib.Path] = []
-    for path in map(pathlib.Path, paths):
+def _files(paths: Sequence[str | os.PathLike[str]]) -> list[tuple[str, bytes]]:
+    """Returns name and content of each file."""
+    files: list[tuple[str, bytes]] = []
+    for given in paths:
+        name = os.fspath(given)
+        if is_url(name):
+            files += read_folder(name)
+            continue
+        path = pathlib.Path(name)
         if not path.exists():
             raise _not_a_log(f"{path} does not exist")
-        files += sorted(path.glob("*.jsonl")) if path.is_dir() else [path]
+        files += [(str(one), one.read_bytes()) for one in (sorted(path.glob("*.jsonl")) if path.is_dir() else [path])]
     return files
 
 

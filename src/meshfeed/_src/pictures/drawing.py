@@ -9,9 +9,9 @@ from __future__ import annotations
 
 import dataclasses
 import html
+import io
 import itertools
 import math
-import pathlib
 import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Literal, NamedTuple
@@ -125,8 +125,8 @@ class Drawing:
         ]
         return "\n".join(lines) + "\n"
 
-    def save_png(self, path: pathlib.Path) -> None:
-        """Writes a PNG in light colors at twice the size; needs matplotlib."""
+    def to_png(self) -> bytes:
+        """Returns a PNG in light colors at twice the size; needs matplotlib."""
         try:
             from matplotlib.figure import Figure
         except ImportError as error:
@@ -137,7 +137,9 @@ class Drawing:
         axes.set_axis_off()
         for shape in self.shapes:
             _paint_shape(axes, shape)
-        figure.savefig(path, dpi=200)
+        out = io.BytesIO()
+        figure.savefig(out, format="png", dpi=200)
+        return out.getvalue()
 
 
 def page(title: str, body: str, style: str = "") -> str:

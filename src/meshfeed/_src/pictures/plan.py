@@ -13,7 +13,7 @@ import jax
 import numpy as np
 
 from meshfeed._src.base.errors import SettingsError
-from meshfeed._src.base.settings import local_path
+from meshfeed._src.base.stores import write_output
 from meshfeed._src.base.types import JsonValue, PyTree, public
 from meshfeed._src.pictures.drawing import Box, Drawing, Text, arrow, escape, host_color, page, text_width
 from meshfeed._src.plan.topology import PlanTable, plan_table
@@ -110,18 +110,18 @@ class MeshPlan:
     def save(self, path: str | os.PathLike[str]) -> None:
         """Writes the drawing to a ``.svg``, ``.html`` or ``.png`` file; a PNG needs matplotlib.
 
+        Args:
+          path: a path, or the URL of an object.
+
         Raises:
-          SettingsError: the name ends in something else, the path is a URL, or matplotlib is not installed.
+          SettingsError: the name ends in something else, matplotlib is not installed, the store of a URL does not answer,
+            or it refuses the credentials.
         """
-        path = local_path("path", path)
-        if path.suffix == ".svg":
-            path.write_text(self.to_svg(), encoding="utf-8")
-        elif path.suffix == ".html":
-            path.write_text(self.to_html(), encoding="utf-8")
-        elif path.suffix == ".png":
-            _MeshDrawing(self).drawing.save_png(path)
-        else:
-            raise SettingsError(f"path={str(path)!r} must end in .svg, .html or .png.", setting="path")
+        kinds = {".svg": self.to_svg, ".html": self.to_html, ".png": _MeshDrawing(self).drawing.to_png}
+        suffix = os.path.splitext(path)[1]
+        if suffix not in kinds:
+            raise SettingsError(f"path={os.fspath(path)!r} must end in .svg, .html or .png.", setting="path")
+        write_output("path", path, kinds[suffix]())
 
 
 def make_plan(

@@ -33,9 +33,9 @@ from meshfeed._src.base.settings import (
     Retry,
     ShardShuffle,
     SkipBad,
-    local_path,
 )
 from meshfeed._src.base.stats import FeedStats, stats_since
+from meshfeed._src.base.stores import write_output
 from meshfeed._src.base.trees import tree_from_json, tree_to_json
 from meshfeed._src.base.turn import in_turn
 from meshfeed._src.base.types import PyTree, RecordIds, public
@@ -372,7 +372,7 @@ class RemoteFeed(Checkpointable):
 
     def report(self, path: str | os.PathLike[str]) -> None:
         """Writes the figures of the first host over time as one HTML page; see :meth:`meshfeed.Feed.report`."""
-        local_path("path", path).write_text(report_page(self._client.call("report")[0]), encoding="utf-8")
+        write_output("path", path, report_page(self._client.call("report")[0]))
 
     # ------------------------------------------------------------------ closing
 

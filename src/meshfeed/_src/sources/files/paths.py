@@ -43,6 +43,7 @@ _VERSION_FIELDS = (
     "last_modified",
     "Last-Modified",
     "created",
+    "blob_id",  # of Hugging Face
 )
 
 

@@ -1,0 +1,561 @@
+"""Where a conversion puts its output files and keeps its state: a folder on a disk, or a URL of an object store.
+
+The state is a set of small files below :data:`FOLDER`, in the destination itself, so that any process that reaches it can run
+tasks, and a killed job continues on any machine. Copies of the input and output files that are being written are in
+:attr:`Destination.work`, a local folder: for a URL, one below the machine's temporary folder.
+
+An object is there whole or not at all, but a store has neither renaming nor locks that end with a process. Hence:
+
+- An output file is written to a local file and uploaded under its final name. The version that the store then reports is
+  part of the entry of that file, and a file whose object has another size or version is written again.
+- The run that started last owns the job. Its mark is checked before the state is removed and before the manifest is
+  written; an earlier run that is still alive stops with an error. A kernel's lock keeps two runs on one machine apart.
+- Uploads in parts that were killed are invisible objects that are billed. S3 lists them; they are aborted before a job
+  continues and when it is complete. Google Cloud Storage and Azure drop them by themselves after a week.
+"""
+
+from __future__ import annotations
+
+import abc
+import contextlib
+import fcntl
+import json
+import logging
+import os
+import pathlib
+import secrets
+import shutil
+import socket
+import tempfile
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any
+
+from meshfeed._src.base.errors import MeshfeedError, SettingsError
+from meshfeed._src.base.stores import abort_uploads, ask, is_url, open_store
+from meshfeed._src.sources.files.manifest import NAME, digest_of
+from meshfeed._src.sources.files.paths import in_threads, version_of
+
+_log = logging.getLogger("meshfeed.convert")
+
+FOLDER = ".convert"
+JOB = "job.json"
+_OWNER = "owner.json"
+_PART_BYTES = 32 << 20  # of an upload to S3; a file of two parts or more is uploaded in parts
+_MOST_BYTES = 1 << 30  # of a file of the state
+_LIST_SECONDS = 5.0  # between two listings for a progress bar
+_READ_ONLY = ("http", "https", "hf")
+
+
+class Destination(abc.ABC):
+    """The folder of the output files, or its URL.
+
+    Names of output files are relative to the destination, those of the state to :data:`FOLDER` in it.
+
+    Attributes:
+      name: the absolute path or the URL, for messages and paths.
+    """
+
+    name: str
+
+    @property
+    @abc.abstractmethod
+    def work(self) -> pathlib.Path:
+        """The local folder for what processes on other machines do not need."""
+
+    def path(self, name: str) -> str:
+        """Returns the path or URL of an output file."""
+        return f"{self.name}/{name}"
+
+    @abc.abstractmethod
+    def sizes(self) -> dict[str, int | None]:
+        """Returns the names of what is in the destination and their sizes in bytes; of a folder, such as the state, None.
+
+        Raises:
+          SettingsError: the destination is a file.
+        """
+
+    @abc.abstractmethod
+    def lock(self) -> contextlib.AbstractContextManager[None]:
+        """Keeps other processes on this machine from converting to the same destination.
+
+        Raises:
+          SettingsError: one does.
+        """
+
+    @abc.abstractmethod
+    def begin(self, job: bytes, *, is_new: bool) -> None:
+        """Makes this run the owner, and removes what killed runs left unfinished.
+
+        Args:
+          job: the content of :data:`JOB`.
+          is_new: whether the destination has none yet. All of the state then belongs to another job, whose removal was
+            interrupted, and is removed. The caller writes :data:`JOB`, last of what it writes.
+        """
+
+    @abc.abstractmethod
+    def check_owner(self) -> None:
+        """Raises SettingsError if another process has started to convert to the same destination."""
+
+    @abc.abstractmethod
+    def read(self, name: str) -> bytes | None:
+        """Returns a file of the state; None if there is none."""
+
+    @abc.abstractmethod
+    def write(self, name: str, content: bytes) -> None:
+        """Writes a file of the state, in place of an earlier one, at once."""
+
+    @abc.abstractmethod
+    def names(self, folder: str) -> set[str]:
+        """Returns the names of the files in a folder of the state."""
+
+    @abc.abstractmethod
+    def counter(self, folder: str) -> Callable[[], int]:
+        """Returns a function that counts the JSON files in a folder of the state; cheap enough for a progress bar."""
+
+    @abc.abstractmethod
+    def remove(self, names: Iterable[str]) -> None:
+        """Removes files of the state, unless they are gone."""
+
+    @abc.abstractmethod
+    def put(self, part: pathlib.Path, name: str, entry: str, row: dict[str, Any]) -> None:
+        """Makes a complete local file an output file, and writes ``row`` to the file ``entry`` of the state."""
+
+    @abc.abstractmethod
+    def has(self, name: str, row: Mapping[str, Any]) -> bool:
+        """Whether an output file is there as it was put with ``row``."""
+
+    @abc.abstractmethod
+    def remove_outputs(self, names: Iterable[str]) -> None:
+        """Removes output files, unless they are gone."""
+
+    @abc.abstractmethod
+    def finish(self) -> None:
+        """Makes the manifest, which has been written, durable, and removes the state."""
+
+    @abc.abstractmethod
+    def clear(self) -> None:
+        """Removes the state."""
+
+
+def destination_of(directory: str | os.PathLike[str]) -> Destination:
+    """Returns the destination with a path or URL.
+
+    Raises:
+      SettingsError: nothing can be written to such a URL.
+    """
+    text = os.fspath(directory)
+    if is_url(text) or "::" in text.partition("://")[0]:  # chained file systems of fsspec
+        return Bucket(text)
+    return Disk(text.removeprefix("file://"))
+
+
+# ------------------------------------------------------------------------ a folder on a disk
+
+
+class Disk(Destination):
+    """A folder on a local or shared disk."""
+
+    def __init__(self, directory: str) -> None:
+        self._directory = pathlib.Path(directory).absolute()
+        self.name = str(self._directory)
+
+    @property
+    def work(self) -> pathlib.Path:
+        """See :class:`Destination`."""
+        return self._directory / FOLDER
+
+    def sizes(self) -> dict[str, int | None]:
+        """See :class:`Destination`."""
+        if not self._directory.exists():
+            return {}
+        if not self._directory.is_dir():
+            raise SettingsError(f"--to {self.name} is a file. Name a new or empty folder.", setting="to")
+        return {
+            path.name: path.stat().st_size if path.is_file() else None
+            for path in self._directory.iterdir()
+            if path.exists()
+        }
+
+    @contextlib.contextmanager
+    def lock(self) -> Iterator[None]:
+        """See :class:`Destination`. Removes folders that stay empty."""
+        is_new = not self._directory.exists()
+        self.work.mkdir(parents=True, exist_ok=True)
+        try:
+            with _locked(self.work, self.name):
+                yield
+        finally:
+            if is_new:
+                with contextlib.suppress(OSError):
+                    os.rmdir(self._directory)  # fails if there is anything in it
+
+    def begin(self, job: bytes, *, is_new: bool) -> None:
+        """See :class:`Destination`."""
+        remove_unfinished(self.work)
+        for left in self._directory.glob(f"{NAME}.*.part"):  # of a run that was killed while it wrote the manifest
+            unlink(left)
+        if is_new:
+            for left in self.work.iterdir():
+                unlink(left)
+        _make_folders(self.work)
+
+    def check_owner(self) -> None:
+        """See :class:`Destination`. The lock is held."""
+
+    def read(self, name: str) -> bytes | None:
+        """See :class:`Destination`."""
+        try:
+            return (self.work / name).read_bytes()
+        except FileNotFoundError:
+            return None
+
+    def write(self, name: str, content: bytes) -> None:
+        """See :class:`Destination`. :func:`remove_unfinished` handles power failures."""
+        path = self.work / name
+        path.parent.mkdir(exist_ok=True)
+        with replacing(path) as part:
+            part.write_bytes(content)
+
+    def names(self, folder: str) -> set[str]:
+        """See :class:`Destination`."""
+        with contextlib.suppress(FileNotFoundError):
+            return set(os.listdir(self.work / folder))
+        return set()
+
+    def counter(self, folder: str) -> Callable[[], int]:
+        """See :class:`Destination`."""
+        return lambda: _count(self.names(folder))
+
+    def remove(self, names: Iterable[str]) -> None:
+        """See :class:`Destination`."""
+        for name in names:
+            (self.work / name).unlink(missing_ok=True)
+
+    def put(self, part: pathlib.Path, name: str, entry: str, row: dict[str, Any]) -> None:
+        """See :class:`Destination`."""
+        self.write(entry, json.dumps(row).encode())
+        os.replace(part, self.path(name))
+
+    def has(self, name: str, row: Mapping[str, Any]) -> bool:
+        """See :class:`Destination`."""
+        return os.path.exists(self.path(name))
+
+    def remove_outputs(self, names: Iterable[str]) -> None:
+        """See :class:`Destination`."""
+        for name in names:
+            pathlib.Path(self.path(name)).unlink(missing_ok=True)
+
+    def finish(self) -> None:
+        """See :class:`Destination`."""
+        sync(pathlib.Path(self.path(NAME)))
+        self.clear()
+
+    def clear(self) -> None:
+        """See :class:`Destination`."""
+        for _ in range(10):  # a worker of a killed run may create a last file in it
+            shutil.rmtree(self.work, ignore_errors=True)
+            if not self.work.exists():
+                return
+            time.sleep(0.1)
+        shutil.rmtree(self.work)
+
+
+@contextlib.contextmanager
+def _locked(folder: pathlib.Path, name: str) -> Iterator[None]:
+    number = os.open(folder, os.O_RDONLY)
+    try:
+        try:  # a lock of the kernel, because it ends with the process, even after SIGKILL
+            fcntl.flock(number, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise SettingsError(
+                f"another process is converting to {name}. Wait for it, or name another folder.", setting="to"
+            ) from None
+        yield
+    finally:
+        os.close(number)
+
+
+def _make_folders(work: pathlib.Path) -> None:
+    for name in ("scans", "inputs", "parts", "entries"):
+        (work / name).mkdir(parents=True, exist_ok=True)
+
+
+@contextlib.contextmanager
+def replacing(target: pathlib.Path) -> Iterator[pathlib.Path]:
+    """Yields a temporary path, and renames the file there to ``target`` unless there is an error."""
+    with temporary(target.parent, target.name) as part:
+        yield part
+        os.replace(part, target)
+
+
+@contextlib.contextmanager
+def temporary(folder: pathlib.Path, name: str) -> Iterator[pathlib.Path]:
+    """Yields a path in a folder, and removes what is there after an error."""
+    part = folder / f"{name}.{secrets.token_hex(4)}.part"
+    try:
+        yield part
+    except BaseException:
+        unlink(part)
+        raise
+
+
+def unlink(path: pathlib.Path) -> None:
+    """Removes a file or a folder, unless it is gone."""
+    if path.is_dir():
+        shutil.rmtree(path)
+    else:
+        path.unlink(missing_ok=True)
+
+
+def sync(path: pathlib.Path) -> None:
+    """Waits until the content of a file is on the disk, so that a power failure does not leave it empty."""
+    with open(path, "rb") as file:
+        os.fsync(file.fileno())
+
+
+def remove_unfinished(folder: pathlib.Path) -> None:
+    """Removes what killed tasks left, and JSON files that a power failure left empty."""
+    for path in list(folder.rglob("*.part")):
+        unlink(path)
+    for path in folder.rglob("*.json"):
+        if not path.stat().st_size:
+            path.unlink()
+
+
+# ------------------------------------------------------------------------ a URL
+
+
+class Bucket(Destination):
+    """A folder of an object store, by its URL.
+
+    Raises:
+      SettingsError: nothing can be written to such a URL.
+    """
+
+    def __init__(self, url: str) -> None:
+        self.name = url.rstrip("/")
+        protocol = url.partition("://")[0]
+        if protocol in _READ_ONLY or "::" in url:
+            raise SettingsError(
+                f"--to {url} is a URL that convert cannot write to. Expected a folder on a disk, or one in an object store, "
+                "such as s3://bucket/records or gs://bucket/records. Name such a folder, and copy the result.",
+                setting="to",
+            )
+        self._is_s3 = hasattr(open_store(self.name, MeshfeedError)[0], "list_multipart_uploads")
+        self._owner = ""
+        self._job: bytes | None = None
+
+    @property
+    def work(self) -> pathlib.Path:
+        """See :class:`Destination`. Named after the job, or a copy of an older input could be taken for that of this one."""
+        job = self.read(JOB)
+        if job is None:
+            raise MeshfeedError(
+                f"there is no conversion in {self.name}: its state was removed, maybe by another process that converted to "
+                "the same URL. Run the command again."
+            )
+        work = self._local() / digest_of(job).rpartition(":")[2]
+        if not work.exists():
+            _make_folders(work)
+        return work
+
+    def _local(self) -> pathlib.Path:
+        """Returns a folder of this user for this URL, on this machine."""
+        folder = pathlib.Path(tempfile.gettempdir(), f"meshfeed-convert-{os.getuid()}")
+        folder.mkdir(mode=0o700, exist_ok=True)
+        status = folder.lstat()
+        if status.st_uid != os.getuid() or folder.is_symlink():  # anybody may create names in /tmp
+            raise SettingsError(
+                f"{folder} belongs to another user. Set TMPDIR to a folder of yours, with room for the input.",
+                setting="to",
+            )
+        mine = folder / digest_of(self.name.encode()).rpartition(":")[2]
+        mine.mkdir(exist_ok=True)
+        return mine
+
+    def _ask(self, name: str, method: str, *arguments: Any, **keywords: Any) -> Any:
+        """Makes a request about an object below the URL, or the URL itself; see :func:`meshfeed._src.base.stores.ask`."""
+        return ask(self.path(name) if name else self.name, method, *arguments, error=MeshfeedError, **keywords)
+
+    def _find(self) -> dict[str, dict[str, Any]]:
+        """Returns what the store reports of all objects below the URL, by their names relative to it."""
+        start = len(open_store(self.name, MeshfeedError)[1].rstrip("/")) + 1
+        try:
+            found = self._ask("", "find", detail=True)
+        except FileNotFoundError:
+            return {}
+        # Some stores list a folder as an object without content.
+        return {str(path)[start:]: info for path, info in found.items() if info.get("size") or str(path)[-1:] != "/"}
+
+    # ------------------------------------------------------------------ see Destination
+
+    def sizes(self) -> dict[str, int | None]:
+        """See :class:`Destination`."""
+        found: dict[str, int | None] = {}
+        for name, info in self._find().items():
+            if not name and info.get("type") != "directory":
+                raise SettingsError(f"--to {self.name} is a file. Name a new or empty folder.", setting="to")
+            first, slash, _ = name.partition("/")
+            if first:
+                found[first] = None if slash else int(info.get("size") or 0)
+        return found
+
+    @contextlib.contextmanager
+    def lock(self) -> Iterator[None]:
+        """See :class:`Destination`."""
+        folder = self._local()
+        try:
+            with _locked(folder, self.name):
+                yield
+        finally:
+            with contextlib.suppress(OSError):
+                os.rmdir(folder)  # fails if there is anything in it
+
+    def begin(self, job: bytes, *, is_new: bool) -> None:
+        """See :class:`Destination`."""
+        if is_new:
+            self._clear_state()
+        self._abort_uploads()
+        self._owner = json.dumps(
+            {"host": socket.gethostname(), "pid": os.getpid(), "time": time.time(), "id": secrets.token_hex(8)}
+        )
+        self.write(_OWNER, self._owner.encode())
+        self._job = job
+        remove_unfinished(self.work)
+        _make_folders(self.work)
+
+    def check_owner(self) -> None:
+        """See :class:`Destination`."""
+        if not self._owner:
+            return
+        found = (self.read(_OWNER) or b"").decode()
+        if found == self._owner:
+            return
+        who = "another process"
+        with contextlib.suppress(ValueError, KeyError, TypeError):
+            other = json.loads(found)
+            who = f"process {other['pid']} on {other['host']}"
+        raise SettingsError(
+            f"{who} has started to convert to {self.name} since this process did. Wait for it: its result is the same.",
+            setting="to",
+        )
+
+    def read(self, name: str) -> bytes | None:
+        """See :class:`Destination`."""
+        if name == JOB and self._job is not None:
+            return self._job
+        # s3fs looks an object up before it reads all of it; a range is one request.
+        span = {"start": 0, "end": _MOST_BYTES} if self._is_s3 else {}
+        try:
+            content = self._ask(f"{FOLDER}/{name}", "cat_file", **span)
+        except FileNotFoundError:
+            return None
+        if name == JOB:
+            self._job = content
+        return content
+
+    def write(self, name: str, content: bytes) -> None:
+        """See :class:`Destination`."""
+        self._store(f"{FOLDER}/{name}", "pipe_file", content)
+
+    def _store(self, name: str, method: str, content: object, **keywords: Any) -> None:
+        try:
+            self._ask(name, method, content, **keywords)
+        except FileNotFoundError as error:
+            raise SettingsError(
+                f"--to {self.name} cannot be written: {error}. Create the bucket, or name another URL.", setting="to"
+            ) from error
+
+    def names(self, folder: str) -> set[str]:
+        """See :class:`Destination`."""
+        start = f"{FOLDER}/{folder}/"
+        return {name.removeprefix(start) for name in self._find() if name.startswith(start)}
+
+    def counter(self, folder: str) -> Callable[[], int]:
+        """See :class:`Destination`. Lists the state once in some seconds."""
+        last, listed = 0, -_LIST_SECONDS
+
+        def count() -> int:
+            nonlocal last, listed
+            if time.monotonic() > listed + _LIST_SECONDS:
+                last, listed = _count(self.names(folder)), time.monotonic()
+            return last
+
+        return count
+
+    def remove(self, names: Iterable[str]) -> None:
+        """See :class:`Destination`."""
+        self.remove_outputs([f"{FOLDER}/{name}" for name in names])
+
+    def remove_outputs(self, names: Iterable[str]) -> None:
+        """See :class:`Destination`."""
+        in_threads(self._remove, list(names))
+
+    def _remove(self, name: str) -> None:
+        with contextlib.suppress(FileNotFoundError):
+            self._ask(name, "rm_file")
+
+    def put(self, part: pathlib.Path, name: str, entry: str, row: dict[str, Any]) -> None:
+        """See :class:`Destination`."""
+        num_bytes = part.stat().st_size
+        settings = {"chunksize": _PART_BYTES} if self._is_s3 else {}
+        self._store(name, "put_file", str(part), num_bytes=num_bytes, **settings)
+        info = self._info(name)
+        if info is None or info.get("size") != num_bytes:
+            found = "is missing" if info is None else f"has {info.get('size')} bytes"
+            raise OSError(f"{self.path(name)} {found} after an upload of {num_bytes:,} bytes")
+        self.write(entry, json.dumps(row | {"version": version_of(info)}).encode())
+        unlink(part)
+
+    def _info(self, name: str) -> dict[str, Any] | None:
+        try:
+            return self._ask(name, "info")
+        except FileNotFoundError:
+            return None
+
+    def has(self, name: str, row: Mapping[str, Any]) -> bool:
+        """See :class:`Destination`."""
+        info = self._info(name)
+        return info is not None and (info.get("size"), version_of(info)) == (row["num_bytes"], row.get("version"))
+
+    def finish(self) -> None:
+        """See :class:`Destination`."""
+        self._abort_uploads()
+        self.clear()
+
+    def clear(self) -> None:
+        """See :class:`Destination`. Not that of a process that has started since."""
+        if self._owner:
+            self.check_owner()
+        self._clear_state()
+        shutil.rmtree(self._local(), ignore_errors=True)
+
+    def _clear_state(self) -> None:
+        for _ in range(10):  # a request of a killed run may arrive late
+            # The job last: what is left without it belongs to no job.
+            names = sorted((name for name in self._find() if name.startswith(f"{FOLDER}/")), key=_is_job)
+            if not names:
+                return
+            self.remove_outputs([name for name in names if not _is_job(name)])
+            self.remove_outputs([name for name in names if _is_job(name)])
+
+    def _abort_uploads(self) -> None:
+        try:
+            abort_uploads(self.name, MeshfeedError)
+        except FileNotFoundError:
+            return  # the first write says so
+        except (OSError, MeshfeedError) as error:
+            _log.warning(
+                "uploads that earlier runs left unfinished cannot be listed: %s Without the right to list them, let a rule "
+                "of the bucket's life cycle abort them.",
+                error,
+            )
+
+
+def _count(names: Iterable[str]) -> int:
+    return sum(name.endswith(".json") for name in names)
+
+
+def _is_job(name: str) -> bool:
+    return name == f"{FOLDER}/{JOB}"
