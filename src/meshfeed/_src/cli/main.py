@@ -58,7 +58,9 @@ def main() -> None:
 
 
 @main.command(short_help="Train, kill every host, continue, and compare.", epilog=example("demo --directory demo-out"))
-@click.option("--quick", is_flag=True, help="A smaller training, on 2 hosts and then on 1: half a minute on 2 free cores.")
+@click.option(
+    "--quick", is_flag=True, help="A smaller training, on 2 hosts and then on 1: half a minute on 2 free cores."
+)
 @at_least(20, "--steps", help="Training steps; default: 160, or 24 with --quick.")
 @click.option(
     "--directory",
