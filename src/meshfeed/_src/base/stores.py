@@ -134,9 +134,10 @@ def open_store(url: str, error: MakeError = CheckpointError) -> tuple[Any, str]:
     try:
         with store_errors(url, error):
             file_system = _file_system(scheme, _FAMILY.get(scheme, scheme), os.getpid())
+            from fsspec.core import strip_protocol
     except ImportError as problem:
         raise error(f"{url}: {problem}. {how_to_install(url)}.") from problem
-    return file_system, file_system._strip_protocol(url)
+    return file_system, strip_protocol(url)
 
 
 @functools.lru_cache(maxsize=64)
