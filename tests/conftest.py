@@ -12,6 +12,7 @@ if "xla_force_host_platform_device_count" not in os.environ.get("XLA_FLAGS", "")
     os.environ["XLA_FLAGS"] = (os.environ.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=8").strip()
 
 import hypothesis
+import jax  # noqa: F401 (reads the environment now)
 import pytest
 
 # No example may fail for being slow: speed is measured in benchmarks/, and CI machines are noisy.
@@ -23,10 +24,17 @@ hypothesis.settings.load_profile("meshfeed")
 
 @pytest.fixture(scope="session", autouse=True)
 def _temporary_files(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """Temporary files of libraries and child processes go below the folder that pytest removes (AutoGraph keeps its)."""
-    folder = tmp_path_factory.mktemp("tempfile")
+    """Temporary files of libraries and child processes go below the folder that pytest removes (AutoGraph keeps its).
+
+    So does what child processes compile, where later ones find it: many run the same program. This process has read its
+    environment already and compiles everything itself.
+    """
+    folder, base = tmp_path_factory.mktemp("tempfile"), tmp_path_factory.getbasetemp()
+    shared = base.parent if "PYTEST_XDIST_WORKER" in os.environ else base
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("TMPDIR", str(folder))
+        patch.setenv("JAX_COMPILATION_CACHE_DIR", str(shared / "compiled"))
+        patch.setenv("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")
         patch.setattr(tempfile, "tempdir", None)
         yield
 
