@@ -6,24 +6,33 @@ does for a sample, and by the iterator itself. WebDataset reads archives from fr
 of 1,000. pyarrow takes the same rows of decoded row groups, as meshfeed keeps them; of the table as ``read_table``
 returns it; and of one chunk that holds all rows, which copies the table once more and is only possible if it fits in
 memory: the limit. ``Dataset.take`` decodes at each call.
+
+The last tables show what a feed adds to reading: the share of the source alone, and a bare loop that hands the same
+batches to JAX.
 """
 
 from __future__ import annotations
 
 import argparse
 import importlib.util
+import io
 import itertools
 import os
+import tarfile
 import tempfile
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
 
-from benchmarks._measure import Table, Way, main, rates, take_turns
+from benchmarks import _data, _peers
+from benchmarks._measure import Table, Way, main, make_mesh, rates, take_turns, with_cpu_devices
+from benchmarks.feed import our_ways
 from meshfeed.sources import MDS, Parquet, WebDataset
 
-BATCH = 256
+with_cpu_devices(8)
+
+BATCH, _FEED_BATCH = 256, 64
 _GROUP_ROWS = 1000  # of Parquet
 
 
@@ -148,6 +157,68 @@ def parquet_ways(folder: str, num_records: int, num_bytes: int) -> dict[str, Way
     return {name: Way(shuffled(ours, read)) for name, read in ways.items()}
 
 
+def feed_tables(folder: str, options: argparse.Namespace) -> Iterator[Table]:
+    """Batches of 64 records of 1 KB that have become global arrays, beside the source alone."""
+    import jax
+    from jax.sharding import NamedSharding, PartitionSpec
+
+    sharding = NamedSharding(make_mesh(), PartitionSpec("data"))
+    put = _peers.putter(sharding)
+
+    def loop(source: Any, then: Callable[[Any], Any]) -> Way:
+        rng, last = np.random.default_rng(1), [None]
+
+        def run() -> int:
+            ids = rng.integers(0, len(source), _FEED_BATCH)
+            if isinstance(source, WebDataset):
+                last[0] = then({"x": np.stack([_decode(record)["x"] for record in source.read_raw(ids)])})
+            else:
+                last[0] = then(source.read_batch(ids))
+            return 1
+
+        return Way(run)
+
+    for name, source in _sources_of_1_kb(folder, options.records).items():
+        alone = f"{name} alone: read, decode, stack"
+        ways = {
+            alone: loop(source, lambda batch: batch),
+            f"{name} alone, and JAX's public call": loop(source, lambda batch: jax.tree.map(put, batch)),
+            **our_ways(source, sharding, _FEED_BATCH, shuffle=True),
+        }
+        found = take_turns(ways, rounds=options.rounds, seconds=options.seconds)
+        title = f"{name}: {_FEED_BATCH} records of 1 KB per batch, shuffled, 8 devices"
+        yield rates(title, "batches", found, ours="meshfeed, prefetch=0", floor=alone)
+
+
+def _decode(record: dict[str, Any]) -> dict[str, np.ndarray]:
+    return {"x": np.frombuffer(record["bin"], np.int32)}
+
+
+def _sources_of_1_kb(folder: str, num_records: int) -> dict[str, Any]:
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    per_file, width = num_records // 10, 256
+    os.makedirs(f"{folder}/mds")
+    _data.write_mds(f"{folder}/mds", [per_file] * 10, width)
+    rng = np.random.default_rng(0)
+    for number in range(10):
+        rows = rng.integers(0, 50_000, (per_file, width)).astype(np.int32)
+        lists = pa.FixedSizeListArray.from_arrays(pa.array(rows.ravel()), width)
+        pq.write_table(pa.table({"x": lists}), f"{folder}/{number}.parquet", row_group_size=_GROUP_ROWS)
+        with tarfile.open(f"{folder}/{number}.tar", "w") as archive:
+            for row, values in enumerate(rows):
+                member = tarfile.TarInfo(f"{number * per_file + row:09}.bin")
+                member.size = values.nbytes
+                archive.addfile(member, io.BytesIO(values.tobytes()))
+
+    return {
+        "MDS": MDS(f"{folder}/mds"),
+        "WebDataset": WebDataset(f"{folder}/*.tar", decode=_decode),
+        "Parquet": Parquet(f"{folder}/*.parquet"),
+    }
+
+
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--records", type=int, default=20_000, help="in each data set")
     parser.add_argument("--rounds", type=int, default=7)
@@ -164,6 +235,7 @@ def measure(options: argparse.Namespace) -> Iterator[Table]:
                 found = take_turns(ways, rounds=options.rounds, seconds=options.seconds)
                 title = f"{make.__name__.removesuffix('_ways')}: {num_bytes:,} bytes per record, shuffled, one core"
                 yield rates(title, "thousand records", found, ours=next(iter(ways)), scale=1000)
+        yield from feed_tables(f"{folder}/feed", options)
 
 
 if __name__ == "__main__":
