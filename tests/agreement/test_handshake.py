@@ -219,6 +219,33 @@ def test_hosts_that_differ_raise_the_same_and_meet_in_the_next_round(job: Job) -
     assert job.store.keys == [f"{FEED}/settings/1/out"]
 
 
+def disagreement(job: Job, settings: list[dict[str, object]]) -> str:
+    hosts = make(2)
+    (first, second) = job.run(range(2), lambda host: hosts[host].agree(settings[host], 30))
+    assert isinstance(first, AgreementError)
+    assert str(first) == str(second)
+    return str(first)
+
+
+def test_digests_are_named_only_if_nothing_that_can_be_read_differs(job: Job) -> None:
+    digests = [{"source.source.content": text, "source.content": text, "source.all_records": text} for text in "ab"]
+    each = ", and in ".join(f'{name} (host 0: "a"; host 1: "b")' for name in digests[0])
+    assert disagreement(job, digests) == (
+        f"hosts differ in {each}. A content is a digest of records: the files differ, or the functions that read them. "
+        "Start all hosts with the same source, settings and state."
+    )
+
+
+def test_the_number_of_records_is_named_without_their_digests(job: Job) -> None:
+    settings = [
+        {"source.records": n, "source.content": str(n), "source.all_records": str(n), "seed": n} for n in (7, 8)
+    ]
+    assert disagreement(job, settings) == (
+        "hosts differ in source.records (host 0: 7; host 1: 8), and in seed (host 0: 7; host 1: 8). Start all hosts with "
+        "the same source, settings and state."
+    )
+
+
 @pytest.mark.parametrize("here", [0, 1])
 def test_hosts_that_do_not_come_are_named(here: int, job: Job) -> None:
     job.store.set(f"{FEED}/settings/0/in/{1 - here}", '{"settings": {"seed": 0}, "refused": false}')

@@ -94,7 +94,10 @@ def test_verify_passes_what_is_whole_and_finds_a_flipped_bit(folder: pathlib.Pat
     assert run("verify", damaged, "--step", 1).exit_code == 0
 
 
-def test_a_step_that_is_absent_is_not_called_damaged(folder: pathlib.Path) -> None:
+def test_a_step_that_is_absent_is_not_called_damaged(folder: pathlib.Path, tmp_path: pathlib.Path) -> None:
+    (empty := tmp_path / "empty").mkdir()
+    assert "contains no steps" in (text := " ".join(run("verify", empty).output.split()))
+    assert text.endswith("Pass a Checkpointer's folder.")
     result = run("verify", folder, "--step", 7)
     assert result.exit_code == 1
     assert "DAMAGED" not in result.output

@@ -430,6 +430,7 @@ READERS = {
     "x.tfrecord-00000-of-00002": "or convert it with meshfeed convert",
     "x.jsonl.gz": "datasets.load_dataset('json', data_files=",
     "x.csv": "datasets.load_dataset('csv', data_files=",
+    "x.jpeg": "meshfeed.sources.Map(meshfeed.sources.Folder(folder), decode)",
 }
 
 
@@ -452,6 +453,38 @@ def test_a_file_that_another_source_reads_names_it(name: str, reader: str, tmp_p
         with pytest.raises(meshfeed.SourceError) as info:
             call()
         assert reader in str(info.value), str(info.value)
+
+
+@pytest.mark.parametrize(
+    ("names", "remedy"),
+    [
+        (["cat/0.jpeg"], "It is a folder: pass meshfeed.sources.Map(meshfeed.sources.Folder('{folder}'), decode), where "
+         "decode turns a record, the path and bytes of a file, into arrays (meshfeed.sources.DecodeImage decodes the bytes "
+         "of an image)."),
+        (["a.unknown"], "It is a folder: pass meshfeed.sources.Map(meshfeed.sources.Folder('{folder}'), decode), where "
+         "decode turns a record, the path and bytes of a file, into arrays."),
+        (["README", "index.json", "shard.00000.mds"], "It is a folder, with a shard of Mosaic Streaming in it: pass "
+         "meshfeed.sources.MDS(folder), with the folder of its index.json."),
+        (["x-0.jsonl"], "It is a folder, with a JSON file in it: pass datasets.load_dataset('json', "
+         "data_files='{folder}/*.jsonl', split='train')."),
+        (["deep/er/x-0.parquet"], "It is a folder, with a Parquet file in it: pass "
+         "meshfeed.sources.Parquet('{folder}/deep/er/*.parquet')."),
+        (["data-0.arrow", "dataset_info.json", "state.json"], "It is a dataset that save_to_disk wrote: pass "
+         "datasets.load_from_disk('{folder}')."),
+        ([], "Pass a source such as meshfeed.sources.ArrayRecord(path), or a dataset of Grain, Hugging Face or TFDS opened "
+         "on it."),
+    ],
+)  # fmt: skip
+def test_a_folder_names_what_reads_its_files(names: list[str], remedy: str, tmp_path: pathlib.Path) -> None:
+    for name in names:
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_bytes(b"")
+    with pytest.raises(meshfeed.SourceError) as info:
+        make_feed(tmp_path)
+    assert str(info.value) == (
+        f"got the path {str(tmp_path)!r} as a source, and a feed reads records, not paths. "
+        f"{remedy.replace('{folder}', str(tmp_path))}"
+    )
 
 
 @pytest.mark.parametrize(

@@ -466,8 +466,9 @@ def test_iter_is_the_feed_and_does_not_reset() -> None:
 
 
 def test_len_of_an_endless_feed_is_a_type_error() -> None:
-    with make_feed(num_epochs=None) as feed, pytest.raises(TypeError, match="repeats forever"):
+    with make_feed(num_epochs=None) as feed, pytest.raises(TypeError, match="repeats forever") as caught:
         len(feed)
+    assert str(caught.value).endswith("has no length. Count steps in the loop, or pass num_epochs.")
 
 
 def test_good_batches_before_an_error_are_delivered_and_the_error_repeats() -> None:

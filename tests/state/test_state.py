@@ -242,6 +242,10 @@ FINGERPRINT = {
 }  # fmt: skip
 ORDER = "This version of meshfeed orders records differently; continue with the version that saved the state."
 VALUE = "Pass the saved value, or start a new stream without the state."
+EPOCHS = (
+    f"{VALUE} To be able to train longer than planned, start the stream with num_epochs=None and end the loop after a "
+    "number of steps."
+)
 SOURCE = "Pass the source that the state was saved with, or start a new stream without the state."
 
 
@@ -255,8 +259,8 @@ SOURCE = "Pass the source that the state was saved with, or start a new stream w
         ({"source": {"kind": "array_record"}}, "source.files.count", "missing", "The saved source had 4 files"),
         ({"shuffle": 1}, "shuffle", 1, VALUE),
         ({"seed": 4}, "seed", 4, VALUE),
-        ({"num_epochs": 3}, "num_epochs", 3, VALUE),
-        ({"num_epochs": None}, "num_epochs", None, VALUE),
+        ({"num_epochs": 3}, "num_epochs", 3, EPOCHS),
+        ({"num_epochs": None}, "num_epochs", None, EPOCHS),
         ({"end": "pad"}, "end", "pad", VALUE),
         ({"num_lanes": 4}, "num_lanes", 4, "Pass the saved number, or num_lanes=None to take it from the state."),
         ({"batches": 6}, "batches", 6, "Use the saved value, or start a new stream without the state."),

@@ -25,6 +25,7 @@ from meshfeed._src.agreement.messages import ASIDE_SECONDS, aside_key, find_asid
 from meshfeed._src.base import coordination
 from meshfeed._src.base.coordination import KeyValueStore, call_briefly, format_differences
 from meshfeed._src.base.errors import LEFT, AgreementError, Failure, PeerError
+from meshfeed._src.base.identities import ALL_RECORDS
 from meshfeed._src.base.reduction import Reduction, leave
 from meshfeed._src.base.settings import FeedSettings
 from meshfeed._src.base.types import JsonValue
@@ -36,6 +37,7 @@ Check = Callable[[], object]
 """Raises once its caller no longer waits for the result."""
 _GRACE_SECONDS = 3.0  # for a host that published a failure to recover
 _NAMED_DIFFERENCES = 4
+_DIGESTS = (".content", f".{ALL_RECORDS}")  # of records, in the identity of a source
 _SHOWN_CHARACTERS = 120  # of a setting in a message
 
 
@@ -284,8 +286,14 @@ class Handshake:
             called = (
                 ", and call set_weights on all of them after the same step, with the same weights" if staged else ""
             )
+            digested = any(text.partition(" ")[0].endswith(_DIGESTS) for text in named)
+            what = (
+                "A content is a digest of records: the files differ, or the functions that read them. "
+                if digested
+                else ""
+            )
             raise AgreementError(
-                f"hosts differ in {', and in '.join(named)}. Start all hosts with the same source, settings and state"
+                f"hosts differ in {', and in '.join(named)}. {what}Start all hosts with the same source, settings and state"
                 f"{called}."
             )
         return True
@@ -414,16 +422,24 @@ class _GivenUp(Exception):
 
 
 def differing_fields(settings: Mapping[int, Mapping[str, JsonValue]]) -> list[str]:
-    """Returns one text for each field that differs, given host → field → value."""
+    """Returns one text for each field that differs, given host → field → value.
+
+    Digests of a source's content are left out if a field that people can read, such as the number of records, differs too.
+    """
     if len({id(value) for value in settings.values()}) == 1:  # shared by Reduction; saves a second with 4,096 hosts
         return []
     fields = dict.fromkeys(name for value in settings.values() for name in value)
-    differences: list[str] = []
+    differences: dict[str, str] = {}
     for field in fields:
         texts = {host: json.dumps(value.get(field), sort_keys=True) for host, value in settings.items()}
         if (shown := format_differences(texts, _SHOWN_CHARACTERS)) is not None:
-            differences.append(f"{field} ({shown})")
-    return differences
+            differences[field] = f"{field} ({shown})"
+    readable = any(field.startswith("source.") and not field.endswith(_DIGESTS) for field in differences)
+    return [
+        text
+        for field, text in differences.items()
+        if not (readable and field.startswith("source.") and field.endswith(_DIGESTS))
+    ]
 
 
 def compare(values: Mapping[int, JsonValue]) -> dict[str, JsonValue]:

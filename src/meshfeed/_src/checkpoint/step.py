@@ -236,7 +236,9 @@ def verify(directory: epath.PathLike, step: int | None = None) -> list[Finding]:
     if state_files.state_paths(directory):
         problems = _problems(lambda: state_files.read_document(directory))
         return [Finding(str(directory), None, problems, 0, 0, 0, 0.0)]
-    raise CheckpointError(f"{directory}: contains no steps, no item of arrays and no iterator state.")
+    raise CheckpointError(
+        f"{directory}: contains no steps, no item of arrays and no iterator state. Pass a Checkpointer's folder."
+    )
 
 
 def _steps(directory: epath.PathLike, step: int | None) -> tuple[epath.Path, list[int], int | None]:

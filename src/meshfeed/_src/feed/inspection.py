@@ -62,7 +62,10 @@ class Inspection:
         """
         steps = self._stream.num_steps(self._cursor)
         if steps is None:
-            raise TypeError(f"{self.name} repeats forever (num_epochs=None) and has no length.")
+            raise TypeError(
+                f"{self.name} repeats forever (num_epochs=None) and has no length. Count steps in the loop, or pass "
+                "num_epochs."
+            )
         return steps
 
     @property

@@ -17,7 +17,7 @@ import numpy as np
 from meshfeed._src.base.errors import SettingsError, SourceError, hides_own_frames, missing_package
 from meshfeed._src.base.types import public
 from meshfeed._src.sources.checks import is_count
-from meshfeed._src.sources.files.formats import reader_hint
+from meshfeed._src.sources.files.formats import folder_hint, reader_hint
 from meshfeed._src.sources.host_batches import HostBatches
 from meshfeed._src.sources.memory import Memory
 
@@ -304,9 +304,13 @@ def _is_array(leaf: object) -> bool:
 
 
 def _refused_path(path: str | bytes | os.PathLike[str]) -> SourceError:
-    remedy = reader_hint(path) or (
-        " Pass a source such as meshfeed.sources.ArrayRecord(path), or a dataset of Grain, Hugging Face or TFDS opened "
-        "on it."
+    remedy = (
+        reader_hint(path)
+        or folder_hint(os.fsdecode(path))
+        or (
+            " Pass a source such as meshfeed.sources.ArrayRecord(path), or a dataset of Grain, Hugging Face or TFDS opened "
+            "on it."
+        )
     )
     return SourceError(f"got the path {os.fspath(path)!r} as a source, and a feed reads records, not paths.{remedy}")
 

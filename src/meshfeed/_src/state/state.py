@@ -50,9 +50,9 @@ _OPTIONAL: dict[str, type] = {
 _REMEDIES = {
     "source": "Pass the source that the state was saved with, or start a new stream without the state.",
     "order": "This version of meshfeed orders records differently; continue with the version that saved the state.",
-    **dict.fromkeys(
-        ("shuffle", "seed", "num_epochs", "end"), "Pass the saved value, or start a new stream without the state."
-    ),
+    **dict.fromkeys(("shuffle", "seed", "end"), "Pass the saved value, or start a new stream without the state."),
+    "num_epochs": "Pass the saved value, or start a new stream without the state. To be able to train longer than planned, "
+    "start the stream with num_epochs=None and end the loop after a number of steps.",
     **dict.fromkeys(
         ("window_shards", "affinity"),
         "Pass the saved value in shuffle=meshfeed.ShardShuffle(…), or start a new stream without the state.",

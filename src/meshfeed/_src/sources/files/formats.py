@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import itertools
 import os
 import re
 import shutil
@@ -40,6 +41,12 @@ _TFRECORD = _Format(
     "convert, which needs no TensorFlow",
 )
 _TAR = _Format("a tar archive", "meshfeed.sources.WebDataset({path!r}, decode=…)", "WebDataset")
+_FOLDER = (
+    "meshfeed.sources.Map(meshfeed.sources.Folder({folder}), decode), where decode turns a record, the path and bytes of a "
+    "file, into arrays"
+)
+_DECODED = " (meshfeed.sources.DecodeImage decodes the bytes of an image)"
+_IMAGE = _Format("an image", f"{_FOLDER.format(folder='folder')}{_DECODED}", "Folder")
 _ZARR = _Format("a zarr array", "meshfeed.sources.TensorStore({path!r})", "TensorStore")
 
 _FORMATS = {  # by file name extension
@@ -61,6 +68,7 @@ _FORMATS = {  # by file name extension
         "Tokens",
     ),
     "parquet": _Format("a Parquet file", "meshfeed.sources.Parquet({path!r})", "Parquet"),
+    **dict.fromkeys(("jpeg", "jpg", "png", "webp"), _IMAGE),
     **dict.fromkeys(("tar", "tbz", "tbz2", "tgz", "txz", "tzst"), _TAR),
     "tfrecord": _TFRECORD,
     "tfrecords": _TFRECORD,
@@ -105,6 +113,28 @@ def reader_hint(path: object, *, unless: str = "") -> str:
     return f" Its name suggests {found.what}: pass {found.reader.format(path=name)}."
 
 
+def folder_hint(path: str | os.PathLike[str]) -> str:
+    """Returns what to pass to the feed for a local folder, by the first of its files of a known format.
+
+    The sentence has a leading space, and is empty if ``path`` is no folder or has no files.
+    """
+    folder = os.fspath(path)
+    if os.path.isfile(os.path.join(folder, "state.json")) and os.path.isfile(os.path.join(folder, "dataset_info.json")):
+        return f" It is a dataset that save_to_disk wrote: pass datasets.load_from_disk({folder!r})."
+    walk = itertools.islice(os.walk(folder), _FOLDERS_LOOKED_AT)
+    files = [os.path.join(where, name) for where, _, names in walk for name in sorted(names)]
+    if not files:
+        return ""
+    of_a_format = [file for file in files if _format_of(file) is not None]
+    known = next((file for file in of_a_format if _format_of(file) is not _JSON), next(iter(of_a_format), None))
+    found = None if known is None else _format_of(known)
+    if known is None or found is None or found is _IMAGE:
+        return f" It is a folder: pass {_FOLDER.format(folder=repr(folder))}{_DECODED if found else ''}."
+    pattern = os.path.join(os.path.dirname(known), f"*{os.path.splitext(known)[1]}")
+    return f" It is a folder, with {found.what} in it: pass {found.reader.format(path=pattern)}."
+
+
+_FOLDERS_LOOKED_AT = 100
 _CHUNK_BYTES = 1 << 20
 _COMPRESSIONS = {"gz": "gz", "bz2": "bz2", "xz": "xz", "zst": "zstd", "zstd": "zstd", "br": "br", "snappy": "snappy"}
 _TARS = {"tgz": "gz", "tbz": "bz2", "tbz2": "bz2", "txz": "xz", "tzst": "zstd"}  # extensions of compressed archives
