@@ -196,9 +196,9 @@ class _Player:
         self.moved = False  # whether a batch has been delivered since
 
     def play(self, event: Event, where: str) -> None:
-        kind, *arguments = event.action
-        if self.gone or (self.left and kind != "take"):
+        if self.gone or self.left:
             return
+        kind, *arguments = event.action
         self.model = event.model
         getattr(self, f"_{kind}")(event, where, *arguments)
         if event.failing is None and not self.left and not self.gone and kind != "ahead":
