@@ -1574,7 +1574,7 @@ class Case:
             limit = BAD.get(self.config["fault"], 1.0)
             if batch.position >= 1 / limit and len(found) > limit * batch.position:
                 event.failing, event.kind = tuple(range(phase.topology.hosts)), "SourceError"
-                records = f"{len(found)} of the {batch.position} records up to step {batch.step} are bad"
+                records = f"{len(found):,} of the {batch.position:,} records up to step {batch.step} are bad"
                 event.words = (records, f"SkipBad(max_fraction={limit:g})")
                 return
             event.bad = found
