@@ -222,6 +222,7 @@ def _midway_forbidden(source: str, has: Callable[..., bool], differs: Callable[[
     if differs("weights", "none"):
         yield source not in WEIGHTED or differs("view", "none")
         yield source == "mixture_stop" and has("num_epochs", None)  # which views allow, as they have an end
+        yield source == "stream_mixture" and has("records", 0)  # whose structure the first weights show
     if not differs("reshard", "none"):
         return
     yield has("fault", *ODD) or has("outside", "late")
