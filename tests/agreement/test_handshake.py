@@ -20,7 +20,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 from hosts import CountingStore, Job
 
 from meshfeed import AgreementError, PeerError, SkipBad, StalledError
-from meshfeed._src.agreement import handshake
+from meshfeed._src.agreement import followers, handshake
 from meshfeed._src.agreement.handshake import Handshake, agreed_settings, compare
 from meshfeed._src.base import coordination, reduction
 from meshfeed._src.base.errors import Failure
@@ -322,6 +322,28 @@ def test_a_host_that_left_before_a_round_is_named_in_it(gone: int, job: Job) -> 
     assert str(caught.value) == f"host {gone} {caught.value.peer_message}. See the log of host {gone}."
     job.on(1 - gone, hosts[1 - gone].leave, "closed its feed at step 3")
     assert not job.store.keys
+
+
+@pytest.mark.parametrize(("bad", "refused"), [(0, False), (0, True), (1, False), (1, True)])
+def test_followers_are_told_by_a_reducer_that_cannot_take_part(
+    bad: int, refused: bool, job: Job, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Others than the reducer leave that to it, and a host that refused a state may still take part."""
+    monkeypatch.setattr(coordination, "process_count", lambda: 3)
+    one = make(2)[bad]
+    job.on(bad, lambda: one.fail(OSError("no disk"), refused=refused))
+    told = [key for key in job.store.keys if key.startswith("meshfeed/follow/")]
+    assert bool(told) == (bad == 0 and not refused)
+
+
+def test_a_failure_for_followers_replaces_that_of_the_generation_before_the_last() -> None:
+    store = CountingStore()
+    for generation in range(1, 9):
+        store.set(followers.follow_key("feed/train", generation), "{}")
+    followers.announce_failure(store, "feed/train", 4, OSError("no disk"))
+    gone = {followers.follow_key("feed/train", number) for number in range(1, 9)} - set(store.keys)
+    assert gone == {followers.follow_key("feed/train", 2)}
+    assert "no disk" in (store.try_get(followers.follow_key("feed/train", 4)) or "")
 
 
 @pytest.mark.parametrize("gone", [0, 1])

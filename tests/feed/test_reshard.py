@@ -39,6 +39,13 @@ def memory(count: int, offset: int = 0) -> Any:
     return meshfeed.sources.Memory({"id": np.arange(offset, offset + count, dtype=np.int32)})
 
 
+def uneven_mixture() -> Any:
+    """Lanes that end long before others, which a mixture finds out by what it has read of its components."""
+    lanes = [31, 7, 25, 40, 5, 19, 33, 28, 6, 22, 37, 30]
+    parts = {"a": meshfeed.sources.Stream(Numbers(lanes).open, fingerprint="a"), "b": memory(24, 1 << 20)}
+    return meshfeed.sources.Mixture(parts, {"a": 3, "b": 1}, 8)
+
+
 def mixture_of_streams() -> Any:
     parts = {"a": meshfeed.sources.Stream(Numbers([40] * 12).open, fingerprint="a"), "b": memory(500, 1 << 20)}
     return meshfeed.sources.Mixture(parts, weights=[(0, {"a": 1, "b": 1}), (9, {"a": 1, "b": 3})])
@@ -68,6 +75,7 @@ KINDS = {
         lambda: Numbers([60] * 12), {**LANES, "global_batch_size": meshfeed.BatchSchedule([(0, 12), (6, 24)])}
     ),
     "mixture of streams": Kind(mixture_of_streams, LANES),
+    "mixture of uneven streams": Kind(uneven_mixture, {**LANES, **PADDED}),
     "lanes in threads": Kind(lambda: Numbers([34] * 12), {**LANES, "num_threads": 3}),
 }
 

@@ -30,8 +30,20 @@ Config = dict[str, Any]
 FILES = ("array_record", "map_array_record", "tokens", "parquet")
 MIXTURES = ("mixture", "mixture_staged", "mixture_nested", "mixture_take", "mixture_stop")
 PACKED = ("packed", "packed_mixture")
-DOCUMENTS = (*PACKED, "mixture_packed", "buckets")
-IN_FILES = (*FILES, *MIXTURES, *DOCUMENTS, "records_batch", "map", "padded")
+LIMITED = {
+    "packed_aligned": ("split", 8, lists.Limits(align=2, sequence_order=("zigzag", 2))),
+    "packed_bos": ("split", 6, lists.Limits(bos_id=9999, sequence_order=("striped", 3))),
+    "packed_limits": (
+        "fit",
+        8,
+        lists.Limits(2, 9999, 3, "starts", side={"images": 4}),
+    ),
+    "packed_limits_split": ("split", 8, lists.Limits(2, None, 2, sequence_order=("zigzag", 1), side={"images": 4})),
+}
+"""Packed within limits: method, length of sequences, limits."""
+DOCUMENTS = (*PACKED, *LIMITED, "mixture_packed", "buckets")
+IMAGES = ("image_files", "map_images")
+IN_FILES = (*FILES, *MIXTURES, *DOCUMENTS, *IMAGES, "records_batch", "map", "padded", "padded_leaves")
 RANDOM = (*IN_FILES, "memory", "records", "records_cached", "map_rng", "grain_map")
 TOKENS = ("tokens", *DOCUMENTS)
 STREAMS = (
@@ -42,7 +54,7 @@ HOST_BATCHES = ("host_batches", "host_batches_sized", "host_batches_state", "hos
 UNSIZED = ("host_batches_sized", "host_batches_vary")
 """Host batches whose number of rows says how large the global batch is."""
 FAULTY = (
-    *("records", "records_batch", "map", "map_rng", "padded", *MIXTURES, *DOCUMENTS),
+    *("records", "records_batch", "map", "map_rng", "padded", "padded_leaves", "map_images", *MIXTURES, *DOCUMENTS),
     *("stream", "stream_state", "stream_uneven", "stream_map", "stream_decode"),
 )
 ANY_DTYPE = (
@@ -81,11 +93,11 @@ OPTIONS: dict[str, list[Any]] = {
     "end": ["drop", "pad"],
     "mask": [False, True],
     "load": ["sharded", "once", "first", "last two"],
-    "prefetch": [0, 1, 4],
+    "prefetch": [0, 1, 4, "auto"],
     "start": [False, True],  # on all hosts, at first and after each action that begins anew
-    "num_threads": [None, 3],
+    "num_threads": [None, 3, "auto"],
     "balance": [None, "attention", "tokens", "function"],
-    "num_workers": [0, 2],
+    "num_workers": [0, 2, "auto"],
     "check_replicas": [False, True],
     "fault": ["none", "transient", "bad", "too many bad", "fatal", *ODD],
     "hosts": [1, 2, 3, 4, 5, 7],
@@ -99,6 +111,9 @@ OPTIONS: dict[str, list[Any]] = {
     "resume_load": ["sharded", "once", "first"],
     "resume_batch": ["same", "other"],
     "resume_prefetch": [0, 2],
+    "reshard": ["none", "there", "back", "ahead", "lost"],  # "ahead": some hosts have taken a batch more
+    "weights": ["none", "next", "later", "replaced", "twice"],
+    "midway": ["last", "first"],  # phase in which the feed is resharded or gets weights
 }
 DEFAULTS: Config = {
     **{name: values[0] for name, values in OPTIONS.items()},
@@ -110,7 +125,7 @@ DEFAULTS: Config = {
     "caller": "plain",
 }
 OF_ALL_HOSTS = [fault for fault in OPTIONS["fault"] if fault not in ODD]
-SIMULATED = {**OPTIONS, "num_workers": [0]}
+SIMULATED = {**OPTIONS, "num_workers": [0, "auto"]}
 REAL_HOSTS = 4
 REAL = {
     **OPTIONS,
@@ -131,6 +146,10 @@ ONE_HOST = {  # on real devices
     "caller": ["plain", "mesh", "debug_nans", "debug_infs", "disable_jit", "guarded", "logged"],  # settings of JAX
 }
 RESUMING = ("resume", "future", "resume end", "twice")
+WEIGHTED = (*MIXTURES, "mixture_packed", "stream_mixture")
+"""Sources whose weights can be set."""
+OTHER_WEIGHTS = {True: ({"m": 1, "c": 3}, {"c": 1}), False: ({"a": 1, "b": 3}, {"b": 1})}
+"""Of ``set_weights``: whether mixtures are nested → those that are set first, and those that are set next."""
 
 
 SEED = 11
@@ -176,12 +195,17 @@ def _forbidden(source: str, config: Config) -> Iterator[bool]:
         yield laned and (source not in IN_FILES or has("view", "reversed"))
     yield differs("fault", "none") and source not in (TOGETHER if has("fault", *ODD) else FAULTY)
     yield from _odd_host_forbidden(source, has, differs)
+    yield from _midway_forbidden(source, has, differs)
     yield differs("balance", None) and (source not in BALANCED or has("view", "zip"))
     yield differs("dtype", "float32") and source not in ANY_DTYPE
     yield has("fault", *BAD) and source in DOCUMENTS  # a sequence may have no other that is readable
     prefix = has("layout", "prefix", "mixed")
-    yield prefix and (source in TOKENS or has("view", "zip"))
-    if source in PACKED:
+    # What is given for them is about their own leaves, which they share with others that have all views.
+    yield source in LIMITED and differs("view", "none") and not has("view", "subset")
+    yield source in IMAGES and differs("view", "none") and not has("view", "zip")
+    yield source == "padded_leaves" and differs("view", "none") and not has("view", "concat")
+    yield prefix and (source in (*TOKENS, *IMAGES) or has("view", "zip"))
+    if source in (*PACKED, *LIMITED):
         yield has("view", "none") and has("shuffle", 4)
     if source == "mixture_stop":
         yield has("view", "none") and has("num_epochs", None)
@@ -191,6 +215,22 @@ def _forbidden(source: str, config: Config) -> Iterator[bool]:
         yield has("view", "zip") or has("batch", "schedule") or differs("resume_batch", "same")
     yield has("records", 0) and (source in (*MIXTURES, *DOCUMENTS) or viewed)
     yield has("records", 1) and has("view", "split")
+
+
+def _midway_forbidden(source: str, has: Callable[..., bool], differs: Callable[[str, Any], bool]) -> Iterator[bool]:
+    """The rules of what is done to a feed in the middle of a run."""
+    if differs("weights", "none"):
+        yield source not in WEIGHTED or differs("view", "none")
+        yield source == "mixture_stop" and has("num_epochs", None)  # which views allow, as they have an end
+        yield source == "stream_mixture" and has("records", 0)  # whose structure the first weights show
+    if not differs("reshard", "none"):
+        return
+    yield has("fault", *ODD) or has("outside", "late")
+    yield has("reshard", "ahead") and differs(
+        "load", "sharded"
+    )  # rows would move between hosts that are at other steps
+    # A lane may be read forward from any place before, and so by the host that cannot read a record there.
+    yield has("reshard", "back") and has("fault", "fatal") and source in STREAMS
 
 
 def _odd_host_forbidden(source: str, has: Callable[..., bool], differs: Callable[[str, Any], bool]) -> Iterator[bool]:
@@ -222,6 +262,8 @@ def _valid_host_batches(config: Config) -> bool:
         "load": "sharded",
         "num_workers": 0,
         "outside": 0,
+        "reshard": "none",
+        "weights": "none",
     }
     if any(type(get(name, value)) is not type(value) or get(name, value) != value for name, value in plain.items()):
         return False
@@ -234,6 +276,10 @@ def _valid_host_batches(config: Config) -> bool:
 
 
 # ---------------------------------------------------------------------- topologies
+
+
+Load = str | tuple[int, ...]
+"""A value of ``load``, or the hosts that are left of a list."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -291,11 +337,13 @@ class Topology:
     def host_of(self, device: int) -> int:
         return device // self.devices
 
-    def readers(self, load: str) -> tuple[int, ...]:
+    def readers(self, load: Load) -> tuple[int, ...]:
         """The hosts of ``load=[...]``."""
+        if isinstance(load, tuple):
+            return load
         return (0,) if load == "first" else tuple(range(self.hosts))[-2:]
 
-    def rows_of(self, host: int, size: int, load: str) -> list[int]:
+    def rows_of(self, host: int, size: int, load: Load) -> list[int]:
         """The rows that a host reads. A host outside of the mesh reads none."""
         rows: set[int] = set()
         if load == "sharded":
@@ -312,12 +360,12 @@ class Topology:
                 rows.update(self.chunk(rank, size, load))
         return sorted(rows)
 
-    def reading_devices(self, load: str) -> list[int]:
+    def reading_devices(self, load: Load) -> list[int]:
         """The devices whose hosts read with ``load="once"`` or a list, in the order of their rows."""
         hosts = range(self.hosts) if load == "once" else self.readers(load)
         return [int(device) for device in self.grid.flat if self.host_of(int(device)) in hosts]
 
-    def chunk(self, rank: int, size: int, load: str) -> range:
+    def chunk(self, rank: int, size: int, load: Load) -> range:
         each = -(-size // len(self.reading_devices(load)))
         return range(min(size, rank * each), min(size, (rank + 1) * each))
 
@@ -403,8 +451,8 @@ def decoded(data: bytes) -> Record:
 class Faults:
     """What a source does wrong on this host."""
 
-    def __init__(self, kind: str = "none", fatal: Any = None) -> None:
-        self.kind, self.fatal = kind, fatal
+    def __init__(self, kind: str = "none", fatal: Any = None, late: bool = False) -> None:
+        self.kind, self.fatal, self._late = kind, fatal, late  # whether passing faults wait for the first batch too
         self.released = threading.Event()  # ends the wait of a host that is late
         self.armed = False  # a fatal fault waits for the first batch: constructors read records to identify the source
         self._seen: set[Any] = set()
@@ -416,7 +464,7 @@ class Faults:
         if self.armed and token == self.fatal and self.kind == "fatal":
             raise Fatal(f"record {token} is gone")
         number = token if isinstance(token, int) else sum(token)
-        if self.kind == "transient" and number % 3 == 1 and token not in self._seen:
+        if self.kind == "transient" and (self.armed or not self._late) and number % 3 == 1 and token not in self._seen:
             self._seen.add(token)
             raise OSError("a passing fault")
         if self.kind in BAD and is_bad(number):
@@ -537,6 +585,73 @@ class RaggedRecords(RecordsInBatches):
         return {"id": np.int32(record_id + 1), "x": np.full(record_id % 5, record_id + 1, np.float32)}
 
 
+class RaggedLeaves(RecordsInBatches):
+    """Records of two ragged leaves, for Padded."""
+
+    def record(self, record_id: int) -> Record:
+        x, y = np.full(record_id % 5, record_id + 1, np.float32), np.arange(record_id % 4, dtype=np.int32)
+        return {"id": np.int32(record_id + 1), "x": x, "y": y + record_id}
+
+
+def pixels_of(number: int) -> np.ndarray:
+    """An image of its own size, and colors by which it and its pixels are told apart."""
+    height, width = 4 + number % 2, 6 + number % 3
+    values = np.arange(height * width * 3).reshape(height, width, 3)
+    return (values * 7 + 31 * number).astype(np.uint8)
+
+
+def encoded(number: int) -> bytes:
+    """The same as a PNG."""
+    import cv2
+
+    return bytes(cv2.imencode(".png", np.ascontiguousarray(pixels_of(number)[..., ::-1]))[1])
+
+
+class Images(RecordsInBatches):
+    """Records with the bytes of an image."""
+
+    def record(self, record_id: int) -> Record:
+        return {"id": np.int32(record_id + 1), "image": np.frombuffer(encoded(record_id), np.uint8)}
+
+
+def cropped(number: int) -> np.ndarray:
+    """The middle of an image, 4 by 6 pixels, which is as high or as wide as that."""
+    pixels = pixels_of(number)
+    height, width = pixels.shape[:2]
+    rows, columns = min(height, round(width / 1.5)), min(width, round(height * 1.5))
+    top, left = (height - rows) // 2, (width - columns) // 2
+    return resized(pixels[top : top + rows, left : left + columns])
+
+
+def cropped_at_random(number: int, draw: lists.Draw) -> np.ndarray:
+    """The crop of Szegedy et al. of an image, half of them mirrored."""
+    seed, epoch, record_id = draw
+    philox = np.random.Philox(key=np.array([seed, epoch], np.uint64), counter=[0, 0, 0, record_id])
+    rng, pixels = np.random.Generator(philox), pixels_of(number)
+    height, width = pixels.shape[:2]
+    shares, bends, places = (
+        rng.uniform(0.08, 1, 10),
+        rng.uniform(math.log(3 / 4), math.log(4 / 3), 10),
+        rng.random((10, 2)),
+    )
+    found = None
+    for share, bend, (down, right) in zip(shares, np.exp(bends) * 1.5, places, strict=True):
+        rows, columns = round(math.sqrt(share * height * width / bend)), round(math.sqrt(share * height * width * bend))
+        if 0 < rows <= height and 0 < columns <= width:
+            top, left = int(down * (height - rows + 1)), int(right * (width - columns + 1))
+            found = resized(pixels[top : top + rows, left : left + columns])
+            break
+    found = cropped(number) if found is None else found
+    return found[:, ::-1] if rng.random() < 0.5 else found
+
+
+def resized(pixels: np.ndarray) -> np.ndarray:
+    """Pixels resized to 4 by 6, of which they have at most twice as many."""
+    import cv2
+
+    return cv2.resize(np.ascontiguousarray(pixels), (6, 4), interpolation=cv2.INTER_LINEAR_EXACT)
+
+
 class Documents(RecordsInBatches):
     """Documents of several lengths, some of them empty, for Packed and Buckets."""
 
@@ -546,6 +661,15 @@ class Documents(RecordsInBatches):
 
     def lengths(self) -> np.ndarray:
         return np.array([len(self.record(number)["tokens"]) for number in range(self._count)])
+
+
+class DocumentsWithImages(Documents):
+    """The same of twice the length, with up to two entries of another leaf."""
+
+    def record(self, record_id: int) -> Record:
+        tokens = np.repeat(super().record(record_id)["tokens"], 2)
+        count = record_id % 3 if len(tokens) else 0
+        return {"tokens": tokens, "images": np.arange(count * 2, dtype=np.float32).reshape(count, 2) + record_id}
 
 
 RECORDS = {"records": Records, "records_batch": RecordsInBatches, "records_cached": CachedRecords}
@@ -636,10 +760,14 @@ def node_of(source: str, count: int, folder: str, dtype: str = "float32") -> Nod
             padded,
             lambda source: _sources().Padded(source, 6, key="x", mask_key="mask_of"),
         )
-    if source == "packed":
-        return lists.packed(leaf_of(Documents, count), 4, block=7)
-    if source == "packed_mixture":
-        return lists.packed(mixture_of(source, count), 4, "fit", block=7)
+    if source == "padded_leaves":
+        return lists.mapped(
+            leaf_of(RaggedLeaves, count), padded_leaves, lambda source: _sources().Padded(source, {"x": 6, "y": 4})
+        )
+    if source in IMAGES:
+        return images_of(source, count, folder)
+    if source in (*PACKED, *LIMITED):
+        return packed_of(source, count)
     if source == "buckets":
         return lists.buckets(leaf_of(Documents, count), (2, 4, 6))
     if source == "memory":
@@ -653,9 +781,41 @@ def node_of(source: str, count: int, folder: str, dtype: str = "float32") -> Nod
     return mixture_of(source, count, dtype)
 
 
+def images_of(source: str, count: int, folder: str) -> Node:
+    """Decoded images: crops at random of files, or the middle of what another source has."""
+    if source == "image_files":
+        below = leaf(lambda faults: _file_source(source, count, folder), count, plain_record)
+        return dataclasses.replace(below, read=lambda i, draw: {"image": cropped_at_random(i, draw)})
+    return lists.mapped(
+        leaf_of(Images, count),
+        lambda record: {**record, "image": cropped(int(record["id"]) - 1)},
+        lambda source: _sources().Map(source, _sources().DecodeImage((4, 6), key="image")),
+    )
+
+
+def packed_of(source: str, count: int) -> Node:
+    """Packed sequences of documents, of a mixture, or within limits."""
+    if source == "packed":
+        return lists.packed(leaf_of(Documents, count), 4, block=7)
+    if source == "packed_mixture":
+        return lists.packed(mixture_of(source, count), 4, "fit", block=7)
+    method, length, limits = LIMITED[source]
+    documents = leaf_of(DocumentsWithImages if limits.side else Documents, count)
+    return lists.packed(documents, length, method, 7, limits)
+
+
 def padded(record: Record) -> Record:
     count = len(record["x"])
     return {**record, "x": np.append(record["x"], np.zeros(6 - count, np.float32)), "mask_of": np.arange(6) < count}
+
+
+def padded_leaves(record: Record) -> Record:
+    found = {"id": record["id"]}
+    for name, length in (("x", 6), ("y", 4)):
+        leaf = record[name]
+        found[name] = np.append(leaf, np.zeros(length - len(leaf), leaf.dtype))
+        found[f"{name}_mask"] = np.arange(length) < len(leaf)
+    return found
 
 
 def tokens_record(number: int) -> Record:
@@ -819,11 +979,12 @@ class Phase:
     """One feed on one topology, and what is done with it."""
 
     topology: Topology
-    load: str
-    prefetch: int
+    load: Load
+    prefetch: Any
     schedule: tuple[tuple[int, int], ...]
     actions: list[tuple[Any, ...]]
     fatal_host: int | None = None
+    listed: tuple[int, ...] = ()  # the hosts of ``load``, also those that are left out now
 
 
 @dataclasses.dataclass
@@ -849,6 +1010,48 @@ class Event:
         default_factory=list
     )  # first step, first position, size: as delivered
     replayed: list[Batch] = dataclasses.field(default_factory=list)  # some of the delivered batches
+    model: Any = None  # the stream with the weights that it has after the action
+    phase: Phase | None = None  # after the action: the feed may be on another sharding
+    total: int | None = None  # records of a random-access stream, unless there is no end or it depends on the steps
+    refused: tuple[int, ...] = ()  # hosts on which the action raises a SettingsError
+    gone: tuple[int, ...] = ()  # hosts that then close their feeds for good
+
+
+@dataclasses.dataclass(frozen=True)
+class _Weighted:
+    """What lanes had delivered when weights were set."""
+
+    delivered: int  # records of a lane that had not ended
+    ended: tuple[tuple[int, int], ...]  # lane, its records: of those that had
+
+
+@dataclasses.dataclass(frozen=True)
+class _Place:
+    """Where a feed is in its stream: batches and their sizes, bad records, stages of ``set_weights``."""
+
+    step: int = 0
+    position: int = 0
+    sizes: tuple[int, ...] = ()
+    bad: set[tuple[int, int, int]] = dataclasses.field(default_factory=set)
+    added: lists.Stages = ()
+    weighted: _Weighted | None = None  # the last of ``set_weights``, since the beginning
+
+
+@dataclasses.dataclass
+class _Run:
+    """A feed while its events are found out.
+
+    Attributes:
+      phase: with its sharding now.
+      present: hosts that have it.
+      place: where it is.
+      failed: whether it raises an error.
+    """
+
+    phase: Phase
+    present: set[int]
+    place: _Place = dataclasses.field(default_factory=_Place)
+    failed: bool = False
 
 
 MAX_BATCHES = 6  # of an endless stream, in one action
@@ -869,18 +1072,20 @@ class Case:
         if is_random(config["source"]) and config["records"]:
             self._node = view_of(node_of(config["source"], config["records"], folder, config["dtype"]), config["view"])
         resuming = config["script"] in RESUMING
-        most = max(config["hosts"], config["resume_hosts"] if resuming and config["source"] not in HOST_BATCHES else 0)
+        moves = (resuming and config["source"] not in HOST_BATCHES) or config["reshard"] != "none"
+        most = max(config["hosts"], config["resume_hosts"] if moves else 0)
         self.processes = processes or most + bool(config["outside"])
         first = Topology(self.processes, config["hosts"], config["devices"], config["layout"])
         second = Topology(self.processes, config["resume_hosts"], config["devices"], config["resume_layout"])
         if config["source"] in HOST_BATCHES:  # which cannot change their topology
             config = self.config = {**config, "resume_load": "sharded", "resume_batch": "same"}
             second = first
-        self.topologies = (first, second) if resuming else (first,)
+        self.topologies = (first, second) if resuming or moves else (first,)
         shards = math.lcm(*(topology.row_shards for topology in self.topologies))
         self.unit = math.lcm(shards, config["num_lanes"] or 1)
         self.unit *= 2 if self.unit == 1 else 1
-        self._open_states: dict[str, tuple[int, tuple[int, ...]]] = {}
+        self._savers: dict[str, int] = {}
+        self._models: dict[Any, Any] = {}
         self.num_lanes = self._num_lanes()
         while self.unit % self.num_lanes:  # the default of a schedule must divide the sizes of another one
             self.unit = math.lcm(self.unit, self.num_lanes)
@@ -972,13 +1177,63 @@ class Case:
         phases = []
         for number, actions in enumerate(scripts[config["script"]]):
             phases.append(dataclasses.replace(there if number == 1 else here, actions=actions))
+        self._put_midway(phases, first, second)
         return phases
+
+    def _put_midway(self, phases: list[Phase], first: Topology, second: Topology) -> None:
+        """Puts into a phase that the feed is resharded or gets other weights."""
+        config = self.config
+        phase = phases[-1 if config["midway"] == "last" else 0]
+        weights, others = OTHER_WEIGHTS[config["source"] == "mixture_nested"]
+        set_weights: list[tuple[Any, ...]] = {
+            "none": [],
+            "next": [("weights", weights, None)],
+            "later": [("weights", weights, 2)],
+            "replaced": [("weights", weights, 1), ("weights", others, 2)],
+            "twice": [("weights", weights, None), ("take", 1), ("weights", others, None)],
+        }[config["weights"]]
+        there, back = (second, first) if phase.topology is first else (first, second)
+        move: list[tuple[Any, ...]] = {
+            "none": [],
+            "there": [("reshard", there)],
+            "back": [("reshard", there), ("take", 2), ("reshard", back)],
+            "ahead": [("ahead",), ("reshard", there)],
+            "lost": [("reshard", there, "lost")],
+        }[config["reshard"]]
+        if not set_weights and not move:
+            return
+        if config["taken"] == 0 and config["reshard"] != "ahead":  # which is no place to set weights
+            midway = [*move[:1], *set_weights, *move[1:]]
+        else:
+            midway = [*set_weights, *move] if config["taken"] == 1 else [*set_weights, ("take", 1), *move]
+        if config["fault"] != "settings":
+            midway += [("ids",), ("replay",), ("spec",)]
+        takes = [number for number, action in enumerate(phase.actions) if action[0] == "take"]
+        if config["midway"] == "last" or len(phases) == len(takes) == 1:
+            at = takes[-1] if config["script"] != "after end" else takes[-2]
+            midway = midway if config["midway"] == "first" else [("take", 1), *midway]
+        else:
+            at = takes[0] + (2 if config["script"] == "past" else 1)  # the state of before is kept
+        phase.actions[at:at] = midway
 
     # -- the model
 
-    @functools.cached_property
+    @property
     def model(self) -> Any:
         """The stream of this configuration, by the reference."""
+        return self._model_of((), Steps((), self.phases[0].schedule), None)
+
+    def _model_of(self, added: lists.Stages, steps: Steps, weighted: _Weighted | None) -> Any:
+        """The stream with stages that ``set_weights`` has added."""
+        starts = tuple(steps.position_of(step) for step, _ in added)
+        key = str(added), starts, weighted
+        if self.config["source"] != "stream_mixture":
+            key = str(added)
+        if key not in self._models:
+            self._models[key] = self._make_model(added, starts, weighted)
+        return self._models[key]
+
+    def _make_model(self, added: lists.Stages, starts: Sequence[int], weighted: _Weighted | None) -> Any:
         config, source = self.config, self.config["source"]
         pad = config["end"] == "pad"
         if source in HOST_BATCHES:
@@ -987,10 +1242,13 @@ class Case:
             batches = [functools.partial(self._host_batch, one) for one in made]
             return HostLists(batches, lambda host, size: topology.rows_of(host, size, "sharded"), pad, not any(made))
         if source in STREAMS:
-            return Lanes(self.num_lanes, self._lane, pad)
+            stages = [(start, weights) for start, (_, weights) in zip(starts, added, strict=True)]
+            return Lanes(self.num_lanes, functools.partial(self._lane, stages=stages, weighted=weighted), pad)
         assert self._node is not None
         shuffle, size = config["shuffle"], self._schedule(config["batch"])[0][1]
-        settings = lists.Settings(WINDOWS.get(shuffle, shuffle), SEED, config["num_epochs"], size, self.num_lanes)
+        settings = lists.Settings(
+            WINDOWS.get(shuffle, shuffle), SEED, config["num_epochs"], size, self.num_lanes, added
+        )
         found = self._node.ordered(settings)
 
         def bad(record_id: int) -> bool:
@@ -1006,11 +1264,11 @@ class Case:
             found.order, found.value, pad, bad, found.origin, found.first, cost if config["balance"] else None
         )
 
-    def _lane(self, lane: int) -> Iterator[list[Record]]:
-        """The records of a lane, a list per epoch."""
+    def _lane(self, lane: int, stages: lists.Stages = (), weighted: _Weighted | None = None) -> Iterator[list[Record]]:
+        """The records of a lane, a list per epoch; of a mixture with stages from positions on."""
         config = self.config
         if config["source"] == "stream_mixture":
-            yield from self._mixture_lane(lane)
+            yield from self._mixture_lane(lane, stages, weighted or _Weighted(0, ()))
             return
         epochs = itertools.count() if config["num_epochs"] is None else range(config["num_epochs"])
         for epoch in epochs:
@@ -1029,23 +1287,36 @@ class Case:
                 raise reference.Refused("SourceError", "an epoch without records")
             yield records
 
-    def _mixture_lane(self, lane: int) -> Iterator[list[Record]]:
-        """A lane of a mixture of the stream a and the records b, which is mixed from that lane of each."""
+    def _mixture_lane(self, lane: int, stages: lists.Stages, weighted: _Weighted) -> Iterator[list[Record]]:
+        """A lane of a mixture of the stream a and the records b, which is mixed from that lane of each.
+
+        It ends when each component of the last stage has been read in full and is drawn once more. Weights that are set
+        later change neither what it has delivered nor that it has ended.
+        """
+        delivered, ended = weighted.delivered, dict(weighted.ended).get(lane)
         epochs = self.config["num_epochs"]
+        all_stages = sorted({0: {"a": 3, "b": 1}, **{start // self.num_lanes: of for start, of in stages}}.items())
         blocks = reference.Blocks(
-            [shares({"a": 3, "b": 1}, ["a", "b"], 8)], [0], reference.key_of(SEED, reference.LANE_LAYOUT, lane)
+            [shares(weights, ["a", "b"], 8) for _, weights in all_stages],
+            [start for start, _ in all_stages],
+            reference.key_of(SEED, reference.LANE_LAYOUT, lane),
         )
         of_a = functools.partial(lane_records, "stream", self.config["records"], lane, self.num_lanes)
         of_b = [plain_record(number, 1) for number in range(lane, 40, self.num_lanes)]
         read: list[list[Record]] = [[], []]
         begun = [0, 0]  # epochs of each component
+        decide = [number for number, name in enumerate("ab") if all_stages[-1][1].get(name)]
         for position in itertools.count():
+            if position == ended:
+                return
+            if epochs is not None and position >= delivered and all(begun[number] > epochs for number in decide):
+                return
             component, number = blocks[position]
             while number >= len(read[component]):
                 more = of_b if component else of_a(begun[0])
-                others = (times for number, times in enumerate(begun) if number != component)
-                if epochs is not None and begun[component] == epochs and all(times > epochs for times in others):
-                    return  # every component has been read in full, and has been drawn once more
+                after = [times + (number == component) for number, times in enumerate(begun)]
+                if epochs is not None and position >= delivered and all(after[number] > epochs for number in decide):
+                    return
                 if not more:
                     raise reference.Refused("SourceError", "a component without records")
                 read[component] += more
@@ -1108,12 +1379,21 @@ class Case:
             for row in self.phases[0].topology.rows_of(host, steps.size(step), phase.load):
                 token = batch.tokens[row] if row < len(batch.tokens) else None
                 if isinstance(token, frozenset):  # not of those that show the structure, also to a host without rows
-                    start = model.batch(0, steps).tokens[:1]
-                    token = max(token.difference(model.origin(model.first), *start), default=None)
+                    token = max(token.difference(*self._showing(model, steps)), default=None)
                 if token is not None:
                     phase.fatal_host = host
                     return host, token
         return None, None
+
+    @staticmethod
+    def _showing(model: RandomAccess, steps: Steps) -> list[Any]:
+        """What is read of records that show the structure: the first of all, and of the step at which a feed begins."""
+        found = [model.origin(model.first)]
+        for step in range(4):
+            if (batch := model.batch(step, steps)) is not None:
+                first, _ = model.order.at(steps.position_of(step), steps)  # its row may be another, in balanced order
+                found += [model.origin(first), *batch.tokens[:1]]
+        return found
 
     def faults(self, phase: Phase, host: int) -> Faults:
         """What goes wrong in a phase on a host."""
@@ -1122,7 +1402,8 @@ class Case:
             return Faults()
         if fatal is not None and self.config["source"] == "stream_map":
             fatal = fatal[0], fatal[1] // 3  # the record before the function
-        return Faults(self.config["fault"], fatal)
+        late = self.config["source"] in LIMITED  # which reads many records at once to count entries
+        return Faults(self.config["fault"], fatal, late)
 
     def failing(self, phase: Phase, batch: Batch) -> tuple[int, ...]:
         """The hosts whose part of a batch cannot be read."""
@@ -1143,42 +1424,96 @@ class Case:
         """What every host must see, phase by phase."""
         if self.refused is not None:
             return [[] for _ in self.phases]
-        model, saved = self.model, dict[str, tuple[int, int, tuple[int, ...], set[tuple[int, int, int]]]]()
+        saved = dict[str, _Place]()
         result: list[list[Event]] = []
         for phase in self.phases:
-            step = position = 0
-            sizes: tuple[int, ...] = ()
-            bad: set[tuple[int, int, int]] = set()
-            events: list[Event] = []
+            present = set(range(self.processes if self.can_be_outside(phase) else phase.topology.hosts))
+            run, events = _Run(phase, present), list[Event]()
             for action in phase.actions:
-                event = Event(action)
-                if action[0] == "set":
-                    if action[1] not in saved:
-                        break  # the phase before it failed
-                    step, position, sizes, bad = saved[action[1]]
-                elif action[0] == "reset":
-                    step, position, sizes, bad = 0, 0, (), set()
-                event.bad = bad
-                if action[0] == "take":
-                    self._take(event, model, phase, step, position, sizes)
-                    step, position, bad = event.step, event.position, event.bad
-                    sizes = tuple(Steps(sizes, phase.schedule).size(number) for number in range(step))
-                event.step, event.position, steps = step, position, Steps(sizes, phase.schedule)
-                event.sizes, event.segments = sizes, segments_of(sizes)
-                if self.config["source"] == "host_batches_vary":  # all as large as the first, for the state
-                    event.segments = event.segments[:1]
-                self._look(event, steps)
-                events.append(event)
-                if event.failing is not None:
-                    break
-                if action[0] == "save":
-                    saved[action[1]] = (step, position, sizes, bad)
+                if action[0] == "set" and action[1] not in saved:
+                    break  # the phase before it failed
+                if run.failed and action[0] != "reshard":  # which works after an error too
+                    continue
+                if action[0] == "reshard" and not run.present >= set(range(action[1].hosts)):
+                    continue  # a host that it needs has no feed
+                events.append(self._play(run, action, saved))
+                run.failed = run.failed or events[-1].failing is not None
             result.append(events)
         return result
 
+    def _play(self, run: _Run, action: tuple[Any, ...], saved: dict[str, _Place]) -> Event:
+        """What comes of an action."""
+        event = Event(action)
+        if action[0] == "set":
+            run.place = saved[action[1]]
+        elif action[0] == "reset":
+            run.place = _Place(added=run.place.added)
+        elif action[0] == "reshard":
+            run.phase = self._reshard(event, run.phase, run.present)
+            run.failed = run.failed and bool(event.refused)
+            run.present -= set(event.gone)
+        elif action[0] == "weights":
+            run.place = self._set_weights(event, run.phase, run.place, run.present)
+        elif action[0] == "save":
+            saved[action[1]], self._savers[action[1]] = run.place, len(run.present)
+        place, phase = run.place, run.phase
+        steps = Steps(place.sizes, phase.schedule)
+        event.model, event.bad = self._model_of(place.added, steps, place.weighted), place.bad
+        if action[0] == "take":
+            self._take(event, event.model, phase, place.step, place.position, place.sizes, action[1])
+            sizes = tuple(steps.size(number) for number in range(event.step))
+            place = dataclasses.replace(place, step=event.step, position=event.position, sizes=sizes, bad=event.bad)
+        elif action[0] == "ahead":  # of which nothing remains
+            self._take(event, event.model, phase, place.step, place.position, place.sizes, 1)
+            event.end, event.failing, event.bad = False, None, place.bad
+        run.place, steps = place, Steps(place.sizes, phase.schedule)
+        event.step, event.position, event.phase = place.step, place.position, phase
+        event.sizes, event.segments = place.sizes, segments_of(place.sizes)
+        if isinstance(event.model, RandomAccess) and self.config["source"] != "mixture_staged" and not place.added:
+            event.total = event.model.order.total_of(steps)
+        if self.config["source"] == "host_batches_vary":  # all as large as the first, for the state
+            event.segments = event.segments[:1]
+        self._look(event, steps)
+        return event
+
+    def _reshard(self, event: Event, phase: Phase, present: set[int]) -> Phase:
+        """The feed on another sharding; fills in who is refused, and who leaves."""
+        topology, load, listed = event.action[1], phase.load, phase.listed
+        if load not in ("sharded", "once"):
+            listed = listed or phase.topology.readers(load)
+            load = tuple(host for host in listed if host < topology.hosts)
+            if not load:
+                event.refused = tuple(present)
+                return phase
+        left_out = tuple(host for host in present if host >= topology.hosts)
+        if self.config["source"] in STREAMS and topology.hosts == 1:  # which no host can follow
+            event.refused = event.gone = left_out
+        elif "lost" in event.action:
+            event.gone = tuple(host for host in left_out if host < phase.topology.hosts)
+        return dataclasses.replace(phase, topology=topology, load=load, listed=listed)
+
+    def _set_weights(self, event: Event, phase: Phase, place: _Place, present: set[int]) -> _Place:
+        """Where the stream is with another stage of weights; fills in who is refused."""
+        _, weights, later = event.action
+        added = (*(stage for stage in place.added if stage[0] < place.step), (place.step + (later or 0), weights))
+        steps = Steps(place.sizes, phase.schedule)
+        weighted = None
+        if self.config["source"] == "stream_mixture":
+            before, delivered = self._model_of(place.added, steps, place.weighted), steps.position_of(place.step)
+            delivered //= self.num_lanes
+            counts = [(lane, len(before.upto(lane, delivered))) for lane in range(self.num_lanes)]
+            weighted = _Weighted(delivered, tuple(one for one in counts if one[1] < delivered))
+        else:
+            total, padded = self._model_of(added, steps, None).order.total_of(steps), steps.position_of(place.step)
+            # The end of what has been delivered cannot change.
+            if total is not None and (total < place.position or (padded > place.position and total != place.position)):
+                event.refused = tuple(present)
+                return place
+        return dataclasses.replace(place, added=added, weighted=weighted)
+
     def _look(self, event: Event, steps: Steps) -> None:
         """What is asked about a feed that stands still."""
-        model, step, kind = self.model, event.step, event.action[0]
+        model, step, kind = event.model, event.step, event.action[0]
         if kind == "len" and isinstance(model, RandomAccess):
             event.length = model.length(steps)
         if kind == "ids" and isinstance(model, RandomAccess):
@@ -1189,11 +1524,11 @@ class Case:
             # Each host describes its own batches, if it has a further one; once it knows their size, that of every batch.
             lists_of_hosts = [self._host_lists(host) for host in range(self.topologies[0].hosts)]
             if all(map(any, lists_of_hosts)) and step == 0 and self.config["source"] != "host_batches_vary":
-                event.following = self._batch_if_any(0, steps)
+                event.following = self._batch_if_any(model, 0, steps)
         if kind == "spec" and self.config["source"] not in HOST_BATCHES and readable:
             # A stream has records of one shape, and may have ended.
             places = (step, 0) if self.config["source"] in STREAMS else (step,)
-            event.following = next(filter(None, (self._batch_if_any(at, steps) for at in places)), None)
+            event.following = next(filter(None, (self._batch_if_any(model, at, steps) for at in places)), None)
             if event.following is not None and len(event.following.rows) != steps.size(step):
                 event.following = None
         if kind == "read" and isinstance(model, RandomAccess) and readable:
@@ -1207,19 +1542,21 @@ class Case:
                 model.batch(number, steps) for number in sorted({0, step // 2, step - 1} & {*range(step)})
             ]
 
-    def _batch_if_any(self, step: int, steps: Steps) -> Batch | None:
+    def _batch_if_any(self, model: Any, step: int, steps: Steps) -> Batch | None:
         try:
-            return self.model.batch(step, steps)
+            return model.batch(step, steps)
         except reference.Refused:
             return None
 
-    def _take(self, event: Event, model: Any, phase: Phase, step: int, position: int, sizes: tuple[int, ...]) -> None:
+    def _take(
+        self, event: Event, model: Any, phase: Phase, step: int, position: int, sizes: tuple[int, ...], count: int
+    ) -> None:
         """What comes of taking batches from ``step`` on."""
         steps = Steps(sizes, phase.schedule)
         event.step, event.position = step, position
         if self._begins_with_odd_host(event, phase):
             return
-        for _ in range(min(MAX_BATCHES if self.endless else event.action[1], event.action[1])):
+        for _ in range(min(MAX_BATCHES if self.endless else count, count)):
             try:
                 batch = model.batch(event.step, steps)
             except reference.Refused as refused:
@@ -1238,7 +1575,7 @@ class Case:
             limit = BAD.get(self.config["fault"], 1.0)
             if batch.position >= 1 / limit and len(found) > limit * batch.position:
                 event.failing, event.kind = tuple(range(phase.topology.hosts)), "SourceError"
-                records = f"{len(found)} of the {batch.position} records up to step {batch.step} are bad"
+                records = f"{len(found):,} of the {batch.position:,} records up to step {batch.step} are bad"
                 event.words = (records, f"SkipBad(max_fraction={limit:g})")
                 return
             event.bad = found
@@ -1256,7 +1593,7 @@ class Case:
         elif fault == "unopened":
             event.failing, event.kind = (odd,), ""
             event.words = (f"host {odd} failed before its first batch: SettingsError: end='never'",)
-        elif fault == "structure" and self._batch_if_any(0, Steps((), phase.schedule)) is not None:
+        elif fault == "structure" and self._batch_if_any(self.model, 0, Steps((), phase.schedule)) is not None:
             event.failing, event.kind = everyone, "AgreementError"
             event.words = ("different structure", f"{_shown_hosts([odd])}: ")
         return event.failing is not None
@@ -1305,12 +1642,13 @@ class Case:
             return [(self.model.order.total_of(Steps((), phase.schedule)), first)]
         if config["source"] != "stream_decode" or config["end"] != "drop" or config["num_epochs"] is None:
             return []
-        lengths = DecodedLanes(config["records"], False).lane_lengths(self.num_lanes)
-        delivered = min(lengths) * self.num_lanes
+        num_lanes = config["num_lanes"] or lists.default_num_lanes([size for _, size in phase.schedule], [1] * 512)
+        lengths = DecodedLanes(config["records"], False).lane_lengths(num_lanes)
+        delivered = min(lengths) * num_lanes
         if max(lengths) <= min(lengths) + 1 or delivered > 0.99 * sum(lengths):
             return []
         lost = 100 * (1 - delivered / sum(lengths))
-        return [(lost, lengths.index(min(lengths)), self.num_lanes, min(lengths), max(lengths))]
+        return [(lost, lengths.index(min(lengths)), num_lanes, min(lengths), max(lengths))]
 
     def warning_at_end(self, phase: Phase, host: int, event: Event) -> tuple[Any, ...] | None:
         """What a host warns of at the end of a stream: that its shortest lane has ended before others of its lanes."""
@@ -1322,7 +1660,7 @@ class Case:
         steps = Steps(event.sizes, phase.schedule)
         start, each = steps.position_of(event.step) // self.num_lanes, steps.size(event.step) // self.num_lanes
         mine = sorted(self.lanes_of(phase, host))
-        lengths = {lane: len(self.model.upto(lane, start + each)) for lane in mine}
+        lengths = {lane: len(event.model.upto(lane, start + each)) for lane in mine}
         longer = [lane for lane in mine if lengths[lane] == start + each]
         if len(longer) == len(mine) or not longer:
             return None
@@ -1339,7 +1677,10 @@ class Case:
     def asked_ahead(self, phase: Phase, host: int, count: int) -> list[list[int]]:
         """The record ids of a host's first batches, whose files are fetched ahead."""
         found: list[list[int]] = []
-        while len(found) < count and (batch := self._batch_if_any(len(found), Steps((), phase.schedule))) is not None:
+        while (
+            len(found) < count
+            and (batch := self._batch_if_any(self.model, len(found), Steps((), phase.schedule))) is not None
+        ):
             assert batch.ids is not None
             rows = self.rows_read(phase, host, len(batch.rows))
             found.append([batch.ids[row] for row in rows if row < len(batch.ids)])
@@ -1387,15 +1728,7 @@ class Case:
 
     def savers(self, key: str) -> int:
         """The number of hosts that save a state: those that have a feed."""
-        phase = next(phase for phase in self.phases if ("save", key) in phase.actions)
-        return self.processes if self.can_be_outside(phase) else phase.topology.hosts
-
-    @property
-    def total(self) -> int | None:
-        """The records of a random-access stream, unless there is no end, or it depends on the steps."""
-        if not isinstance(self.model, RandomAccess) or self.config["source"] == "mixture_staged":
-            return None
-        return self.model.order.total_of(Steps((), self.phases[0].schedule))
+        return self._savers[key]
 
     @property
     def endless(self) -> bool:
@@ -1448,6 +1781,9 @@ def _file_source(source: str, count: int, folder: str) -> Any:
     from meshfeed import sources
 
     paths = write_files("array_record" if "array" in source else source, folder, lengths_of_files(count))
+    if source == "image_files":
+        decode = sources.DecodeImage((4, 6), crop="random", flip=True, key="image")
+        return sources.ArrayRecord(paths, decode=decode)
     if source == "tokens":
         return sources.Tokens(paths, 3)
     if source == "parquet":
@@ -1517,12 +1853,14 @@ def write_files(kind: str, folder: str, lengths: Sequence[int]) -> list[str]:
     return sorted(map(str, target.iterdir()))
 
 
-def _write_array_record(path: pathlib.Path, first: int, length: int) -> None:
+def _write_array_record(
+    path: pathlib.Path, first: int, length: int, encode: Callable[[int], bytes] = lambda number: str(number).encode()
+) -> None:
     from array_record.python.array_record_module import ArrayRecordWriter
 
     writer = ArrayRecordWriter(str(path), "group_size:1,uncompressed")
     for number in range(first, first + length):
-        writer.write(str(number).encode())
+        writer.write(encode(number))
     writer.close()
 
 
@@ -1543,5 +1881,10 @@ def _write_parquet(path: pathlib.Path, first: int, length: int) -> None:
     pq.write_table(pa.table({"id": ids, "x": x}), path)
 
 
-_ENDINGS = {"array_record": "array_record", "tokens": "npy", "parquet": "parquet"}
-_WRITERS = {"array_record": _write_array_record, "tokens": _write_tokens, "parquet": _write_parquet}
+_ENDINGS = {"array_record": "array_record", "image_files": "array_record", "tokens": "npy", "parquet": "parquet"}
+_WRITERS = {
+    "array_record": _write_array_record,
+    "image_files": functools.partial(_write_array_record, encode=encoded),
+    "tokens": _write_tokens,
+    "parquet": _write_parquet,
+}

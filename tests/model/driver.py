@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import json
 import logging
 import math
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, Protocol
 
 import jax
@@ -63,7 +64,7 @@ class World(Protocol):
         ...
 
 
-def sharding_of(phase: Phase, devices: list[Any]) -> Any:
+def sharding_of(case: Case, phase: Phase, devices: list[Any]) -> Any:
     """What is passed as ``sharding``."""
     topology = phase.topology
     grid = topology.grid
@@ -74,7 +75,9 @@ def sharding_of(phase: Phase, devices: list[Any]) -> Any:
     if topology.layout in ("rows", "permuted"):
         return mesh
     if topology.layout in ("prefix", "mixed"):
-        return {leaf: NamedSharding(mesh, PartitionSpec(*topology.spec(leaf))) for leaf in ("id", "x")}
+        more = {"padded": ["mask_of"], "padded_leaves": ["y", "x_mask", "y_mask"]}.get(case.config["source"], [])
+        leaves = ["id", "x", *more]
+        return {leaf: NamedSharding(mesh, PartitionSpec(*topology.spec(leaf))) for leaf in leaves}
     return NamedSharding(mesh, PartitionSpec(*topology.spec("id")))
 
 
@@ -126,9 +129,7 @@ def _play_phase(case: Case, phase: Phase, wanted: list[Event], host: int, world:
         )
     faults, refused = case.faults(phase, host), case.refused_on(phase, host)
     devices = world.devices(case.processes, phase.topology.devices)
-    sharding = sharding_of(phase, devices)
-    if isinstance(sharding, dict) and case.config["source"] == "padded":
-        sharding["mask_of"] = sharding["x"]
+    sharding = sharding_of(case, phase, devices)
     timeout = TIMEOUT_SECONDS * (5 if settings["num_workers"] else 1)  # processes are slow to start
     if case.config["fault"] == "late":
         timeout = SHORT_TIMEOUT_SECONDS
@@ -154,10 +155,11 @@ def _play_phase(case: Case, phase: Phase, wanted: list[Event], host: int, world:
             assert found == wanted_warnings, f"warned of {found}, not {wanted_warnings}"
         player = _Player(case, phase, host, world, feed, faults, name.rpartition("-")[0])
         for number, event in enumerate(wanted):
-            if case.config["start"] and (not number or wanted[number - 1].action[0] in ("set", "reset")):
+            if case.config["start"] and (not number or wanted[number - 1].action[0] in _BEGINNING) and not player.gone:
                 feed.start()
             player.play(event, f"action {name.rpartition('-')[2]}.{number} {event.action}")
-    if case.config["source"] == "records_cached" and case.config["script"] == "run":
+    plain = case.config["script"] == "run" and case.config["reshard"] == "none"
+    if case.config["source"] == "records_cached" and plain:
         asked = [
             ids for number, ids in enumerate(source.asked) if ids or number
         ]  # at first for none, to see if it is cached
@@ -167,6 +169,7 @@ def _play_phase(case: Case, phase: Phase, wanted: list[Event], host: int, world:
         assert not _warned(world, "ahead"), _warned(world, "ahead")
 
 
+_BEGINNING = ("set", "reset", "reshard", "weights")
 _WARNINGS = {
     "records": ("%.0f %% of the records will not be delivered", "the source has %d records in all epochs, fewer"),
     "end": ("the stream ends with lane %d of %d",),
@@ -185,6 +188,7 @@ class _Player:
         self.case, self.phase, self.host, self.world, self.feed, self.name = case, phase, host, world, feed, name
         self.faults = faults
         self.left = False  # whether this host or another has closed its feed early
+        self.gone = False  # whether this host has closed its feed and does nothing more
         self.delivered = {"batches": 0, "records": 0, "bytes": 0, "skipped_records": 0}
         self.has_structure = False  # whether this host has had a record since the feed began or was moved
         self.sizes: tuple[int, ...] = ()  # of the batches that are delivered in an action and before
@@ -192,9 +196,12 @@ class _Player:
         self.moved = False  # whether a batch has been delivered since
 
     def play(self, event: Event, where: str) -> None:
+        if self.gone or self.left:
+            return
         kind, *arguments = event.action
+        self.model = event.model
         getattr(self, f"_{kind}")(event, where, *arguments)
-        if event.failing is None and not self.left:
+        if event.failing is None and not self.left and not self.gone and kind != "ahead":
             at = self.feed.step, self.feed.position
             assert at == (event.step, event.position), f"{where}: at {at}, not {(event.step, event.position)}"
 
@@ -328,8 +335,8 @@ class _Player:
         self.delivered["skipped_records"] += case.num_replaced(self.phase, self.host, batch, self.first_step)
 
     def _bytes_of_row(self, name: str, leaf: np.ndarray) -> int:
-        """Bytes of a row of a leaf that this host reads: of the memory's columns only those that it holds."""
-        if self.case.config["source"] != "memory" or self.phase.load != "sharded":
+        """Bytes of a row of a leaf that this host reads: of columns in memory and files only those that it holds."""
+        if self.case.config["source"] not in ("memory", "tokens") or self.phase.load != "sharded":
             return leaf.nbytes // len(leaf)
         held = np.zeros(leaf.shape[1:], bool)
         for index in blocks_of(self.phase, name, self.host, leaf.shape).values():
@@ -352,7 +359,7 @@ class _Player:
         elif source in STREAMS:
             lanes = sorted(case.lanes_of(self.phase, self.host, self.first_step))
             upto = Steps(self.sizes, self.phase.schedule).position_of(batch.step + 1) // case.num_lanes
-            wanted["lanes"] = {str(lane): len(case.model.upto(lane, upto)) for lane in lanes}
+            wanted["lanes"] = {str(lane): len(self.model.upto(lane, upto)) for lane in lanes}
         assert {name: found.get(name) for name in wanted} == wanted, f"{where}: the log says {found}, not {wanted}"
         assert found.keys() - names == wanted.keys(), f"{where}: the log has {sorted(found)}"
         assert len(found.get("bad_records", ())) == case.num_replaced(self.phase, self.host, batch, self.first_step), (
@@ -363,6 +370,10 @@ class _Player:
         stats = self.feed.stats()
         found = {name: getattr(stats, name) for name in self.delivered}
         assert found == self.delivered, f"{where}: stats {found}, not {self.delivered}"
+        settings = self.case.settings(self.phase)
+        tuned = {name for name in ("prefetch", "num_threads", "num_workers") if settings[name] == "auto"}
+        shown = set(stats.tuned or ()) - {"state", "reason", "tried"}
+        assert shown == tuned, f"{where}: tuned {shown}, not {tuned}"
 
     def _raises(self, where: str, kinds: tuple[str, ...]) -> Exception:
         try:
@@ -415,17 +426,17 @@ class _Player:
         states = self.world.gather(f"{self.name}/{key}", self.case.savers(key))
         merged = meshfeed.merge_states(states)
         self._check_merged(merged, event, where)
-        self._refuses_wrong_states(merged, event.step, where)
+        self._refuses_wrong_states(merged, event.step, event.total, where)
         self.feed.set_state(merged)
         self.has_structure, self.moved, self.first_step = False, False, event.step
         again = self.feed.get_state()
         assert again["position"] == merged["position"], where
 
-    def _refuses_wrong_states(self, state: Any, step: int, where: str) -> None:
+    def _refuses_wrong_states(self, state: Any, step: int, total: int | None, where: str) -> None:
         """Whether the feed refuses what resembles a state, and is as before."""
         before = self.feed.get_state()
         lanes = self.case.lanes_of(self.phase, self.host, step) if self.case.config["source"] in STREAMS else set()
-        for field, wrong in wrong_states(state, self.host, lanes, self.case.total):
+        for field, wrong in wrong_states(state, self.host, lanes, total):
             try:
                 self.feed.set_state(wrong)
             except meshfeed.StateMismatchError as error:
@@ -450,6 +461,54 @@ class _Player:
     def _reset(self, event: Event, where: str) -> None:
         self.feed.reset()
         self.has_structure, self.moved, self.first_step = False, False, 0
+
+    def _ahead(self, event: Event, where: str) -> None:
+        """A batch more on some hosts, unless another has gone on to the next action."""
+        if self.host % 2 == 0 or self.host >= self.phase.topology.hosts:
+            return
+        self.sizes = event.sizes
+        for batch in event.batches:
+            try:
+                next(self.feed)
+            except meshfeed.PeerError as error:
+                if "called reshard" not in str(error):
+                    raise AssertionError(f"{where}: raised {error!r}") from error
+                continue
+            assert self.feed.step == batch.step + 1, f"{where}: at {self.feed.step}, not {batch.step + 1}"
+            self._count(batch)
+
+    def _reshard(self, event: Event, where: str, topology: Any, how: str = "") -> None:
+        self.gone = self.host in event.gone
+        if self.gone and self.host not in event.refused:
+            self.feed.close()
+            return
+        devices = self.world.devices(self.case.processes, topology.devices)
+        sharding = sharding_of(self.case, dataclasses.replace(self.phase, topology=topology), devices)
+        refused = self.host in event.refused
+        self._unless_refused(where, refused, lambda: self.feed.reshard(sharding))
+        if self.gone:
+            self.feed.close()
+        assert event.phase is not None
+        self.phase, self.has_structure, self.first_step = event.phase, False, event.step
+        self.moved = self.moved or not refused  # the state has no other lanes than this host reads
+
+    def _weights(self, event: Event, where: str, weights: Any, later: int | None) -> None:
+        from_step = None if later is None else self.feed.step + later
+        refused = self.host in event.refused
+        self._unless_refused(where, refused, lambda: self.feed.set_weights(weights, from_step=from_step))
+        if not refused:
+            self.has_structure, self.first_step = False, event.step
+
+    def _unless_refused(self, where: str, refused: bool, call: Callable[[], None]) -> None:
+        try:
+            call()
+        except meshfeed.SettingsError as error:
+            if not refused:
+                raise AssertionError(f"{where}: raised {error!r}") from error
+        except Exception as error:
+            raise AssertionError(f"{where}: raised {error!r}") from error
+        else:
+            assert not refused, f"{where}: not refused"
 
     def _len(self, event: Event, where: str) -> None:
         try:

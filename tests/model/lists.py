@@ -32,6 +32,8 @@ from meshfeed.sources import (
     random_split,
 )
 
+Stages = Sequence[tuple[int, Mapping[str, float]]]
+"""First step, and component → weight."""
 Draw = tuple[int, int, int]
 """Seed, epoch and record id of the feed, by which random numbers are drawn."""
 NO_DRAW: Draw = (0, 0, 0)
@@ -50,6 +52,7 @@ class Settings:
     num_epochs: int | None
     size: int = 0  # of every batch, for buckets
     num_lanes: int = 1
+    added: Stages = ()  # by ``set_weights``
 
     @property
     def windows(self) -> Windows | None:
@@ -356,8 +359,6 @@ def negated(record: Record) -> Record:
 
 # ---------------------------------------------------------------------- mixtures
 
-Stages = Sequence[tuple[int, Mapping[str, float]]]
-
 
 def mixture(
     nodes: Mapping[str, Node],
@@ -400,23 +401,33 @@ def _mixture(
 ) -> Node:
     parts: list[Node] = []
     again: list[int] = []
-    stages: list[tuple[int, list[float]]] = [(step, []) for step, _ in given_stages]
+    within: list[tuple[str, float, float]] = []  # part → name, its weight and all weights of what has that name
     for name, node in nodes.items():
         inner = node.mixed or ([_first(node, take.get(name, node.count))], [1.0])
         parts += inner[0]
         again += [repeat.get(name, 1)] * len(inner[0])
-        for (_, flat), (_, weights) in zip(stages, given_stages, strict=True):
-            flat += [weights.get(name, 0) * share / sum(inner[1]) for share in inner[1]]
+        within += [(name, share, sum(inner[1])) for share in inner[1]]
     names = [str(number) for number in range(len(parts))]
-    shares = [(step, reference.shares(dict(zip(names, flat, strict=True)), names, block)) for step, flat in stages]
+
+    def of_parts(weights: Mapping[str, float]) -> list[float]:
+        return [weights.get(name, 0) * share / whole for name, share, whole in within]
+
+    def in_block(weights: Mapping[str, float]) -> list[int]:
+        """Records of each part in a block."""
+        return reference.shares(dict(zip(names, of_parts(weights), strict=True)), names, block)
+
+    shares = [(step, in_block(weights)) for step, weights in given_stages]
     if not all(itertools.chain.from_iterable(counts for _, counts in shares)):
         raise ValueError("a component has no share")
     counts = [part.count for part in parts]
-    settings: dict[str, Any] = {"counts": counts, "stages": shares, "on_end": on_end, "repeat": again}
-    in_order, one = Mixed(shuffle=False, seed=0, num_epochs=1, **settings), reference.Steps((), ((0, 1),))
+    common: dict[str, Any] = {"counts": counts, "on_end": on_end, "repeat": again}
+    in_order = Mixed(stages=shares, shuffle=False, seed=0, num_epochs=1, **common)
+    one = reference.Steps((), ((0, 1),))
 
     def feed(given: Settings) -> Ordered:
         order: Any
+        added = {step: in_block(weights) for step, weights in given.added}
+        settings = {**common, "stages": sorted({**dict(shares), **added}.items())}
         if given.windows is not None:
             order = MixedLanes(
                 lambda number, seed: given.lanes(parts[number].shards or (), seed),
@@ -454,8 +465,8 @@ def _mixture(
         max(node.levels for node in nodes.values()) + 1,
         feed=feed,
         feed_shards=lambda windows: files,
-        mixed=(parts, stages[0][1]) if len(stages) == 1 and not take and not repeat else None,
-        steps=len(stages) > 1,
+        mixed=(parts, of_parts(given_stages[0][1])) if len(shares) == 1 and not take and not repeat else None,
+        steps=len(shares) > 1,
         fewest=min(counts) if on_end == "stop" else None,
     )
 
@@ -473,12 +484,50 @@ Segments = list[Segment]
 """A sequence."""
 
 
+@dataclasses.dataclass(frozen=True)
+class Limits:
+    """Keywords of Packed by which a sequence holds more than its documents, or fewer of them."""
+
+    align: int = 1
+    bos_id: int | None = None
+    max_segments: int | None = None
+    cumulative_lengths: str | None = None
+    sequence_order: tuple[str, int] | None = None
+    side: Mapping[str, int] = dataclasses.field(default_factory=dict)
+
+    def keywords(self) -> dict[str, Any]:
+        """Those that are not at their defaults."""
+        usual = Limits()
+        found = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
+        return {name: value for name, value in found.items() if value != getattr(usual, name)}
+
+    @property
+    def before(self) -> int:
+        """Tokens before each piece."""
+        return 0 if self.bos_id is None else 1
+
+    def taken(self, count: int) -> int:
+        """The tokens of a sequence that a piece of so many takes."""
+        return -(-(count + self.before) // self.align) * self.align
+
+    def slots(self, length: int) -> int:
+        """Most pieces of a sequence."""
+        return min(self.max_segments or length, length // self.taken(1))
+
+    def bind(self, length: int, method: str) -> bool:
+        """Whether not only the tokens decide what a sequence holds."""
+        uneven = method == "split" and self.align > 1 and self.before > 0
+        return bool(self.side) or self.slots(length) < length // self.taken(1) or uneven
+
+
 class _Packing:
     """Sequences of documents; see docs/decisions/packing.md."""
 
-    def __init__(self, node: Node, length: int, method: str, block: int) -> None:
-        self._node, self._length, self._method = node, length, method
-        self._lengths = [len(node.read(number, NO_DRAW)["tokens"]) for number in range(node.count)]
+    def __init__(self, node: Node, length: int, method: str, block: int, limits: Limits) -> None:
+        self._node, self._length, self._method, self._limits = node, length, method, limits
+        records = [node.read(number, NO_DRAW) for number in range(node.count)]
+        self._lengths = [len(record["tokens"]) for record in records]
+        self._sizes = [[len(record[leaf]) for leaf in limits.side] for record in records]
         self.bounds = [*range(0, node.count, block), node.count]
         self.listed = self._sequences(self.bounds, range(len(self.bounds) - 1), None, 0)
 
@@ -491,10 +540,15 @@ class _Packing:
             if seed is not None:
                 order = table(stop - first, key_of(seed, reference.DOCUMENTS, epoch, number))
             documents = [(first + i, self._lengths[first + i]) for i in order]
-            if self._method == "split":
-                found += _split(documents, self._length)
+            binding = self._limits.bind(self._length, self._method)
+            if self._method == "split" and not binding:
+                found += _split(documents, self._length, self._limits)
                 continue
-            fitted = _fit(documents, self._length, seed is None)
+            if binding:
+                sizes = [self._sizes[document] for document, _ in documents]
+                fitted = _within(documents, sizes, self._length, self._limits, self._method == "split", seed is None)
+            else:
+                fitted = _fit(documents, self._length, seed is None)
             if seed is not None:
                 key = key_of(seed, reference.SEQUENCES, epoch, number)
                 fitted = [fitted[permuted(i, len(fitted), key)] for i in range(len(fitted))]
@@ -520,14 +574,43 @@ class _Packing:
         return [begins[number] for number in range(len(self._node.shards))]
 
     def record(self, segments: Segments) -> Record:
+        limits, before = self._limits, self._limits.before
         record = {name: np.zeros(self._length, np.int32) for name in ("tokens", "segment_ids", "positions")}
-        at = 0
+        begins, at, end = list[int](), 0, 0
         for number, (document, first, stop) in enumerate(segments, 1):
-            here = slice(at, at := at + stop - first)
-            record["tokens"][here] = self._node.read(document, NO_DRAW)["tokens"][first:stop]
-            record["segment_ids"][here] = number
-            record["positions"][here] = np.arange(stop - first)
+            begins.append(at)
+            end = at + before + stop - first
+            record["tokens"][at:end] = [limits.bos_id] * before + list(
+                self._node.read(document, NO_DRAW)["tokens"][first:stop]
+            )
+            record["segment_ids"][at:end] = number
+            record["positions"][at:end] = np.arange(end - at)
+            at += limits.taken(stop - first)
+        if limits.sequence_order is not None:
+            order = _order_of_tokens(*limits.sequence_order, self._length)
+            record = {name: leaf[order] for name, leaf in record.items()}
+        if limits.cumulative_lengths is not None:
+            assert limits.max_segments is not None
+            starts = [*begins, *[end] * (limits.max_segments + 1 - len(begins))]
+            record[limits.cumulative_lengths] = np.array(starts, np.int32)
+        for leaf, most in limits.side.items():
+            record |= self._entries(segments, leaf, most)
         return record
+
+    def _entries(self, segments: Segments, leaf: str, most: int) -> Record:
+        """The entries of a leaf that belong to a sequence: those of the documents that begin in it."""
+        shape = self._node.read(0, NO_DRAW)[leaf]
+        values, mask, of = (
+            np.zeros((most, *shape.shape[1:]), shape.dtype),
+            np.zeros(most, bool),
+            np.zeros(most, np.int32),
+        )
+        at = 0
+        for number, (document, first, _) in enumerate(segments, 1):
+            for entry in self._node.read(document, NO_DRAW)[leaf] if first == 0 else ():
+                values[at], mask[at], of[at] = entry, True, number
+                at += 1
+        return {leaf: values, f"{leaf}_mask": mask, f"{leaf}_segment": of}
 
     def origin(self, segments: Segments) -> Origin:
         return frozenset().union(*(self._node.origin(document) for document, _, _ in segments))
@@ -557,23 +640,33 @@ class _Packing:
         return Ordered(Sequences(places), lambda i, epoch: self.record(segments(i)), lambda i: self.origin(segments(i)))
 
 
-def packed(node: Node, length: int, method: str = "split", block: int = 65_536) -> Node:
+def _order_of_tokens(kind: str, shards: int, length: int) -> list[int]:
+    """The tokens of a sequence, those of the first shard first."""
+    if kind == "striped":
+        return [token for shard in range(shards) for token in range(shard, length, shards)]
+    each = length // (2 * shards)
+    chunks = [[*range(start, start + each)] for start in range(0, length, each)]
+    return [token for shard in range(shards) for token in chunks[shard] + chunks[-1 - shard]]
+
+
+def packed(node: Node, length: int, method: str = "split", block: int = 65_536, limits: Limits | None = None) -> Node:
     """Packs documents by hand.
 
     Raises:
       ValueError: no token is left.
     """
-    packing = _Packing(node, length, method, block)
+    limits = limits or Limits()
+    packing = _Packing(node, length, method, block, limits)
     listed = packing.listed
     if not listed:
         raise ValueError("no token is left")
     return Node(
-        lambda given: Packed(node.make(given), length, method=method, block=block),
+        lambda given: Packed(node.make(given), length, method=method, block=block, **limits.keywords()),
         len(listed),
         lambda i, draw: packing.record(listed[i]),
         lambda i: packing.origin(listed[i]),
         packing.in_files(),
-        f"Packed({node.text}, {length}, method={method!r}, block={block})",
+        f"Packed({node.text}, {length}, method={method!r}, block={block}, **{limits.keywords()})",
         node.levels + 1,
         feed=packing.feed,
         feed_shards=lambda windows: packing.counts(packing.in_windows(windows[0])),
@@ -581,9 +674,15 @@ def packed(node: Node, length: int, method: str = "split", block: int = 65_536) 
     )
 
 
-def _split(documents: Sequence[tuple[int, int]], length: int) -> list[list[Segment]]:
-    flat = [(number, document, token) for number, (document, count) in enumerate(documents) for token in range(count)]
-    rows = [flat[i : i + length] for i in range(0, len(flat), length)]
+def _split(documents: Sequence[tuple[int, int]], length: int, limits: Limits) -> list[list[Segment]]:
+    """Documents end to end, each with what is before it and the gap after it, and what of them is in each sequence."""
+    places, at = dict[int, tuple[int, int, int]](), limits.before
+    for number, (document, count) in enumerate(documents):
+        places |= {at + token: (number, document, token) for token in range(count)}
+        at += limits.taken(count) if count else 0
+    size = length - limits.before
+    ends = range(limits.before, at - limits.before, size)
+    rows = [[places[place] for place in range(end, end + size) if place in places] for end in ends]
     pieces = [[list(group) for _, group in itertools.groupby(row, lambda token: token[0])] for row in rows]
     return [[(piece[0][1], piece[0][2], piece[-1][2] + 1) for piece in row] for row in pieces]
 
@@ -604,6 +703,116 @@ def _fit(documents: Sequence[tuple[int, int]], length: int, by_first: bool) -> l
         changed[chosen] = time
     bins = [sorted(b) for b in bins]
     return whole + [[(d, first, stop) for _, d, first, stop in b] for b in (sorted(bins) if by_first else bins)]
+
+
+def _within(
+    documents: Sequence[tuple[int, int]],
+    sizes: Sequence[Sequence[int]],
+    length: int,
+    limits: Limits,
+    cuts: bool,
+    by_first: bool,
+) -> list[list[Segment]]:
+    """Documents within limits: those that are longer than a sequence fill whole ones, and what is left is packed."""
+    size, capacity = length - limits.before, [length // limits.align, limits.slots(length), *limits.side.values()]
+    whole = [[(d, i, i + size)] for d, count in documents for i in range(0, count - size + 1, size)]
+    places = [i for i, (_, count) in enumerate(documents) if count % size]
+    lengths = [documents[i][1] % size for i in places]
+    # Entries belong to the first piece of a document.
+    needs = [[0] * len(sizes[i]) if documents[i][1] > size else list(sizes[i]) for i in places]
+    vectors = [[limits.taken(count) // limits.align, 1, *need] for count, need in zip(lengths, needs, strict=True)]
+    fewest = max(
+        (-(-sum(column) // most) for column, most in zip(zip(*vectors, strict=True), capacity, strict=False)), default=0
+    )
+    Bins = list[list[tuple[int, int, int]]]  # place, first and last token of each piece
+    found: Bins | None = _filled(lengths, needs, length, limits) if cuts and places else None
+    close = fewest + fewest // 256
+    order = sorted(
+        range(len(places)),
+        key=lambda i: (
+            -max(a / b for a, b in zip(vectors[i], capacity, strict=True)),
+            *(-number for number in vectors[i]),
+        ),
+    )
+    mixed = [order[i] for i in table(len(order), key_of(0, 114))] if order else []
+    for one in (order, mixed):
+        if found is not None and len(found) <= close:
+            break
+        bins, room = Bins(), list[list[int]]()
+        for i in one:
+            fits = (all(a <= b for a, b in zip(vectors[i], left, strict=True)) for left in room)
+            number = next((number for number, enough in enumerate(fits) if enough), len(bins))
+            if number == len(bins):
+                bins.append([])
+                room.append(list(capacity))
+            bins[number].append((i, 0, lengths[i]))
+            room[number] = [a - b for a, b in zip(room[number], vectors[i], strict=True)]
+        if found is None or len(bins) < len(found):
+            found = bins
+    found = [sorted(one) for one in found or []]
+    rest = sorted(found) if by_first else found
+    first_of = [documents[i][1] // size * size for i in places]
+    return whole + [
+        [(documents[places[i]][0], first_of[i] + first, first_of[i] + stop) for i, first, stop in one] for one in rest
+    ]
+
+
+def _filled(
+    lengths: Sequence[int], needs: Sequence[Sequence[int]], length: int, limits: Limits
+) -> list[list[tuple[int, int, int]]]:
+    """Sequences filled one after the other: a share of the pieces with few tokens, then those with many."""
+    most, slots = list(limits.side.values()), limits.slots(length)
+
+    def tokens_for(i: int) -> tuple[Any, ...]:
+        share = max([1 / slots, *(need / limit for need, limit in zip(needs[i], most, strict=True))])
+        return (lengths[i] / share, lengths[i], *reversed(needs[i]))
+
+    waiting = sorted(range(len(lengths)), key=tokens_for)
+    left_tokens = sum(map(limits.taken, lengths))
+    left_needs = [sum(column) for column in zip(*needs, strict=True)] or [0] * len(most)
+    cut: tuple[int, int] | None = None
+    found: list[list[tuple[int, int, int]]] = []
+    while waiting or cut:
+        row, tokens, room = list[tuple[int, int, int]](), length, list(most)
+        items = len(waiting) + (cut is not None)
+        ways = [(left_tokens, length), (items, slots), *zip(left_needs, most, strict=True)]
+        lows = -(-items // max(-(-number // limit) for number, limit in ways)) - 1
+
+        def fits(*new: int) -> bool:
+            return all(sum(needs[i][k] for i in new) <= room[k] for k in range(len(room)))  # noqa: B023
+
+        while True:
+            start = 0
+            if cut is not None:
+                (item, start), cut = cut, None
+            elif len(row) == slots or tokens <= limits.before or not waiting:
+                break
+            elif (
+                lows > 0
+                and len(row) + 1 < slots
+                and len(waiting) > 1
+                and fits(waiting[0], waiting[-1])
+                and limits.taken(lengths[waiting[0]]) <= tokens
+            ):
+                item, lows = waiting.pop(0), lows - 1
+            elif fits(waiting[-1]):
+                item = waiting.pop()
+            elif len(waiting) > 1 and fits(waiting[0]):
+                item = waiting.pop(0)
+            else:
+                break
+            count = min(lengths[item] - start, tokens - limits.before)
+            row.append((item, start, start + count))
+            tokens, left_tokens = tokens - limits.taken(count), left_tokens - limits.taken(count)
+            if start == 0:
+                room = [a - b for a, b in zip(room, needs[item], strict=True)]
+                left_needs = [a - b for a, b in zip(left_needs, needs[item], strict=True)]
+            if start + count < lengths[item]:
+                cut = item, start + count
+                break
+        left_tokens = max(left_tokens, 1)
+        found.append(row)
+    return found
 
 
 def pad_to(record: Record, length: int) -> Record:

@@ -24,6 +24,15 @@ following the others with a stream; host batches, and a stream that one host rea
 A failure on one host stops all hosts at the step in which it falls: there the failing host raises its error and every
 other host a PeerError.
 
+*Another sharding.* ``reshard`` continues the same stream at the delivered position, after an error too; hosts that have
+delivered more go back to the lowest step of all. Hosts that it leaves out are outside of the mesh from then on; hosts of
+``load=[...]`` that are left out read again once they are back.
+
+*Weights.* After ``set_weights`` a mixture is the one with that stage: in place of stages that were added and have not begun,
+and beside those that it was made with. The stages are part of the state, and stay after ``reset``. What has been delivered
+cannot change, nor that a lane has ended: weights with which a random-access mixture would have ended earlier, or not with the
+padded batch with which it has ended, are refused.
+
 *States.* A state is where the stream stands after the last delivered batch: ``set_state`` of a merged state continues
 there on any topology, with any batch size that the mesh and the lanes divide. ``reset`` is the state before step 0.
 """

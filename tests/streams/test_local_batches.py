@@ -86,6 +86,32 @@ def test_element_spec_after_set_state_leaves_the_batch_for_next(started: bool) -
         assert take(other, 3) == [3, 4, 5]
 
 
+def test_element_spec_is_known_if_the_read_ahead_takes_the_only_batch_meanwhile(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    peek, learn, asked, learned = LocalBatchStream._peek, LocalBatchStream.learn, threading.Event(), threading.Event()
+
+    def only_batch() -> Iterator[Any]:
+        assert asked.wait(60)
+        yield {"x": np.full((8, 2), 3, np.float32)}
+
+    def peeks_late(stream: Any) -> Any:
+        asked.set()
+        assert learned.wait(60)
+        return peek(stream)
+
+    def learns(stream: Any, batch: Any) -> None:
+        learn(stream, batch)
+        learned.set()
+
+    monkeypatch.setattr(LocalBatchStream, "_peek", peeks_late)
+    monkeypatch.setattr(LocalBatchStream, "learn", learns)
+    with make_feed(meshfeed.sources.HostBatches(only_batch()), global_batch_size=8) as feed:
+        feed.start()
+        assert feed.element_spec["x"].shape == (8, 2)
+        assert take(feed, 1) == [3]
+
+
 def test_set_state_while_the_read_ahead_is_in_the_same_iterator_loses_nothing() -> None:
     with make_feed(Resumable(seconds=0.05)) as feed:
         take(feed, 1)

@@ -131,7 +131,12 @@ class LaneStream:
         }
 
     def _source_under(
-        self, step_schedule: StepSchedule, cut: int, step: int = 0, added: StagedWeights = ()
+        self,
+        step_schedule: StepSchedule,
+        cut: int,
+        step: int = 0,
+        added: StagedWeights = (),
+        delivered: int | None = None,  # None for what comes before the step
     ) -> StreamSource:
         source = self.source if self._cuts is None else self._cuts.with_cut(cut)
         staged = find(source, hooks.StagedStream)
@@ -143,7 +148,7 @@ class LaneStream:
             seed=settings.seed,
             num_epochs=settings.num_epochs,
             position_of_step=step_schedule.position_of_step,
-            delivered=step_schedule.position_of_step(step),
+            delivered=step_schedule.position_of_step(step) if delivered is None else delivered,
         )
 
     def start(self, like: LaneCursor | None = None) -> LaneCursor:
@@ -254,7 +259,6 @@ class LaneStream:
 
     def take_over(self, current: LaneCursor, state: FeedState, host_rows: HostRows) -> LaneCursor:
         """Reads the lanes that this host needs forward to the state's step; a lane without an entry from its start."""
-        del current
         lanes = state.lanes or {}
         cursor = self.restore(dataclasses.replace(state, lanes={}))
         records = cursor.step_schedule.at(cursor.step)[0] // cursor.num_lanes
@@ -271,9 +275,27 @@ class LaneStream:
                 records,
             )
         settings, num_threads = self.lane_settings(cursor.num_lanes), self._settings.threads or 1
-        entries = read_forward(cursor.source, settings, entries, records, num_threads)
-        ended = {lane: entry.records for lane, entry in entries.items() if entry.ended}
-        return dataclasses.replace(cursor, entries={str(lane): entries[lane] for lane in entries}, ended=ended)
+        # Other hosts know of lanes here that have ended, although the last known states are from before.
+        ended = {lane: length for lane, length in current.ended.items() if length < records}
+        after = read_forward(
+            cursor.source,
+            settings,
+            {lane: entries[lane] for lane in entries if lane not in ended},
+            records,
+            num_threads,
+        )
+        for lane in entries.keys() & ended.keys():
+            # A lane of a mixture ends nowhere before what has been delivered, which is less of this one.
+            source, one = self._source_with(cursor, ended[lane] * cursor.num_lanes), {lane: entries[lane]}
+            for stop in (ended[lane], records):
+                one = read_forward(source, settings, one, stop, num_threads)
+            after |= one
+        ended |= {lane: entry.records for lane, entry in after.items() if entry.ended}
+        return dataclasses.replace(cursor, entries={str(lane): after[lane] for lane in entries}, ended=ended)
+
+    def _source_with(self, cursor: LaneCursor, delivered: int) -> StreamSource:
+        """The source of a cursor, of which ``delivered`` records have been delivered."""
+        return self._source_under(cursor.step_schedule, cursor.cut, cursor.step, _added_to(cursor), delivered)
 
     def _lanes_of(self, cursor: LaneCursor, host_rows: HostRows) -> list[int]:
         """The lanes that this host needs from a cursor on."""

@@ -493,7 +493,11 @@ class LocalBatchStream:
         """Returns the structure of the first batch; reads it if necessary."""
         del cursor
         if self._spec is None:
-            self.learn(self._peek())
+            try:
+                self.learn(self._peek())
+            except SourceError:
+                if self._spec is None:  # else the reader has taken the only batch meanwhile, and learned from it
+                    raise
         assert self._spec is not None
         return self._spec
 
