@@ -217,7 +217,7 @@ def verify(directory: epath.PathLike, step: int | None = None) -> list[Finding]:
     """Reads everything in a checkpoint folder, or in one item of arrays, and compares it with its digests.
 
     Args:
-      directory: a Checkpointer's folder, a step's folder, or an item's.
+      directory: a Checkpointer's folder, a step's folder, or an item's; a path or a URL.
       step: the only step to check; None checks all steps.
 
     Returns:
