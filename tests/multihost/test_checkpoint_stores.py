@@ -175,7 +175,9 @@ def kill(tmp_path: pathlib.Path, rounds: int) -> int:
                     pool.run(save_until_killed, url, str(tmp_path), rng.uniform(0.0, 2.5), rng.randrange(3))
                 text = str(raised.value)
                 assert "AssertionError" not in text, text
-                assert {result.returncode for result in raised.value.results} == {-signal.SIGKILL}, text
+                codes = {result.returncode for result in raised.value.results}
+                # JAX ends host 1 by SIGABRT once host 0, the coordinator, is gone.
+                assert -signal.SIGKILL in codes <= {-signal.SIGKILL, -signal.SIGABRT}, text
         root = StorePath(url)
         committed = max(int(path.read_text()) for path in tmp_path.glob("committed-*"))
         steps = [int(path.name) for path in root.iterdir() if (path / "commit_success.txt").exists()]

@@ -1,4 +1,4 @@
-"""Shared by all packages: errors, types, settings, processes, threads, retries, aligned memory, pytrees, the job's store.
+"""Shared by all packages: errors, types, settings, processes, threads, retries, memory, pytrees, the job's store, URLs.
 
 Imports no other package of meshfeed. Read first: ``errors.py``, then ``coordination.py``.
 """

@@ -6,6 +6,7 @@ stores, does not repeat requests, and has its clients cache listings.
 
 from __future__ import annotations
 
+import logging
 import os
 import posixpath
 from collections.abc import Iterator
@@ -14,9 +15,11 @@ from typing import IO, Any
 from etils import epath
 from etils.epath.stat_utils import StatResult
 
-from meshfeed._src.base.errors import CheckpointError
+from meshfeed._src.base.errors import CheckpointError, MeshfeedError
 from meshfeed._src.base.stores import ask, is_url, open_store, store_errors
 from meshfeed._src.base.threads import in_threads
+
+_log = logging.getLogger("meshfeed.checkpoint")
 
 
 def is_in_store(path: str | os.PathLike[str]) -> bool:
@@ -31,6 +34,14 @@ def make_path(path: str | os.PathLike[str]) -> epath.Path:
         return path
     text = os.fspath(path)
     return StorePath(text) if is_in_store(text) else epath.Path(text.removeprefix("file://"))
+
+
+def children(folder: epath.Path) -> list[epath.Path]:
+    """Returns what is directly in a folder, or nothing if there is no such folder; one request in a store."""
+    try:
+        return list(folder.iterdir())
+    except FileNotFoundError:
+        return []
 
 
 @epath.register_path_cls
@@ -161,12 +172,17 @@ class StorePath(epath.Path):
         if not hasattr(file_system, "list_multipart_uploads"):
             return
         bucket, key, _ = file_system.split_path(path)
-        with store_errors(str(self)):
-            found = file_system.call_s3("list_multipart_uploads", Bucket=bucket, Prefix=f"{key}/")
-            for upload in found.get("Uploads", []):
-                file_system.call_s3(
-                    "abort_multipart_upload", Bucket=bucket, Key=upload["Key"], UploadId=upload["UploadId"]
-                )
+        try:
+            with store_errors(str(self)):
+                more = True
+                while more:
+                    found = file_system.call_s3("list_multipart_uploads", Bucket=bucket, Prefix=f"{key}/")
+                    for upload in found.get("Uploads", []):
+                        names = {"Key": upload["Key"], "UploadId": upload["UploadId"]}
+                        file_system.call_s3("abort_multipart_upload", Bucket=bucket, **names)
+                    more = found.get("IsTruncated", False)
+        except (MeshfeedError, OSError) as error:  # listing them is a permission of its own, and nothing depends on it
+            _log.warning("uploads that were never completed, if any, are left in the store: %s", error)
 
     def rmtree(self, missing_ok: bool = False) -> None:
         """Removes all objects below."""

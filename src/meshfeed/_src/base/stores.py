@@ -51,6 +51,8 @@ _FAMILY = {"s3a": "s3", "gcs": "gs", "abfs": "az", "abfss": "az", "adl": "az"}
 _OPTIONS: dict[str, dict[str, Any]] = {
     "s3": {"config_kwargs": {"max_pool_connections": 32}}
 }  # s3fs opens 10 by default
+# Keywords of a method: s3fs would ask for an object's size before it reads it, to read parts of it at once.
+_KEYWORDS: dict[tuple[str, str], dict[str, Any]] = {("s3", "cat_file"): {"max_concurrency": 1}}
 # Where clients look for credentials: environment variables, then files as (variable with the path, default path).
 _VARIABLES = {
     "s3": (
@@ -170,6 +172,7 @@ def ask(
       MeshfeedError: credentials are missing or refused, or the store does not answer.
     """
     file_system, path = open_store(url, error)
+    keywords = {**_KEYWORDS.get((url.partition("://")[0], method), {}), **keywords}
     deadline = time.monotonic() + ANSWER_SECONDS + num_bytes / _LEAST_BYTES_PER_SECOND
     problems: list[StoreError] = []
 

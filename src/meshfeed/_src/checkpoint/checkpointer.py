@@ -105,8 +105,9 @@ class Checkpointer:
     ``meshfeed.checkpoint`` names the step.
 
     Args:
-      directory: the checkpoint folder, a path or ``gs://…``, the same on every host; created if absent. A step is
-        stored in ``<directory>/<step>/`` as the Orbax items ``arrays`` and ``iterator``.
+      directory: the checkpoint folder, the same on every host: a path, created if absent, or the URL of a folder in a
+        store that fsspec knows (``gs://``, ``s3://``, …). A step is stored in ``<directory>/<step>/`` as the Orbax items
+        ``arrays`` and ``iterator``.
       max_to_keep: number of newest steps to keep, by step number; None keeps all. The step just saved is kept as well,
         until the next save, if ``force`` saved an older one.
       save_interval_steps: :meth:`save` skips steps that are not on this interval.
@@ -120,10 +121,12 @@ class Checkpointer:
       timeout_seconds: how long hosts wait for each other while saving or restoring.
       array_options: keywords for :class:`ArrayHandler`: further fields of :class:`RestoreOptions`, and Orbax's own.
       orbax_options: further keywords for ``ocp.CheckpointManagerOptions``, except those that rename the folders of steps.
+        For a URL other than ``gs://``: ``keep_period`` and ``save_on_steps``.
 
     Raises:
       SettingsError: a setting has an invalid value.
-      CheckpointError: the folder cannot be created or listed; or the launcher (Slurm, MPI, Kubernetes, a TPU pod)
+      CheckpointError: the folder cannot be created or listed, or its store does not answer or refuses the
+        credentials; or the launcher (Slurm, MPI, Kubernetes, a TPU pod)
         started several processes but ``jax.distributed`` is not initialized, so all would save to one folder. For jobs
         that are meant to be independent, each with its own folder, set ``MESHFEED_INDEPENDENT_PROCESSES=1``.
 

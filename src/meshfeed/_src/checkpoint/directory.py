@@ -116,12 +116,12 @@ def checkpoints_near(directory: epath.Path) -> list[str]:
     """
     near: list[epath.Path] = []
     for folder in (directory.parent, directory):
-        with contextlib.suppress(OSError):
+        with contextlib.suppress(OSError, CheckpointError):  # a store may refuse to list what is outside the folder
             near += [path for path in folder.iterdir() if path != directory and not path.name.isdecimal()]
     near.sort(key=lambda path: -difflib.SequenceMatcher(None, path.name, directory.name).ratio())
     found: list[str] = []
     for path in near[:_FOLDERS_LOOKED_INTO]:
-        with contextlib.suppress(OSError):
+        with contextlib.suppress(OSError, CheckpointError):
             if path.is_dir() and any((path / str(step) / ARRAYS).exists() for step in find_steps(path)):
                 found.append(str(path))
     return found[:_FOLDERS_NAMED]

@@ -212,7 +212,7 @@ def restore_once(
     chunks larger than a host's share, each chunk is read whole by one host and sent to the others.
 
     Args:
-      directory: the item's folder (``<step>/arrays``, ``<step>/default``), or a step's folder with only one such item.
+      directory: the item's folder or URL (``<step>/arrays``, ``<step>/default``), or a step's with only one such item.
       abstract_tree: see :class:`ArraysRestore`. For a plain Orbax checkpoint, None gives the tree that Orbax would
         return.
       memory_limit_bytes: limit on a process's extra memory in bytes, beyond the result and one shard.

@@ -12,7 +12,7 @@ from collections.abc import Callable, Collection, Mapping
 from etils import epath
 
 from meshfeed._src.base.errors import CheckpointError, MeshfeedError
-from meshfeed._src.base.store_path import make_path
+from meshfeed._src.base.store_path import children, make_path
 from meshfeed._src.base.threads import in_threads
 from meshfeed._src.base.types import JsonValue, PyTree, public
 from meshfeed._src.checkpoint.handlers import PLAIN_FILE
@@ -64,9 +64,7 @@ class StepParts:
 def find_steps(directory: epath.PathLike) -> list[int]:
     """Returns the numbers of the steps in a folder, ascending, whether complete or not; in a store, of the committed ones."""
     directory = make_path(directory)
-    if not directory.exists():
-        return []
-    numbered = [path for path in directory.iterdir() if path.name.isdecimal()]
+    numbered = [path for path in children(directory) if path.name.isdecimal()]
     found = zip(numbered, in_threads(is_committed, numbered), strict=True)
     return sorted(int(path.name) for path, is_step in found if is_step)
 
@@ -87,7 +85,7 @@ def read_step(directory: epath.PathLike, step: int) -> StepParts:
         raise CheckpointError(f"step {step} is not in {directory}; its steps are: {steps}.", step=step)
     arrays = folder / ARRAYS
     try:
-        manifest = read_manifest(arrays) if arrays.exists() else None
+        manifest = read_manifest(arrays)
         if manifest is None or manifest.identity is None:
             raise CheckpointError(
                 f"step {step} in {directory}: it has no complete part {ARRAYS!r} written by a Checkpointer: "
@@ -217,7 +215,7 @@ def verify(directory: epath.PathLike, step: int | None = None) -> list[Finding]:
     """Reads everything in a checkpoint folder, or in one item of arrays, and compares it with its digests.
 
     Args:
-      directory: a Checkpointer's folder, a step's folder, or an item's.
+      directory: a Checkpointer's folder, a step's folder, or an item's; a path or a URL.
       step: the only step to check; None checks all steps.
 
     Returns:

@@ -8,12 +8,14 @@ and no host needs those of the others. Once all hosts have uploaded, host 0 merg
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import dataclasses
 import datetime
 import hashlib
 import json
 import logging
 import os
+import re
 import shutil
 import tempfile
 import time
@@ -29,7 +31,7 @@ from orbax.checkpoint import future as orbax_future
 from meshfeed._src.base.coordination import process_count, process_index
 from meshfeed._src.base.errors import CheckpointError, MeshfeedError, SettingsError
 from meshfeed._src.base.store_path import StorePath
-from meshfeed._src.base.threads import Background, SingleCall, in_threads
+from meshfeed._src.base.threads import Background, Call, SingleCall, Threads
 from meshfeed._src.checkpoint.agreement import Agreement
 from meshfeed._src.checkpoint.saves import StepSave
 from meshfeed._src.checkpoint.step import ARRAYS, find_steps
@@ -40,6 +42,8 @@ _log = logging.getLogger("meshfeed.checkpoint")
 _OPTIONS = ("max_to_keep", "keep_period", "save_interval_steps", "save_on_steps")
 _MADE_BY_HOST_0 = "array_metadatas"  # by Orbax, and other hosts wait for it, which do not see it here
 _TICK_SECONDS = 60.0
+_LOOK_SECONDS = 0.1
+_CHUNK = re.compile(r"\d+(\.\d+)*")  # whole once it has this name: TensorStore renames it
 _UPLOADS = 16  # in flight at once, each with a file of about 16 MiB in memory
 
 
@@ -130,17 +134,19 @@ class StoreManager:
         started: int,
     ) -> None:
         folder = self._directory / str(save.step)
+        uploads = _Uploads(staging, folder)
         try:
-            for future in futures:  # on all hosts, or an error on all
-                future.result()
             name = f"save-{save.identity['id']}/store"
             with Agreement(f"saving step {save.step} in {self._directory}", save.timeout_seconds, name) as agreement:
                 agreement.publish(lambda: begin_step(folder))
-                agreement.attempt(lambda: _upload(staging, folder))
+                agreement.attempt(lambda: uploads.run(lambda: [future.result() for future in futures]))
                 removed = agreement.publish(lambda: self._commit(folder, items, started))
             self._steps = sorted({*self._steps, save.step} - set(removed))
         except BaseException as error:
             self._error = error
+            for future in futures:  # they must not write into the folder of the next save
+                with contextlib.suppress(Exception):
+                    future.result(save.timeout_seconds)
         finally:
             shutil.rmtree(staging, ignore_errors=True)
 
@@ -225,9 +231,46 @@ def _empty_folder(directory: StorePath) -> epath.Path:
     return epath.Path(path)
 
 
-def _upload(staging: epath.Path, folder: StorePath) -> None:
-    """Uploads this host's files, with a manifest of the arrays' files, since sizes in a store take further requests."""
-    write_files_part(staging / ARRAYS)
-    files = [os.path.join(parent, name) for parent, _, names in os.walk(staging) for name in names]
-    files.sort(key=os.path.getsize, reverse=True)  # the last ones to end are then small
-    in_threads(lambda file: (folder / os.path.relpath(file, staging)).upload(file), files, _UPLOADS)
+class _Uploads:
+    """Uploads this host's files of a step, chunks while others are still being written.
+
+    Args:
+      staging: the local folder of the step.
+      folder: its place in the store.
+    """
+
+    def __init__(self, staging: epath.Path, folder: StorePath) -> None:
+        self._staging, self._folder = staging, folder
+        self._threads = Threads(_UPLOADS, "meshfeed-upload")
+        self._started: dict[tuple[str, int], Call[int]] = {}  # (path, time of change) → its upload
+
+    def run(self, written: Callable[[], object]) -> None:
+        """Uploads all files that exist once ``written`` has returned.
+
+        Errors of uploads are raised after that: in ``written``, hosts wait for each other.
+        """
+        writer = Threads(1, "meshfeed-written")
+        try:
+            writing = writer.submit(written)
+            while not writing.done():
+                before = time.monotonic()
+                self._start(lambda name: _CHUNK.fullmatch(name) is not None)
+                # A walk over many files costs time that their writing needs.
+                time.sleep(max(_LOOK_SECONDS, 5 * (time.monotonic() - before)))
+            writing.result()
+            # The sizes of files in a store take further requests, so they are recorded.
+            write_files_part(self._staging / ARRAYS)
+            self._start(lambda _: True)
+            for call in self._started.values():
+                call.result()
+        finally:
+            self._threads.shutdown(cancel_futures=True)
+            writer.shutdown()
+
+    def _start(self, chosen: Callable[[str], bool]) -> None:
+        for parent, _, names in os.walk(self._staging):
+            for path in (os.path.join(parent, name) for name in names if chosen(name)):
+                key = path, os.stat(path).st_mtime_ns
+                if key not in self._started:
+                    target = self._folder / os.path.relpath(path, self._staging)
+                    self._started[key] = self._threads.submit(target.upload, path)

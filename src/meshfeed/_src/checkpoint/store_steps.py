@@ -12,7 +12,7 @@ import logging
 from etils import epath
 
 from meshfeed._src.base.errors import CheckpointError
-from meshfeed._src.base.store_path import StorePath
+from meshfeed._src.base.store_path import StorePath, children
 from meshfeed._src.base.threads import in_threads
 
 COMMITTED = "commit_success.txt"
@@ -67,9 +67,7 @@ def move_step(folder: StorePath, target: StorePath) -> None:
 
 def remove_leftovers(directory: StorePath) -> None:
     """Removes what killed processes left while they wrote or removed steps; no other process may be doing so."""
-    if not directory.exists():
-        return
-    for path in directory.iterdir():
+    for path in children(directory):
         if path.name.endswith(_UNFINISHED):
             folder = directory / path.name.removesuffix(_UNFINISHED)
             if not is_committed(folder):

@@ -29,7 +29,7 @@ from numpy.typing import NDArray
 
 from meshfeed._src.base.coordination import process_count, process_index
 from meshfeed._src.base.errors import CheckpointError
-from meshfeed._src.base.store_path import StorePath, make_path
+from meshfeed._src.base.store_path import StorePath, children, make_path
 from meshfeed._src.base.threads import in_threads
 from meshfeed._src.base.types import JsonValue, PyTree, public
 from meshfeed._src.checkpoint.chunks import ChunkReader, database_of
@@ -145,8 +145,7 @@ def read_manifest(item: epath.PathLike) -> Manifest | None:
       DamagedCheckpointError: a part differs from what was written.
       CheckpointError: a newer version of meshfeed wrote it.
     """
-    folder = make_path(item) / FOLDER
-    paths = [path for path in folder.iterdir() if path.name.endswith(".json")] if folder.exists() else []
+    paths = [path for path in children(make_path(item) / FOLDER) if path.name.endswith(".json")]
     joined = [path for path in paths if path.stem == _MANIFEST]
     manifest = Manifest()
     for content in in_threads(_read_part, joined or sorted(paths, key=lambda path: path.name)):
@@ -225,6 +224,7 @@ def file_problems(item: epath.Path, manifest: Manifest, *, content: bool) -> Ite
 
 
 _TREE_METADATA = "_METADATA"
+_DATABASE = "manifest.ocdbt"
 _TEXTS = "_strings.json"
 _KEY_METADATA = "array_metadatas/process_0"  # every process writes the same
 _PLAIN_KINDS = {"jax.Array": "jax", "np.ndarray": "numpy", "scalar": "scalar", "string": "str"}
@@ -267,9 +267,9 @@ class StoredArrays:
         self, directory: epath.PathLike, memory_limit_bytes: int | None = None, metadata_key: str | None = None
     ) -> None:
         self.directory = make_path(directory)
-        if not self.directory.exists():
-            raise CheckpointError(f"{directory}: no such folder, expected an item of arrays that Orbax wrote.")
         manifest = read_manifest(self.directory)
+        if manifest is None and not self.directory.exists():
+            raise CheckpointError(f"{directory}: no such folder, expected an item of arrays that Orbax wrote.")
         self.is_plain = manifest is None  # plain Orbax wrote it
         self.manifest = manifest or Manifest()
         # One shared context, so the nodes of the OCDBT tree are read only once for all arrays.
@@ -281,7 +281,8 @@ class StoredArrays:
                 "s3_request_retries": {"max_retries": 8, "initial_delay": "200ms", "max_delay": "5s"},
             }
         )
-        self._ocdbt = (self.directory / "manifest.ocdbt").exists()
+        described = self.manifest.files  # without a request
+        self._ocdbt = _DATABASE in described if described else (self.directory / _DATABASE).exists()
         self._chunks: ChunkReader | None = None
         if isinstance(self.directory, StorePath) and not self._ocdbt:
             self._chunks = ChunkReader(self.directory, _threads(32, memory_limit_bytes), self._context)
@@ -294,9 +295,11 @@ class StoredArrays:
     def metadata(self) -> dict[str, JsonValue]:
         """Orbax's own metadata of the tree."""
         path = self.directory / _TREE_METADATA
-        if not path.exists():
-            raise CheckpointError(f"{path}: no such file, so this is not an item of arrays that Orbax wrote.")
-        return read_json(path)
+        try:
+            return read_json(path)
+        except FileNotFoundError:
+            text = f"{path}: no such file, so this is not an item of arrays that Orbax wrote."
+            raise CheckpointError(text) from None
 
     @functools.cached_property
     def _plain_types(self) -> dict[str, str]:
@@ -360,8 +363,18 @@ class StoredArrays:
     def _texts(self) -> dict[str, str]:
         return read_json(self.directory / _TEXTS)
 
+    @functools.cached_property
+    def _format(self) -> dict[str, JsonValue]:
+        """The part of Orbax's metadata on how arrays are stored; empty for an item without any arrays."""
+        if self.is_plain:
+            return self.metadata
+        try:
+            return read_json(self.directory / _TREE_METADATA)
+        except FileNotFoundError:
+            return {}
+
     def _spec(self, name: str) -> dict[str, JsonValue]:
-        plain = self.metadata if self.is_plain or (self.directory / _TREE_METADATA).exists() else {}
+        plain = self._format
         base = os.fspath(self.directory)
         if isinstance(self.directory, StorePath):
             root = database_of(self.directory) if self._ocdbt else None

@@ -21,8 +21,8 @@ _step = at_least(0, "--step", help="One step only; default: all steps.")
 def inspect(directory: str, step: int | None, as_json: bool) -> None:
     """Show the steps of a checkpoint, or the leaves of one.
 
-    DIRECTORY is the folder passed to Checkpointer, or one of its steps. Of one step, also shows the feed's state. Reads
-    no array values.
+    DIRECTORY is the folder or URL passed to Checkpointer, or one of its steps. Of one step, also shows the feed's state.
+    Reads no array values.
     """
     from meshfeed._src.checkpoint import step as checkpoint_step
 
@@ -60,7 +60,7 @@ def _leaf_line(leaf: dict[str, Any]) -> str:
 def verify(directory: str, step: int | None, as_json: bool) -> None:
     """Read and check every stored byte of a checkpoint. The exit status is 1 if anything is damaged.
 
-    DIRECTORY is the folder passed to Checkpointer, or one of its steps.
+    DIRECTORY is the folder or URL passed to Checkpointer, or one of its steps.
     """
     from meshfeed._src.checkpoint import step as checkpoint_step
 
