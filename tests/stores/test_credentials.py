@@ -9,7 +9,6 @@ import pytest
 from store_servers import S3, SECRET, Hub, forget_clients, running
 
 import meshfeed
-from meshfeed._src.base import stores
 from meshfeed._src.base.retry import without_signatures
 from meshfeed._src.convert.run import convert, run_here
 from meshfeed._src.convert.writers import Settings
@@ -42,7 +41,6 @@ def test_no_secret_is_logged(
 ) -> None:
     caplog.set_level(logging.DEBUG, "meshfeed")
     monkeypatch.setattr(paths, "_RETRY", meshfeed.Retry(attempts=2, initial_seconds=0.01))
-    monkeypatch.setattr(stores, "ANSWER_SECONDS", 1.0)
     with running(kind) as store:
         url = store.put("a.jsonl", b'{"n": 1}\n')
         convert([url], str(tmp_path / "out"), Settings(), run_here)
