@@ -33,6 +33,23 @@ def test_the_same_bytes(runner: str, options: list[str], tmp_path: pathlib.Path)
     assert beam == here
 
 
+def test_the_same_bytes_at_a_url(tmp_path: pathlib.Path) -> None:
+    """The DirectRunner's workers are threads of this process, so they see its files in memory."""
+    fsspec = pytest.importorskip("fsspec")
+    from meshfeed._src.convert.run import RunInBeam
+
+    data = formats.jsonl(tmp_path)
+    convert(data, str(tmp_path / "here"), Settings(shards=5), run_here)
+    convert(data, "memory://bucket/out", Settings(shards=5), RunInBeam("DirectRunner"))
+    files = fsspec.filesystem("memory")
+    found = {path.rpartition("/")[2]: files.cat_file(path) for path in files.find("/bucket/out")}
+    assert found == formats.content_of(tmp_path / "here")
+    pq.write_table(pa.table({"x": [[1, None]]}), tmp_path / "a.parquet")
+    with pytest.raises(meshfeed.SourceError, match=r"a.parquet, record 0: column 'x' holds a list with a null"):
+        convert([str(tmp_path / "a.parquet")], "memory://bucket/other", Settings(), RunInBeam("DirectRunner"))
+    assert not files.find("/bucket/other")
+
+
 @pytest.fixture(scope="module")
 def job_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     """Beam's portable job server in a process of its own: pipelines reach it as protos, as they reach Flink and Prism."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import random
+import re
 import sys
 import time
 from collections.abc import Callable
@@ -12,6 +13,7 @@ from typing import TypeVar
 from meshfeed._src.base.settings import Retry
 
 _log = logging.getLogger("meshfeed.retry")
+_QUERY = re.compile(r"(https?://[^\s'\"<>?]*)\?[^\s'\"<>]*")
 T = TypeVar("T")
 
 # module → names of its transient exceptions; resolved only if the library is already imported
@@ -21,6 +23,11 @@ _TRANSIENT = {
     "fsspec.exceptions": ("FSTimeoutError",),
     "requests": ("ConnectionError", "Timeout"),
 }
+
+
+def without_signatures(text: str) -> str:
+    """Returns text without the queries of URLs in it: that of a signed URL lets its reader use the store."""
+    return _QUERY.sub(r"\1?…", text)
 
 
 def transient_errors(retry: Retry) -> tuple[type[BaseException], ...]:
@@ -86,8 +93,9 @@ def call_with_retry(
             pause = random.uniform(0, min(retry.max_seconds, retry.initial_seconds * 2.0 ** min(tries - 1, 60)))
             requested: float = getattr(error, "retry_after_seconds", 0.0)  # by a server
             pause = max(pause, min(requested, retry.max_seconds))
-            _log.warning("%s failed (%s: %s); attempt %d of %d in %.1f s", doing if isinstance(doing, str) else doing(),
-                         type(error).__name__, error, tries + 1, retry.attempts, pause)  # fmt: skip
+            what = without_signatures(doing if isinstance(doing, str) else doing())
+            _log.warning("%s failed (%s: %s); attempt %d of %d in %.1f s", what, type(error).__name__,
+                         without_signatures(str(error)), tries + 1, retry.attempts, pause)  # fmt: skip
         if on_retry is not None:
             on_retry()
         time.sleep(pause)

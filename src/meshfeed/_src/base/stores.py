@@ -70,15 +70,17 @@ _VARIABLES = {
         "AZURE_STORAGE_SAS_TOKEN",
         "AZURE_CLIENT_ID",
     ),
+    "hf": ("HF_TOKEN",),
 }
 _FILES = {
     "s3": (("AWS_SHARED_CREDENTIALS_FILE", "~/.aws/credentials"), ("AWS_CONFIG_FILE", "~/.aws/config")),
     "gs": (("", "~/.config/gcloud/application_default_credentials.json"),),
+    "hf": (("HF_TOKEN_PATH", "~/.cache/huggingface/token"),),
 }
 _ELSEWHERE = {
-    "s3": "the metadata service of the machine",
-    "gs": "the metadata service of the machine",
-    "az": "the identity of the machine",
+    "s3": ["the metadata service of the machine"],
+    "gs": ["the metadata service of the machine"],
+    "az": ["the identity of the machine"],
 }
 _REFUSED = (  # names of clients' exceptions for credentials that are missing, incomplete or expired
     "ClientAuthenticationError",
@@ -116,8 +118,10 @@ def credentials_looked_at(url: str) -> str:
         path = os.path.expanduser(os.environ.get(variable) or default)
         places.append(f"{path} ({'exists' if os.path.exists(path) else 'does not exist'})")
     if not places:
-        return "Check the credentials."
-    return f"Looked for credentials in {', '.join(places)} and {_ELSEWHERE[family]}. Set or renew one of them."
+        signed = "; a signed URL may have expired" if family in ("http", "https") else ""
+        return f"Check the credentials{signed}."
+    *before, last = [*places, *_ELSEWHERE.get(family, ())]
+    return f"Looked for credentials in {', '.join(before)} and {last}. Set or renew one of them."
 
 
 def open_store(url: str, error: MakeError = CheckpointError) -> tuple[Any, str]:
@@ -271,14 +275,15 @@ def store_errors(url: str, error: MakeError = CheckpointError) -> Iterator[None]
         text = _SIGNED.sub("?…", str(problem))[:_MESSAGE_CHARACTERS]
         text = text or ("no answer in time" if isinstance(problem, TimeoutError) else "no reason given")
         what = f"{url}: {type(problem).__name__}: {text}"
-        if _is_refused(problem):
+        if is_refused(problem):
             raise error(f"{what.rstrip('.')}. {credentials_looked_at(url)}") from problem
         if isinstance(problem, _PERMANENT):
             raise error(f"{what.rstrip('.')}.") from problem
         raise StoreError(what.rstrip(".")) from problem
 
 
-def _is_refused(problem: BaseException) -> bool:
+def is_refused(problem: BaseException) -> bool:
+    """Whether the exception of a client is about credentials: missing, incomplete, expired or without the right."""
     status = getattr(problem, "status", None) or getattr(problem, "code", None)
     names = {kind.__name__ for kind in type(problem).__mro__}
     return (

@@ -18,9 +18,9 @@ from typing import Any, NamedTuple, TypeAlias
 import xxhash
 
 from meshfeed._src.base.errors import MeshfeedError, SourceError
-from meshfeed._src.base.retry import call_with_retry
+from meshfeed._src.base.retry import call_with_retry, without_signatures
 from meshfeed._src.base.settings import Retry
-from meshfeed._src.base.stores import how_to_install, is_url
+from meshfeed._src.base.stores import credentials_looked_at, how_to_install, is_refused, is_url
 from meshfeed._src.base.threads import in_threads
 from meshfeed._src.base.types import JsonValue
 
@@ -293,6 +293,7 @@ def remote_errors(url: str, source: str) -> Iterator[None]:
       SourceError: if the file does not exist or is not readable; a retry does not help.
       OSError: for any other error; a retry may help.
     """
+    shown = without_signatures(url)
     try:
         yield
     except MeshfeedError:
@@ -300,20 +301,20 @@ def remote_errors(url: str, source: str) -> Iterator[None]:
     except FileNotFoundError as error:
         cause = error.__cause__  # fsspec's HTTP client reports an unreachable server as a missing file
         if type(cause).__module__.startswith("aiohttp") and getattr(cause, "status", None) not in (404, 410):
-            raise OSError(f"{source}: {url}: {type(cause).__name__}: {cause}") from error
-        raise SourceError(f"{source}: there is no file {url!r}. Check the URL and the credentials.") from error
-    except PermissionError as error:
-        raise SourceError(f"{source}: no permission to read {url!r}: {error}. Check the credentials.") from error
+            what = without_signatures(f"{url}: {type(cause).__name__}: {cause}")
+            raise OSError(f"{source}: {what}") from error
+        raise SourceError(f"{source}: there is no file {shown!r}. Check the URL and the credentials.") from error
     except Exception as error:  # for example, botocore's connection errors are not OSError
-        if isinstance(error, OSError) and (url in str(error) or error.errno in (errno.ENOSPC, errno.EDQUOT)):
-            raise
-        if getattr(error, "status", None) in (401, 403):
+        text = without_signatures(str(error)[:_MESSAGE_CHARACTERS])
+        if is_refused(error):
             raise SourceError(
-                f"{source}: no permission to read {url!r}: {error}. Check the credentials; a signed URL may have expired."
+                f"{source}: no permission to read {shown!r}: {text.rstrip('.')}. {credentials_looked_at(url)}"
             ) from error
+        if isinstance(error, OSError) and (url in text or error.errno in (errno.ENOSPC, errno.EDQUOT)):
+            raise
         kind = TimeoutError if isinstance(error, TimeoutError) else OSError
-        what = str(error)[:_MESSAGE_CHARACTERS] or "no answer in time"
-        raise _with_details(kind(f"{source}: {url}: {type(error).__name__}: {what}"), error) from error
+        what = f"{type(error).__name__}: {text or 'no answer in time'}"
+        raise _with_details(kind(f"{source}: {shown}: {what}"), error) from error
 
 
 def _with_details(mapped: OSError, error: Exception) -> OSError:
