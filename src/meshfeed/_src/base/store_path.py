@@ -16,7 +16,7 @@ from etils import epath
 from etils.epath.stat_utils import StatResult
 
 from meshfeed._src.base.errors import CheckpointError, MeshfeedError
-from meshfeed._src.base.stores import ask, is_url, open_store, store_errors
+from meshfeed._src.base.stores import abort_uploads, ask, is_url, open_store
 from meshfeed._src.base.threads import in_threads
 
 _log = logging.getLogger("meshfeed.checkpoint")
@@ -168,19 +168,8 @@ class StorePath(epath.Path):
 
     def abort_uploads(self) -> None:
         """Removes uploads in parts that were never completed, of objects below, if the store lists them: S3 keeps them."""
-        file_system, path = open_store(str(self))
-        if not hasattr(file_system, "list_multipart_uploads"):
-            return
-        bucket, key, _ = file_system.split_path(path)
         try:
-            with store_errors(str(self)):
-                more = True
-                while more:
-                    found = file_system.call_s3("list_multipart_uploads", Bucket=bucket, Prefix=f"{key}/")
-                    for upload in found.get("Uploads", []):
-                        names = {"Key": upload["Key"], "UploadId": upload["UploadId"]}
-                        file_system.call_s3("abort_multipart_upload", Bucket=bucket, **names)
-                    more = found.get("IsTruncated", False)
+            abort_uploads(str(self))
         except (MeshfeedError, OSError) as error:  # listing them is a permission of its own, and nothing depends on it
             _log.warning("uploads that were never completed, if any, are left in the store: %s", error)
 
