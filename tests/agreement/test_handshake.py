@@ -347,14 +347,16 @@ def test_a_failure_for_followers_replaces_that_of_the_generation_before_the_last
 
 
 @pytest.mark.parametrize("gone", [0, 1])
-@pytest.mark.parametrize("failed", [True, False])
+@pytest.mark.parametrize("how", ["failed", "closed", "closed in force"])
 def test_a_host_that_is_gone_is_named_in_later_rounds_too(
-    gone: int, failed: bool, job: Job, monkeypatch: pytest.MonkeyPatch
+    gone: int, how: str, job: Job, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The others may begin and abandon generations before they wait: ``start``, then ``set_state``."""
     monkeypatch.setattr(handshake, "ASIDE_SECONDS", 0.2)
     hosts = make(3)
-    if failed:
+    if how == "closed in force":
+        assert job.run(range(3), lambda host: hosts[host].agree(SEED, 30)) == [None] * 3
+    if how == "failed":
         job.on(gone, lambda: hosts[gone].fail(OSError("no disk"), for_good=True))
         job.on(gone, hosts[gone].leave)
         words = "failed before its first batch: OSError: no disk"
@@ -363,6 +365,7 @@ def test_a_host_that_is_gone_is_named_in_later_rounds_too(
         job.on(gone, hosts[gone].leave, words)
     others = [host for host in range(3) if host != gone]
     for host in others:
+        hosts[host].withdraw()
         for _ in range(2):
             job.on(host, hosts[host].begin)
             job.on(host, hosts[host].abandon, None)
@@ -421,7 +424,7 @@ def test_a_host_that_leaves_after_its_round_says_nothing_there(job: Job) -> None
     hosts = make(2)
     assert job.run(range(2), lambda host: hosts[host].agree(SEED, 30)) == [None, None]
     job.on(1, hosts[1].leave, "closed its feed at step 9")
-    assert job.store.keys == [f"{FEED}/left", f"{FEED}/settings/0/out"]
+    assert job.store.keys == [f"{FEED}/gone/1", f"{FEED}/left", f"{FEED}/settings/0/out"]
 
 
 @pytest.mark.parametrize("bad", [0, 1])

@@ -155,7 +155,11 @@ def _play_phase(case: Case, phase: Phase, wanted: list[Event], host: int, world:
             assert found == wanted_warnings, f"warned of {found}, not {wanted_warnings}"
         player = _Player(case, phase, host, world, feed, faults, name.rpartition("-")[0])
         for number, event in enumerate(wanted):
-            if case.config["start"] and (not number or wanted[number - 1].action[0] in _BEGINNING) and not player.gone:
+            if (
+                case.config["start"]
+                and (not number or wanted[number - 1].action[0] in _BEGINNING)
+                and not (player.gone or player.left)
+            ):
                 feed.start()
             player.play(event, f"action {name.rpartition('-')[2]}.{number} {event.action}")
     plain = case.config["script"] == "run" and case.config["reshard"] == "none"

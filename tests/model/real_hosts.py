@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import glob
 import json
 import logging
 import math
@@ -58,9 +59,9 @@ class _World:
 
     def gather(self, key: str, hosts: int, seconds: float = 20.0) -> list[Any]:
         end = time.monotonic() + seconds
-        paths = [self._folder / f"{key.replace('/', '.')}.{host}" for host in range(hosts)]
-        while missing := [path.name for path in paths if not path.exists()]:
-            assert time.monotonic() < end, f"not saved: {missing}"
+        pattern = f"{glob.escape(key.replace('/', '.'))}.[0-9]"  # of any hosts: some may have closed their feeds
+        while len(paths := sorted(self._folder.glob(pattern))) < hosts:
+            assert time.monotonic() < end, f"saved by {len(paths)} of {hosts} hosts: {key}"
             time.sleep(0.002)
         return [json.loads(path.read_text()) for path in paths]
 

@@ -178,8 +178,9 @@ class Handshake:
         """
         store = self._store()
         # A refused state says more.
-        if notice is not None and (awaited or not self.in_force) and not self._refused:
-            self._publish_notice(notice, for_good=True)
+        if notice is not None and not self._refused:
+            # In force, the windows tell hosts that are in this generation, but not those that have begun another.
+            self._publish_notice(notice, in_round=awaited or not self.in_force, for_good=True)
         self._left = True
         if store is not None:
             leave(store, self._feed, len(self.participants))
@@ -191,7 +192,7 @@ class Handshake:
     def _publish_gone(self, store: KeyValueStore, failure: Failure) -> None:
         store.set(f"{self._gone_key()}/{failure.host}", json.dumps({"failure": failure.to_json()}), overwrite=True)
 
-    def _publish_notice(self, notice: str, *, for_good: bool = False) -> None:
+    def _publish_notice(self, notice: str, *, in_round: bool = True, for_good: bool = False) -> None:
         store = self._store()
         if store is None:
             return
@@ -199,7 +200,8 @@ class Handshake:
         failure = Failure.left(notice, coordination.process_index())
 
         def publish() -> None:
-            reduction.publish({"failure": failure.to_json()})
+            if in_round:
+                reduction.publish({"failure": failure.to_json()})
             if for_good:
                 self._publish_gone(store, failure)
             # In force, followers learn of it from the windows; an announcement would delete those of a late follower.
