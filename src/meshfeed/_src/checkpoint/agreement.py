@@ -5,7 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TypeVar
 
-from meshfeed._src.base.coordination import next_use, process_count, process_index, require_store
+from meshfeed._src.base.coordination import (
+    format_differences,
+    next_use,
+    process_count,
+    process_index,
+    require_store,
+)
 from meshfeed._src.base.errors import CheckpointError, Failure, MeshfeedError, SettingsError
 from meshfeed._src.base.reduction import Rounds
 from meshfeed._src.base.types import JsonValue
@@ -47,14 +53,39 @@ class Agreement(Rounds):
       doing: the operation, for error messages.
       timeout_seconds: how long to wait for the slowest host.
       name: unique name of the operation, needed on a background thread; by default operations are counted.
+      kind: what ``doing`` must have in common on all hosts, without the path, which may differ; by default all of it.
     """
 
-    def __init__(self, doing: str, timeout_seconds: float, name: str | None = None) -> None:
+    def __init__(self, doing: str, timeout_seconds: float, name: str | None = None, *, kind: str | None = None) -> None:
         scope = f"checkpoint/{next_use('checkpoint') if name is None else name}"
         super().__init__(scope, range(process_count()), timeout_seconds=timeout_seconds, doing=doing)
+        self._kind = doing if kind is None else kind
         # Fail now rather than at the first read: without a store hosts cannot agree.
         if len(self.participants) > 1:
             require_store()
+
+    def reduce(self, value: JsonValue, reduce: Callable[[dict[int, JsonValue]], JsonValue]) -> JsonValue:
+        """See :meth:`Rounds.reduce`.
+
+        Raises:
+          CheckpointError: other hosts are in another operation. Operations are counted, so they would take each other's
+            values for their own.
+        """
+
+        def reduce_alike(values: dict[int, JsonValue]) -> JsonValue:
+            differences = format_differences({host: kind for host, (kind, _) in values.items()})
+            if differences is not None:
+                return [differences, None]
+            return [None, reduce({host: one for host, (_, one) in values.items()})]
+
+        differences, result = super().reduce([self._kind, value], reduce_alike)
+        if differences is not None:
+            raise CheckpointError(
+                f"{self.doing}: hosts do different things at the same time ({differences}). All hosts must call save, "
+                "restore and close equally often and in the same order: a host that leaves the training loop early has to "
+                "tell the others."
+            )
+        return result
 
     def attempt(self, work: Callable[[], R]) -> R:
         """Runs ``work`` and returns its result once every host has succeeded; if any host failed, raises on all.

@@ -268,7 +268,8 @@ class Checkpointer:
         if process_count() == 1:
             save, items = self._captured(step, train_state, feed)
         else:  # everything that may fail on one host only comes before Orbax's first barrier
-            with Agreement(f"saving step {step} in {self._directory}", self._timeout_seconds) as agreement:
+            doing = f"saving step {step} in {self._directory}"
+            with Agreement(doing, self._timeout_seconds, kind="saving a step") as agreement:
                 save, items = agreement.attempt(lambda: self._captured(step, train_state, feed))
                 check_same(agreement, step, items[ARRAYS].encoded)
         self._saves += 1
@@ -342,7 +343,8 @@ class Checkpointer:
         check_train_state(abstract_or_concrete_state, RESTORE_ORDER)
         self._check_open()
         self.wait()
-        with Agreement(f"restoring from {self._directory}", self._timeout_seconds) as agreement:
+        doing = f"restoring from {self._directory}"
+        with Agreement(doing, self._timeout_seconds, kind="restoring") as agreement:
             if step is None:
                 return self._restore_newest(abstract_or_concrete_state, feed, agreement)
             # Host 0 checks the step for all, so all hosts raise the same error.
@@ -505,7 +507,8 @@ class Checkpointer:
             self._write(last.step, last.train_state, last.feed)
 
     def _leaving(self, timeout_seconds: float) -> Agreement:
-        return Agreement(f"saving the last step in {self._directory}", timeout_seconds)
+        doing = f"saving the last step in {self._directory}"
+        return Agreement(doing, timeout_seconds, kind="leaving its Checkpointer")
 
     def _abandon_skipped(self, reason: str) -> None:
         """Drops the skipped step and sends the reason to hosts that leave normally, because they wait for this one."""

@@ -45,7 +45,7 @@ def open_item(directory: epath.PathLike, options: RestoreOptions) -> StoredArray
 
 def restore_agreement(directory: epath.PathLike, options: RestoreOptions) -> Agreement:
     """Returns the agreement of a restore that is not part of a larger operation."""
-    return Agreement(f"restoring {directory}", options.timeout_seconds)
+    return Agreement(f"restoring {directory}", options.timeout_seconds, kind="restoring an item")
 
 
 def restore_tree(

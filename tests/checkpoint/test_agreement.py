@@ -1,0 +1,74 @@
+"""Hosts that call different methods of their Checkpointers at the same time are told so."""
+
+from __future__ import annotations
+
+import sys
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "chaos"))
+
+from memory_store import MemoryStore
+
+from meshfeed._src.base import coordination
+from meshfeed._src.checkpoint import agreement
+from meshfeed._src.checkpoint.agreement import Agreement
+
+
+@pytest.fixture
+def run(monkeypatch: pytest.MonkeyPatch) -> Callable[[list[Callable[[], object]]], list[Any]]:
+    """Calls one function per host, each on a thread of its own; returns the values or errors."""
+    here, store = threading.local(), MemoryStore()
+    for module in (agreement, coordination):
+        monkeypatch.setattr(module, "process_index", lambda: here.host)
+        monkeypatch.setattr(module, "process_count", lambda: 2)
+        monkeypatch.setattr(module, "require_store", lambda: store)
+    monkeypatch.setattr(agreement, "next_use", lambda name: 0)
+
+    def run_all(functions: list[Callable[[], object]]) -> list[Any]:
+        found: dict[int, Any] = {}
+
+        def run_as(host: int) -> None:
+            here.host = host
+            try:
+                found[host] = functions[host]()
+            except Exception as error:
+                found[host] = error
+
+        threads = [threading.Thread(target=run_as, args=(host,)) for host in range(len(functions))]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(30)
+        return [found[host] for host in range(len(functions))]
+
+    return run_all
+
+
+def test_a_host_that_leaves_while_another_saves(run: Callable[[list[Callable[[], object]]], list[Any]]) -> None:
+    def save() -> object:
+        return Agreement("saving step 3 in /here", 20, kind="saving a step").attempt(lambda: 1)
+
+    def leave() -> object:
+        return Agreement("saving the last step in /here", 20, kind="leaving its Checkpointer").collect("it failed")
+
+    errors = run([save, leave])
+    for error, doing in zip(errors, ("saving step 3 in /here", "saving the last step in /here"), strict=True):
+        assert isinstance(error, agreement.CheckpointError)
+        assert str(error).startswith(
+            f"{doing}: hosts do different things at the same time (host 0: saving a step; host 1: leaving its "
+            "Checkpointer). All hosts must call save, restore and close"
+        )
+
+
+def test_hosts_may_see_the_folder_under_different_paths(
+    run: Callable[[list[Callable[[], object]]], list[Any]],
+) -> None:
+    def restore(path: str) -> Callable[[], object]:
+        return lambda: Agreement(f"restoring {path}", 20, kind="restoring an item").collect(path)
+
+    assert run([restore("/a"), restore("/b")]) == [{0: "/a", 1: "/b"}] * 2
