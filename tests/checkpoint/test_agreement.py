@@ -12,10 +12,11 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "chaos"))
 
+from etils import epath
 from memory_store import MemoryStore
 
 from meshfeed._src.base import coordination
-from meshfeed._src.checkpoint import agreement
+from meshfeed._src.checkpoint import agreement, directory
 from meshfeed._src.checkpoint.agreement import Agreement
 
 
@@ -72,3 +73,16 @@ def test_hosts_may_see_the_folder_under_different_paths(
         return lambda: Agreement(f"restoring {path}", 20, kind="restoring an item").collect(path)
 
     assert run([restore("/a"), restore("/b")]) == [{0: "/a", 1: "/b"}] * 2
+
+
+def test_a_folder_that_hosts_do_not_share(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(directory, "_SEEN_SECONDS", 0.3)
+    mine, other = epath.Path(tmp_path / "a"), epath.Path(tmp_path / "b")
+    mark = directory.put_mark(mine)
+    directory.check_shared(mine, mark)
+    with pytest.raises(agreement.CheckpointError, match="b: this host does not see what host 0 has written there"):
+        directory.check_shared(other, mark)
+    directory.remove_unfinished(mine)  # a killed host has not removed it
+    assert not list(mine.iterdir())
+    directory.remove_mark(mine, mark)
+    assert directory.put_mark(epath.Path("gs://bucket/run")) is None

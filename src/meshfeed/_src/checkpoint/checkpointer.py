@@ -33,9 +33,12 @@ from meshfeed._src.checkpoint.at_exit import OpenSaves
 from meshfeed._src.checkpoint.directory import (
     as_directory,
     check_no_step,
+    check_shared,
     check_step_names,
     checkpoints_near,
     opening,
+    put_mark,
+    remove_mark,
     remove_unfinished,
     set_aside,
 )
@@ -455,14 +458,20 @@ class Checkpointer:
         if self._writes and not damaged:
             return
 
-        def prepare() -> None:
+        def prepare() -> str | None:
             if not self._writes:
                 remove_unfinished(self._directory)
             for number in damaged:
                 set_aside(self._directory, number)
+            return put_mark(self._directory) if process_count() > 1 and not self._writes else None
 
         with Agreement("preparing the folder to save", self._timeout_seconds) as agreement:
-            agreement.publish(prepare)
+            mark = agreement.publish(prepare)
+            try:
+                agreement.attempt(lambda: check_shared(self._directory, mark))
+            finally:
+                if process_index() == 0:
+                    remove_mark(self._directory, mark)
         self._writes = True
         if damaged:
             self._damaged.difference_update(damaged)

@@ -8,6 +8,7 @@ import logging
 import os
 import re
 import secrets
+import time
 from collections.abc import Iterator, Mapping
 
 import orbax.checkpoint as ocp
@@ -24,6 +25,8 @@ _log = logging.getLogger("meshfeed.checkpoint")
 # Steps are found by their folders, which are named by their number alone.
 _NAMES_OF_STEPS = ("step_prefix", "step_format_fixed_length", "step_name_format")
 _UNFINISHED = ".orbax-checkpoint-tmp"
+_SHARED = ".shared-with-all-hosts-"
+_SEEN_SECONDS, _PAUSE_SECONDS = 60.0, 0.1  # network file systems may show a new name only after a minute
 _FOLDERS_LOOKED_INTO = 20
 _FOLDERS_NAMED = 3
 
@@ -134,9 +137,45 @@ def remove_unfinished(directory: epath.Path) -> None:
     if not directory.exists():  # an object store has no folder before its first file
         return
     for path in directory.iterdir():
+        if path.name.startswith(_SHARED):
+            path.unlink(missing_ok=True)
         if _UNFINISHED in path.name and path.is_dir():
             path.rmtree()
             _log.info("removed the unfinished save %s", path)
+
+
+def put_mark(directory: epath.Path) -> str | None:
+    """Writes an empty file for :func:`check_shared` and returns its name; None in a store, which all hosts share."""
+    if "://" in str(directory):
+        return None
+    name = f"{_SHARED}{secrets.token_hex(6)}"  # new each time, so that no host has cached its absence
+    directory.mkdir(parents=True, exist_ok=True)
+    (directory / name).touch()
+    return name
+
+
+def check_shared(directory: epath.Path, mark: str | None) -> None:
+    """Waits until this host sees what host 0 has written to the folder.
+
+    Raises:
+      CheckpointError: it does not, so the folder is on a disk of each host. Orbax would wait 10 minutes for the folders of
+        the first save, and then name those only.
+    """
+    deadline = time.monotonic() + _SEEN_SECONDS
+    while mark is not None and not (directory / mark).exists():
+        if time.monotonic() >= deadline:
+            raise CheckpointError(
+                f"{directory}: this host does not see what host 0 has written there, so hosts do not share this folder, or "
+                "were given different ones. Pass the same folder of a file system that all hosts mount, or a URL such as "
+                "s3://bucket/run."
+            )
+        time.sleep(_PAUSE_SECONDS)
+
+
+def remove_mark(directory: epath.Path, mark: str | None) -> None:
+    """Removes what :func:`put_mark` has written, unless it is gone."""
+    if mark is not None:
+        (directory / mark).unlink(missing_ok=True)
 
 
 def set_aside(directory: epath.Path, step: int) -> None:
