@@ -59,6 +59,9 @@ class SharedPool:
         self._owed[worker_index] -= 1
         return self.workers.result(worker_index, timeout)
 
+    def stop(self) -> None:
+        """Does nothing: other feeds use the processes too."""
+
     def close(self) -> None:
         for worker in range(self._num_workers):
             while self._owed[worker]:  # what a feed had asked for ahead

@@ -416,21 +416,21 @@ def test_a_real_s3_server(tmp_path, monkeypatch) -> None:
         for name, value in {"KEY": "a", "SECRET": "b", "ENDPOINT_URL": endpoint}.items():
             monkeypatch.setitem(fsspec.config.conf.setdefault("s3", {}), name.lower(), value)
         files = fsspec.filesystem("s3")
-        files.mkdir("bucket")
+        files.mkdir("cached")
         records = some_records(900)
         for i in range(3):
             path = write(tmp_path / f"part-{i}", records[300 * i : 300 * i + 300])
-            files.put_file(path, f"bucket/train/part-{i}")
+            files.put_file(path, f"cached/train/part-{i}")
         cache = ShardCache(tmp_path / "cache", max_bytes=300_000, retry=QUICK)  # one file of three
-        source = ArrayRecord("s3://bucket/train/part-*", cache=cache)
+        source = ArrayRecord("s3://cached/train/part-*", cache=cache)
         assert len(source) == 900
         ids = np.random.default_rng(0).permutation(900)[:50]
         assert source.read_raw(ids) == [records[i] for i in ids]
         assert cache.num_bytes() <= 300_000
-        with pytest.raises(SourceError, match=r"no file matches 's3://bucket/other/\*'"):
-            ArrayRecord("s3://bucket/other/*", cache=cache)
-        with pytest.raises(SourceError, match="there is no file 's3://bucket/train/none'"):
-            ArrayRecord("s3://bucket/train/none", cache=cache)
+        with pytest.raises(SourceError, match=r"no file matches 's3://cached/other/\*'"):
+            ArrayRecord("s3://cached/other/*", cache=cache)
+        with pytest.raises(SourceError, match="there is no file 's3://cached/train/none'"):
+            ArrayRecord("s3://cached/train/none", cache=cache)
     finally:
         s3.stop()
         fsspec.filesystem("s3").clear_instance_cache()

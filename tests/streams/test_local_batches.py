@@ -615,6 +615,10 @@ CHANGED = "The state was changed or damaged; use an earlier checkpoint."
 JOIN = "Merge the states of all hosts with meshfeed.merge_states."
 GAPS = "segments that begin at 0 and join without a gap"
 VALUE = "Pass the saved value, or start a new stream without the state."
+LONGER = (
+    f"{VALUE} To be able to train longer than planned, start the stream with num_epochs=None and end the loop after a number "
+    "of steps."
+)
 AFTER_3 = deliver([BATCHES], steps=3)[1]
 
 
@@ -637,7 +641,7 @@ def entry_at(**changes: Any) -> dict[str, Any]:
         ({"position": 7}, {"end": "pad"}, ("position", 7, 6, EARLIER)),
         ({"segments": [], "position": 0}, {}, ("position", 0, 0, EARLIER)),
         ({"segments": [[1, 2, 2]]}, {}, ("segments", [[1, 2, 2]], GAPS, CHANGED)),
-        ({}, {"num_epochs": 2}, ("num_epochs", 1, 2, VALUE)),
+        ({}, {"num_epochs": 2}, ("num_epochs", 1, 2, LONGER)),
     ],
 )  # fmt: skip
 def test_a_state_of_something_else_is_refused(

@@ -51,6 +51,12 @@ def make_feed(source: Any, **options: Any) -> meshfeed.MultiHostDataLoadIterator
     return meshfeed.MultiHostDataLoadIterator(source, mesh, **options)
 
 
+LONGER = (
+    "Pass the saved value, or start a new stream without the state. To be able to train longer than planned, start the "
+    "stream with num_epochs=None and end the loop after a number of steps."
+)
+
+
 @pytest.mark.parametrize("options", [{"num_workers": 2}, {"num_threads": 2}])
 def test_batches_of_several_readers_must_be_alike_too(options: dict[str, Any]) -> None:
     source = Records(lambda i: {"x": np.float32(i) if i < 8 or i == 63 else np.int32(i)})
@@ -373,7 +379,7 @@ CHANGED = "The state was changed or damaged; use an earlier checkpoint."
         ({"segments": [3]}, {}, ("segments", 3, "a list of [first_step, first_position, global_batch_size]", CHANGED)),
         ({}, {"seed": 1}, ("seed", 0, 1, "Pass the saved value, or start a new stream without the state.")),
         ({}, {"end": "drop"}, ("end", "pad", "drop", "Pass the saved value, or start a new stream without the state.")),
-        ({}, {"num_epochs": 3}, ("num_epochs", 2, 3, "Pass the saved value, or start a new stream without the state.")),
+        ({}, {"num_epochs": 3}, ("num_epochs", 2, 3, LONGER)),
     ],
 )
 def test_a_state_of_something_else_is_refused(
