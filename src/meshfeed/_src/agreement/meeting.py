@@ -211,8 +211,8 @@ def _attempt(
     if not is_complete(values):
         return None
     try:
-        outcome: JsonValue = {"result": conclude({host: value["offer"] for host, value in values.items()})}
-        outcome["next"] = _latest([value["next"] for value in values.values()])
+        result = conclude({host: value["offer"] for host, value in values.items()})
+        outcome: JsonValue = {"result": result, "next": _latest([value["next"] for value in values.values()])}
     except MeshfeedError as error:
         outcome = {"failure": Failure.exact(error).to_json()}
     announcement = reduction.announce(outcome)

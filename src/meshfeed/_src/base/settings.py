@@ -22,9 +22,8 @@ from meshfeed._src.base.errors import SettingsError
 from meshfeed._src.base.types import public
 
 GC_EVERY = 100
-_URL = re.compile(
-    r"[A-Za-z][A-Za-z0-9+.:-]+:/"
-)  # one slash: what pathlib leaves of two; also a::s3://; "C:/" is a drive
+# One slash: what pathlib leaves of two. A colon: chained as in a::s3://. Two letters: "C:/" is a drive.
+_URL = re.compile(r"[A-Za-z][A-Za-z0-9+.:-]+:/")
 Check: TypeAlias = Callable[[Any], Any]
 """Value → the same value, normalized; raises TypeError, ValueError or OverflowError for a value that it does not take."""
 

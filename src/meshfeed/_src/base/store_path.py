@@ -16,7 +16,7 @@ from etils import epath
 from etils.epath.stat_utils import StatResult
 
 from meshfeed._src.base.errors import CheckpointError, MeshfeedError
-from meshfeed._src.base.stores import abort_uploads, ask, is_url, open_store
+from meshfeed._src.base.stores import abort_uploads, ask, find_objects, is_url, open_store
 from meshfeed._src.base.threads import in_threads
 
 _log = logging.getLogger("meshfeed.checkpoint")
@@ -99,17 +99,7 @@ class StorePath(epath.Path):
 
     def sizes(self) -> dict[str, int]:
         """Returns the relative path of each object below → its size in bytes."""
-        _, own = open_store(str(self))
-        try:
-            found = ask(str(self), "find", detail=True)
-        except FileNotFoundError:
-            return {}
-        prefix = own.rstrip("/") + "/"
-        return {
-            str(path).removeprefix(prefix): int(info["size"] or 0)
-            for path, info in found.items()
-            if str(path).startswith(prefix) and info["type"] == "file" and not str(path).endswith("/")
-        }
+        return {name: int(info["size"] or 0) for name, info in find_objects(str(self)).items() if name}
 
     def stat(self) -> StatResult:
         """Returns the size of an object."""

@@ -31,9 +31,11 @@ MakeError: TypeAlias = Callable[[str], MeshfeedError]
 ANSWER_SECONDS = 45.0
 """How long a small request may take in all, with its retries."""
 
+MESSAGE_CHARACTERS = 300
+"""How much of a client's error is shown: it may quote the bytes that it got."""
+
 _LEAST_BYTES_PER_SECOND = 1 << 20  # allowed in addition for what a request transfers
 _RETRY = Retry(attempts=20, initial_seconds=0.2, max_seconds=5.0, on=(StoreError,))
-_MESSAGE_CHARACTERS = 300  # of clients' errors, which may quote the bytes that they got
 _URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+://")  # at least two letters: "C:/" is a drive
 _PASSWORD = re.compile(r"://[^/@]*:[^/@]*@")
 _SIGNED = re.compile(r"\?[^\s'\"<>]*")  # the query of a URL, in which signatures are
@@ -51,7 +53,7 @@ _FAMILY = {"s3a": "s3", "gcs": "gs", "abfs": "az", "abfss": "az", "adl": "az"}
 _OPTIONS: dict[str, dict[str, Any]] = {
     "s3": {"config_kwargs": {"max_pool_connections": 32}}
 }  # s3fs opens 10 by default
-# Keywords of a method: s3fs would ask for an object's size before it reads it, to read parts of it at once.
+# Keywords of a method, by family: s3fs would ask for an object's size before it reads it, to read parts of it at once.
 _KEYWORDS: dict[tuple[str, str], dict[str, Any]] = {("s3", "cat_file"): {"max_concurrency": 1}}
 # Where clients look for credentials: environment variables, then files as (variable with the path, default path).
 _VARIABLES = {
@@ -98,9 +100,20 @@ _PERMANENT = (FileExistsError, IsADirectoryError, NotADirectoryError, NotImpleme
 _MISSING_CREDENTIALS = ("Must provide either a connection_string",)  # what adlfs raises as a ValueError
 
 
+def has_scheme(path: str) -> bool:
+    """Whether ``path`` begins as a URL does."""
+    return _URL.match(path) is not None
+
+
 def is_url(path: str) -> bool:
     """Whether ``path`` is a URL that needs fsspec; ``file://`` does not."""
-    return _URL.match(path) is not None and not path.startswith("file://")
+    return has_scheme(path) and not path.startswith("file://")
+
+
+def _family(url: str) -> str:
+    """Returns the protocol by which the client of a URL is known here."""
+    scheme = url.partition("://")[0]
+    return _FAMILY.get(scheme, scheme)
 
 
 def how_to_install(url: str) -> str:
@@ -111,8 +124,7 @@ def how_to_install(url: str) -> str:
 
 def credentials_looked_at(url: str) -> str:
     """Returns the sentence with the places where the client of a URL looks for credentials, and whether each is set."""
-    scheme = url.partition("://")[0]
-    family = _FAMILY.get(scheme, scheme)
+    family = _family(url)
     places = [f"{name} ({'set' if os.environ.get(name) else 'not set'})" for name in _VARIABLES.get(family, ())]
     for variable, default in _FILES.get(family, ()):
         path = os.path.expanduser(os.environ.get(variable) or default)
@@ -136,11 +148,11 @@ def open_store(url: str, error: MakeError = CheckpointError) -> tuple[Any, str]:
         raise error(
             f"{shown}: the URL holds a password, which logs would show. Leave it out: clients find credentials."
         )
-    scheme = url.partition("://")[0]
     try:
+        from fsspec.core import strip_protocol
+
         with store_errors(url, error):
-            file_system = _file_system(scheme, _FAMILY.get(scheme, scheme), os.getpid())
-            from fsspec.core import strip_protocol
+            file_system = _file_system(url.partition("://")[0], _family(url), os.getpid())
     except ImportError as problem:
         raise error(f"{url}: {problem}. {how_to_install(url)}.") from problem
     return file_system, strip_protocol(url)
@@ -176,7 +188,7 @@ def ask(
       MeshfeedError: credentials are missing or refused, or the store does not answer.
     """
     file_system, path = open_store(url, error)
-    keywords = {**_KEYWORDS.get((url.partition("://")[0], method), {}), **keywords}
+    keywords = {**_KEYWORDS.get((_family(url), method), {}), **keywords}
     deadline = time.monotonic() + ANSWER_SECONDS + num_bytes / _LEAST_BYTES_PER_SECOND
     problems: list[StoreError] = []
 
@@ -195,6 +207,26 @@ def ask(
         return call_with_retry(attempt, _RETRY, doing=f"{method} of {url}")
     except StoreError as problem:
         raise error(f"{problem}. Check the network and that the store is up, then try again.") from problem
+
+
+def find_objects(url: str, error: MakeError = CheckpointError) -> dict[str, dict[str, Any]]:
+    """Returns the objects below a folder: path relative to it → what the store reports; an object itself has the path "".
+
+    Objects that stand for folders, which some stores list, are left out.
+
+    Raises:
+      MeshfeedError: see :func:`ask`.
+    """
+    own = open_store(url, error)[1].rstrip("/")
+    try:
+        found = ask(url, "find", error=error, detail=True)
+    except FileNotFoundError:
+        return {}
+    return {
+        str(path)[len(own) + 1 :]: info
+        for path, info in found.items()
+        if f"{path}/".startswith(f"{own}/") and info["type"] == "file" and not str(path).endswith("/")
+    }
 
 
 def write_output(setting: str, path: str | os.PathLike[str], content: str | bytes) -> None:
@@ -272,7 +304,7 @@ def store_errors(url: str, error: MakeError = CheckpointError) -> Iterator[None]
     except (MeshfeedError, FileNotFoundError, ImportError):
         raise
     except Exception as problem:  # for example, botocore's connection errors are not OSError
-        text = _SIGNED.sub("?…", str(problem))[:_MESSAGE_CHARACTERS]
+        text = _SIGNED.sub("?…", str(problem))[:MESSAGE_CHARACTERS]
         text = text or ("no answer in time" if isinstance(problem, TimeoutError) else "no reason given")
         what = f"{url}: {type(problem).__name__}: {text}"
         if is_refused(problem):

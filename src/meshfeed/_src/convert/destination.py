@@ -32,7 +32,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 from meshfeed._src.base.errors import MeshfeedError, SettingsError
-from meshfeed._src.base.stores import abort_uploads, ask, is_url, open_store
+from meshfeed._src.base.stores import abort_uploads, ask, find_objects, is_url, open_store
 from meshfeed._src.sources.files.manifest import NAME, digest_of
 from meshfeed._src.sources.files.paths import in_threads, version_of
 
@@ -42,7 +42,6 @@ FOLDER = ".convert"
 JOB = "job.json"
 _OWNER = "owner.json"
 _PART_BYTES = 32 << 20  # of an upload to S3; a file of two parts or more is uploaded in parts
-_MOST_BYTES = 1 << 30  # of a file of the state
 _LIST_SECONDS = 5.0  # between two listings for a progress bar
 _READ_ONLY = ("http", "https", "hf")
 
@@ -375,18 +374,12 @@ class Bucket(Destination):
         return mine
 
     def _ask(self, name: str, method: str, *arguments: Any, **keywords: Any) -> Any:
-        """Makes a request about an object below the URL, or the URL itself; see :func:`meshfeed._src.base.stores.ask`."""
-        return ask(self.path(name) if name else self.name, method, *arguments, error=MeshfeedError, **keywords)
+        """Makes a request about an object below the URL; see :func:`meshfeed._src.base.stores.ask`."""
+        return ask(self.path(name), method, *arguments, error=MeshfeedError, **keywords)
 
     def _find(self) -> dict[str, dict[str, Any]]:
         """Returns what the store reports of all objects below the URL, by their names relative to it."""
-        start = len(open_store(self.name, MeshfeedError)[1].rstrip("/")) + 1
-        try:
-            found = self._ask("", "find", detail=True)
-        except FileNotFoundError:
-            return {}
-        # Some stores list a folder as an object without content.
-        return {str(path)[start:]: info for path, info in found.items() if info.get("size") or str(path)[-1:] != "/"}
+        return find_objects(self.name, MeshfeedError)
 
     # ------------------------------------------------------------------ see Destination
 
@@ -394,11 +387,10 @@ class Bucket(Destination):
         """See :class:`Destination`."""
         found: dict[str, int | None] = {}
         for name, info in self._find().items():
-            if not name and info.get("type") != "directory":
+            if not name:
                 raise SettingsError(f"--to {self.name} is a file. Name a new or empty folder.", setting="to")
             first, slash, _ = name.partition("/")
-            if first:
-                found[first] = None if slash else int(info.get("size") or 0)
+            found[first] = None if slash else int(info.get("size") or 0)
         return found
 
     @contextlib.contextmanager
@@ -445,10 +437,8 @@ class Bucket(Destination):
         """See :class:`Destination`."""
         if name == JOB and self._job is not None:
             return self._job
-        # s3fs looks an object up before it reads all of it; a range is one request.
-        span = {"start": 0, "end": _MOST_BYTES} if self._is_s3 else {}
         try:
-            content = self._ask(f"{FOLDER}/{name}", "cat_file", **span)
+            content = self._ask(f"{FOLDER}/{name}", "cat_file")
         except FileNotFoundError:
             return None
         if name == JOB:

@@ -13,7 +13,7 @@ import time
 from collections.abc import Iterator, Sequence
 
 from meshfeed._src.base.errors import MeshfeedError, SourceError
-from meshfeed._src.base.stores import ask, open_store
+from meshfeed._src.base.stores import ask, find_objects
 
 _log = logging.getLogger("meshfeed.monitoring")
 _UPLOAD_SECONDS = 60.0
@@ -82,13 +82,12 @@ def read_folder(url: str) -> list[tuple[str, bytes]]:
     Raises:
       SourceError: there are none, or the store does not answer or refuses the credentials.
     """
-    names = [""]
+    urls = [url]
     try:
         if not url.endswith(".jsonl"):
-            found = ask(url, "find", error=SourceError)
-            start = len(open_store(url, SourceError)[1].rstrip("/"))
-            names = sorted(str(path)[start:] for path in found if str(path).endswith(".jsonl"))
-        return [(url.rstrip("/") + name, ask(url.rstrip("/") + name, "cat_file", error=SourceError)) for name in names]
+            names = find_objects(url, SourceError)
+            urls = [f"{url.rstrip('/')}/{name}" for name in sorted(names) if name.endswith(".jsonl")]
+        return [(one, ask(one, "cat_file", error=SourceError)) for one in urls]
     except FileNotFoundError:
         return []
 

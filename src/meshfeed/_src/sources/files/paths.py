@@ -20,16 +20,21 @@ import xxhash
 from meshfeed._src.base.errors import MeshfeedError, SourceError
 from meshfeed._src.base.retry import call_with_retry, without_signatures
 from meshfeed._src.base.settings import Retry
-from meshfeed._src.base.stores import credentials_looked_at, how_to_install, is_refused, is_url
+from meshfeed._src.base.stores import (
+    MESSAGE_CHARACTERS,
+    credentials_looked_at,
+    has_scheme,
+    how_to_install,
+    is_refused,
+    is_url,
+)
 from meshfeed._src.base.threads import in_threads
 from meshfeed._src.base.types import JsonValue
 
 Paths: TypeAlias = "str | os.PathLike[str] | Iterable[str | os.PathLike[str]]"
 
-_URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+://")  # at least two letters: "C:/" is a drive
 _MAGIC = re.compile(r"[*?\[]")
 _RETRY = Retry()
-_MESSAGE_CHARACTERS = 300  # of clients' errors, which may quote the bytes that they got
 
 # Fields of fsspec's info() that identify the version of an object; their names differ between file systems.
 _VERSION_FIELDS = (
@@ -53,7 +58,7 @@ def is_inside(name: object) -> bool:
         isinstance(name, str)
         and bool(name)
         and "\0" not in name
-        and not _URL.match(name)
+        and not has_scheme(name)
         and not os.path.isabs(name)
         and ".." not in name.split("/")
     )
@@ -305,7 +310,7 @@ def remote_errors(url: str, source: str) -> Iterator[None]:
             raise OSError(f"{source}: {what}") from error
         raise SourceError(f"{source}: there is no file {shown!r}. Check the URL and the credentials.") from error
     except Exception as error:  # for example, botocore's connection errors are not OSError
-        text = without_signatures(str(error)[:_MESSAGE_CHARACTERS])
+        text = without_signatures(str(error)[:MESSAGE_CHARACTERS])
         if is_refused(error):
             raise SourceError(
                 f"{source}: no permission to read {shown!r}: {text.rstrip('.')}. {credentials_looked_at(url)}"
