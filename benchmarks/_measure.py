@@ -198,12 +198,20 @@ def main(
     doc: str | None,
     measure: Callable[[argparse.Namespace], Iterable[Table]],
     add_arguments: Callable[[argparse.ArgumentParser], object] = lambda parser: None,
+    child: Callable[[argparse.Namespace], object] | None = None,
 ) -> None:
-    """The command line of one benchmark: prints Markdown, and writes JSON where asked."""
+    """The command line of one benchmark: prints Markdown, and writes JSON where asked.
+
+    With ``--child``, an argument that such a benchmark adds, it only calls ``child``: it has started itself so, for a process
+    of its own.
+    """
     parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
     add_arguments(parser)
     parser.add_argument("--json", metavar="FILE", help="write all figures")
     arguments = parser.parse_args()
+    if child is not None and "--child" in sys.argv:
+        child(arguments)
+        return
     found = machine()
     print(describe_machine(found), "\n", flush=True)
     tables = []

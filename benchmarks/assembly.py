@@ -173,9 +173,4 @@ def child(options: argparse.Namespace) -> None:
 
 
 if __name__ == "__main__":
-    if "--child" in sys.argv:
-        parser = argparse.ArgumentParser()
-        add_arguments(parser)
-        child(parser.parse_args())
-    else:
-        main(__doc__, measure, add_arguments)
+    main(__doc__, measure, add_arguments, child)

@@ -231,9 +231,4 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 if __name__ == "__main__":
     with_cpu_devices(1)
-    if "--child" in sys.argv:
-        parser = argparse.ArgumentParser()
-        add_arguments(parser)
-        child(parser.parse_args())
-    else:
-        main(__doc__, measure, add_arguments)
+    main(__doc__, measure, add_arguments, child)

@@ -78,20 +78,21 @@ class Scenario:
 
     def feed(self, incarnation: int, host: int, mesh: Any, *, timeout_seconds: float) -> meshfeed.Feed:
         """The feed of this host in this incarnation."""
-        return meshfeed.Feed(
-            self.source(incarnation, host),
-            mesh,
-            global_batch_size=self.batch,
-            shuffle=self.kind == "random",
-            seed=self.seed,
-            end="pad",
-            mask_key="mask",
-            num_lanes=self.num_lanes if self.kind == "stream" else None,
-            prefetch=self.prefetch,
-            retry=meshfeed.Retry(attempts=60, initial_seconds=0.001, max_seconds=0.01),
-            timeout_seconds=timeout_seconds,
-            name="train",
-        )
+        source = self.source(incarnation, host)
+        return meshfeed.Feed(source, mesh, **self.settings(), timeout_seconds=timeout_seconds, name="train")
+
+    def settings(self) -> dict[str, Any]:
+        """What all feeds of the scenario have in common."""
+        return {
+            "global_batch_size": self.batch,
+            "shuffle": self.kind == "random",
+            "seed": self.seed,
+            "end": "pad",
+            "mask_key": "mask",
+            "num_lanes": self.num_lanes if self.kind == "stream" else None,
+            "prefetch": self.prefetch,
+            "retry": meshfeed.Retry(attempts=60, initial_seconds=0.001, max_seconds=0.01),
+        }
 
     def source(self, incarnation: int, host: int) -> Any:
         """The source as this host has it in this incarnation."""

@@ -59,17 +59,7 @@ class Host:
 
     def _run(self) -> None:
         scenario, plan = self.scenario, self.plan
-        settings = FeedSettings(
-            global_batch_size=scenario.batch,
-            shuffle=scenario.kind == "random",
-            seed=scenario.seed,
-            end="pad",
-            mask_key="mask",
-            num_lanes=scenario.num_lanes if scenario.kind == "stream" else None,
-            prefetch=scenario.prefetch,
-            retry=meshfeed.Retry(attempts=60, initial_seconds=0.001, max_seconds=0.01),
-            timeout_seconds=TIMEOUT_SECONDS,
-        )
+        settings = FeedSettings(**scenario.settings(), timeout_seconds=TIMEOUT_SECONDS)
         stream: Any = make_stream(scenario.source(self.number, self.host), settings, None)  # type: ignore[arg-type]
         cursor = stream.start() if self.state is None else stream.restore(parse_state(self.state))
         agree = plan.hosts > 1

@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 from checkpoint_feeds import CountingFeed
 from checkpoint_trees import assert_same, make_mesh, mixed_tree
+from flips import flipped, is_noticed, is_refused
 
-from meshfeed._src.base.errors import CheckpointError
-from meshfeed.checkpoint import Checkpointer, verify
+from meshfeed.checkpoint import Checkpointer
 
 
 @pytest.fixture(scope="module")
@@ -37,23 +37,10 @@ def flip(directory: pathlib.Path, tree, count: int, only_values: bool) -> tuple[
     with Checkpointer(directory) as ckpt:
         for _ in range(count):
             path = files[int(rng.choice(len(files), p=sizes / sizes.sum()))]
-            whole = path.read_bytes()
-            damaged = bytearray(whole)
-            bit = int(rng.integers(len(whole) * 8))
-            damaged[bit // 8] ^= 1 << bit % 8
-            path.write_bytes(bytes(damaged))
-            feed = CountingFeed()
-            try:
-                _, restored = ckpt.restore(tree, feed, step=1)
-            except CheckpointError:
-                refused += 1
-                assert feed.position == 0
-                objected += 1
-            else:
-                assert_same(tree, restored)
-                assert feed.position == 4
-                objected += not verify(directory, 1)[0].intact
-            path.write_bytes(whole)
+            with flipped(path, rng):
+                is_bad = is_refused(ckpt, tree)
+                refused += is_bad
+                objected += is_bad or is_noticed(directory)
         assert_same(tree, ckpt.restore(tree, step=1)[1])
     return refused, objected
 

@@ -16,7 +16,6 @@ from typing import Any
 
 import convert_cases
 import formats
-import fsspec
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
@@ -32,14 +31,6 @@ from meshfeed._src.convert.writers import Settings
 
 class Stopped(Exception):
     """What ends a run between two tasks."""
-
-
-@pytest.fixture
-def memory() -> Iterator[Any]:
-    files = fsspec.filesystem("memory")
-    yield files
-    files.store.clear()
-    files.pseudo_dirs[:] = [""]
 
 
 @pytest.fixture

@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import json
 import pathlib
-from collections.abc import Iterator
 from typing import Any
 
 import click.testing
-import fsspec
 import jax
 import numpy as np
 import pytest
@@ -23,14 +21,6 @@ from meshfeed._src.monitoring.exporters import read_logs
 from meshfeed._src.monitoring.stored_log import StoredLog
 
 URL = "memory://bucket/logs"
-
-
-@pytest.fixture
-def memory() -> Iterator[Any]:
-    files = fsspec.filesystem("memory")
-    yield files
-    files.store.clear()
-    files.pseudo_dirs[:] = [""]
 
 
 def make_feed(name: str) -> meshfeed.Feed:

@@ -10,12 +10,13 @@ import signal
 import checkpoint_feeds
 import checkpoint_trees
 import pytest
-from buckets import BUCKET, emulated_s3
 from checkpoint_jobs import NUM_LANES, lanes
+from store_servers import S3, running
 
 from meshfeed._src.base.store_path import StorePath
 from meshfeed.testing import HostPool, HostRunError
 
+BUCKET = "s3://bucket"
 pytestmark = [pytest.mark.multihost, pytest.mark.slow]
 
 
@@ -106,7 +107,7 @@ def save_large(url: str, rows: int):
 
 def test_two_hosts_save_and_four_read_each_byte_once(tmp_path):
     url, rows = f"{BUCKET}/hosts", 16 << 10
-    with emulated_s3() as server:
+    with running(lambda: S3("bucket")) as server:
         with HostPool(2, 4, timeout_seconds=120) as pool:
             for result in pool.run(save_and_fail, url, str(tmp_path)):
                 messages, steps, left = result.value
@@ -168,7 +169,7 @@ def kill(tmp_path: pathlib.Path, rounds: int) -> int:
     """Kills host 0 first, host 1 first, or both at once, again and again; returns the newest step at the end."""
     rng = random.Random(5)
     url = f"{BUCKET}/kills"
-    with emulated_s3():
+    with running(lambda: S3("bucket")):
         for _ in range(rounds):
             with HostPool(2, 2, timeout_seconds=90, recoverability=False) as pool:
                 with pytest.raises(HostRunError) as raised:

@@ -112,25 +112,29 @@ class S3(Store):
     Attributes:
       failing: fraction of requests that are answered with 503; ``num_failed`` counts them.
       requests: method and path of each request.
+      sent: bytes of the objects that were downloaded.
       hook: called before each request with False, and after it with True.
       client: of boto3, past the middleware.
     """
 
-    name, root = "s3", "s3://meshfeed"
+    name = "s3"
 
-    def __init__(self) -> None:
+    def __init__(self, bucket: str = "meshfeed") -> None:
         need("moto", "s3fs", "boto3")
+        self.root, self._bucket = f"s3://{bucket}", bucket
         import boto3
         from moto.moto_server.werkzeug_app import DomainDispatcherApplication, MotoRequestHandler, create_backend_app
         from werkzeug.serving import make_server
 
-        self.failing, self.num_failed = 0.0, 0
+        self.failing, self.num_failed, self.sent = 0.0, 0, 0
         self.requests: list[tuple[str, str]] = []
         self.hook: Callable[[bool], None] = lambda _: None
-        self._random = random.Random(0)
+        self._random, self._lock = random.Random(0), threading.Lock()
         self._app = DomainDispatcherApplication(create_backend_app)
 
         class Quiet(MotoRequestHandler):
+            protocol_version = "HTTP/1.1"  # or each request takes a connection of its own
+
             def log(self, *args: object) -> None:
                 pass
 
@@ -151,7 +155,7 @@ class S3(Store):
         self.client = boto3.client("s3", endpoint_url=direct, region_name="us-east-1", **keys)
         with urllib.request.urlopen(urllib.request.Request(f"{direct}/moto-api/reset", method="POST")):
             pass  # moto's buckets belong to the process
-        self.client.create_bucket(Bucket="meshfeed")
+        self.client.create_bucket(Bucket=bucket)
 
     def __call__(self, environ: dict[str, Any], respond: Callable[..., Any]) -> Any:
         """Answers a request: the WSGI application."""
@@ -166,24 +170,29 @@ class S3(Store):
             return [body]
         self.hook(False)
         answer = self._app(environ, respond)
+        if environ["REQUEST_METHOD"] == "GET" and "list-type" not in query:
+            answer = list(answer)
+            with self._lock:
+                self.sent += sum(map(len, answer))
         self.hook(True)
         return answer
 
     def keys(self, prefix: str = "") -> list[str]:
         """Returns the keys below a prefix."""
-        pages = self.client.get_paginator("list_objects_v2").paginate(Bucket="meshfeed", Prefix=prefix)
+        pages = self.client.get_paginator("list_objects_v2").paginate(Bucket=self._bucket, Prefix=prefix)
         return [found["Key"] for page in pages for found in page.get("Contents", ())]
 
     def uploads(self) -> list[str]:
         """Returns the keys of uploads in parts that are not complete."""
-        return [found["Key"] for found in self.client.list_multipart_uploads(Bucket="meshfeed").get("Uploads", ())]
+        return [found["Key"] for found in self.client.list_multipart_uploads(Bucket=self._bucket).get("Uploads", ())]
 
     def stop(self) -> None:
-        """See :class:`Store`."""
+        """See :class:`Store`. Refuses connections from now on; safe to call again."""
         for server, thread in zip(self._servers, self._threads, strict=True):
             server.shutdown()
             server.server_close()
             thread.join()
+        self._servers, self._threads = [], []
 
 
 # ------------------------------------------------------------------------ Google Cloud Storage
@@ -289,6 +298,7 @@ class Hub(Store):
 
     Attributes:
       requests: method and path of each request.
+      sent: bytes of the objects that were downloaded.
     """
 
     name, root = "hf", "hf://datasets/meshfeed/data"
