@@ -32,7 +32,7 @@ STEPS = 200
 
 
 def echoing_store(num_hosts: int, host: Any) -> Any:
-    """A key-value store in which hosts between the first and the last have written what the last has."""
+    """A key-value store in which all other hosts appear to have written the same values as the last host."""
     from memory_store import MemoryStore
 
     last = str(num_hosts - 1)
@@ -174,7 +174,7 @@ def child(options: argparse.Namespace) -> None:
     with simulated_hosts.simulation():
         job = simulated_hosts.Job(hosts)
         here = simulated_hosts._current[-1]
-        # The last host counts as 1, so that it is found whatever their number.
+        # The last host counts as 1, regardless of how many hosts there are.
         store = job.store = echoing_store(hosts, lambda: min(here.host, 1))
         errors: list[BaseException] = []
 

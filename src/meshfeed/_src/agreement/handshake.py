@@ -9,7 +9,7 @@ hosts that recover: if every host refuses the same state and starts from the beg
 A round belongs to its generation from :meth:`Handshake.begin` on, before any request. Hosts that begin and abandon the same
 generations are therefore in the same round, however far each had come. A host that is gone for good cannot know how many
 generations the others begin and abandon before they wait for it, so it also leaves its notice at a key that belongs to no
-round, at which hosts look after waiting for two seconds.
+round, which hosts check after waiting for two seconds.
 """
 
 from __future__ import annotations

@@ -4,11 +4,11 @@ Hosts come to a meeting from different pasts: one has failed, one was restored f
 have in common is the feed's first scope, the new participants, and the number of meetings of these participants. A meeting
 is a reduction (:mod:`meshfeed._src.base.reduction`) named by these three, and the name is also the scope of the
 generations that follow. A meeting that fails is concluded too, and the next attempt is the next meeting, so hosts may call
-again without an agreement on who called how often. A host that sat out meetings learns their number at the next one that
-it attends.
+again without agreeing on the number of calls. A host that skipped meetings learns their number at the next one that it
+attends.
 
-No participant waits for a host that is left out, so such a host may come when the participants have left the scope
-already, and all keys below it are gone. Like what followers read (:mod:`meshfeed._src.agreement.followers`), the result of
+No participant waits for a host that is left out, so such a host may arrive after the participants have left the scope
+and its keys have been deleted. Like what followers read (:mod:`meshfeed._src.agreement.followers`), the result of
 a meeting is therefore kept elsewhere, until the second meeting after it.
 
 Hosts with different new participants would wait for each other in different scopes. Each host therefore also publishes for
@@ -50,7 +50,7 @@ class Outcome(NamedTuple):
 
 
 class _Past(NamedTuple):
-    """A meeting whose end this host has seen."""
+    """A finished meeting."""
 
     label: str
     number: int
@@ -58,12 +58,12 @@ class _Past(NamedTuple):
 
 
 def _prefix(scope: str) -> str:
-    """Returns where the meeting is held with which ``scope`` begins."""
+    """Returns the key prefix of the meeting that started ``scope``."""
     return f"meshfeed/follow/{scope}/meet"
 
 
 def result_of(store: KeyValueStore, scope: str) -> JsonValue | None:
-    """Returns the result of the meeting with which ``scope`` began; None for the scope that a feed has first."""
+    """Returns the result of the meeting that started ``scope``; None for a feed's first scope."""
     text = store.try_get(f"{_prefix(scope)}/out")
     return None if text is None else json.loads(text)["result"]["result"]
 
@@ -137,10 +137,10 @@ class Meetings:
         return Outcome(self._name(label, number), outcome["result"])
 
     def _forget(self, store: KeyValueStore | None, label: str) -> None:
-        """After a meeting of ``label``, on its reducer: deletes the results that no host can ask for any more.
+        """After a meeting of ``label``, on its reducer: deletes results that no host can still need.
 
-        A result is kept until the second meeting after it, and a failure until the same participants have met: one of
-        them may not have seen it yet, and would come to a meeting that is over.
+        A result is kept until the second meeting after it, and a failure until the same participants have met: a
+        participant that has not read it yet would wait in a finished meeting.
         """
         results = [one for one in self._past if one.succeeded][-_KEPT_RESULTS:]
         kept = [one for one in self._past if one in results or not (one.succeeded or one.label == label)]
@@ -221,7 +221,7 @@ def _attempt(
 
 
 def _latest(numbers: Sequence[Mapping[str, int]]) -> dict[str, int]:
-    """Merges what hosts know of the number of the next meeting: participants → the highest."""
+    """Merges the hosts' numbers of the next meeting: participants → the highest."""
     merged: dict[str, int] = {}
     for one in numbers:
         for label, number in one.items():

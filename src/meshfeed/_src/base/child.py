@@ -220,7 +220,7 @@ class ChildProcess:
             os.killpg(self.pid, number) if self._own_group else self._process.send_signal(number)
 
     def stop(self) -> None:
-        """Ends the child within 0.5 s, even if it is busy, and a thread's wait in :meth:`exchange`. Any thread."""
+        """Ends the child within 0.5 s, even if it is busy, and wakes a thread in :meth:`exchange`. Thread-safe."""
         with contextlib.suppress(OSError):  # it has ended, or was closed
             self._connection.shutdown(socket.SHUT_RDWR)
 

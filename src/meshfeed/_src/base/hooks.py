@@ -147,7 +147,7 @@ class Concatenates(Protocol):
 
 
 class ConcatenatesRaw(Protocol):
-    """Joins sources that read alike, whatever their decoders; a mixture then reads them with one call."""
+    """Joins sources that read alike but may have different decoders; a mixture then reads them with one call."""
 
     def concatenate_raw(self, others: Sequence[RandomAccessSource]) -> RandomAccessSource | None:
         """Returns one source of the undecoded records of this source, then those of ``others``; None if not alike."""

@@ -26,7 +26,7 @@ _TRANSIENT = {
 
 
 def without_signatures(text: str) -> str:
-    """Returns text without the queries of URLs in it: that of a signed URL lets its reader use the store."""
+    """Removes the queries of URLs from text: the query of a signed URL grants access to the store."""
     return _QUERY.sub(r"\1?…", text)
 
 

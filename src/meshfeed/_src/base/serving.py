@@ -62,7 +62,7 @@ class TaskServer:
         return messages
 
     def answer(self, request: object) -> list[Message]:
-        """Returns RESULT, preceded by CACHE_USE if the task used shard caches, or ERROR; that of the set-up if it failed."""
+        """Returns RESULT, preceded by CACHE_USE if the task used shard caches, or ERROR; if the set-up failed, its error."""
         return self._unmade if self._task is None else _messages(RESULT, self._task, request)
 
     def collect(self) -> None:

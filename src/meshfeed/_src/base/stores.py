@@ -32,7 +32,7 @@ ANSWER_SECONDS = 45.0
 """How long a small request may take in all, with its retries."""
 
 MESSAGE_CHARACTERS = 300
-"""How much of a client's error is shown: it may quote the bytes that it got."""
+"""Length to which clients' errors are cut: they may quote the bytes that they received."""
 
 _LEAST_BYTES_PER_SECOND = 1 << 20  # allowed in addition for what a request transfers
 _RETRY = Retry(attempts=20, initial_seconds=0.2, max_seconds=5.0, on=(StoreError,))
@@ -111,7 +111,7 @@ def is_url(path: str) -> bool:
 
 
 def _family(url: str) -> str:
-    """Returns the protocol by which the client of a URL is known here."""
+    """Returns the protocol of a URL, the same for all aliases."""
     scheme = url.partition("://")[0]
     return _FAMILY.get(scheme, scheme)
 

@@ -16,7 +16,7 @@ from meshfeed._src.base.store_path import StorePath, children
 from meshfeed._src.base.threads import in_threads
 
 COMMITTED = "commit_success.txt"
-"""The name that Orbax uses too, so that a step which it committed in a folder also exists once it is uploaded."""
+"""Orbax uses the same name, so a step that it committed in a folder also exists after an upload."""
 
 _UNFINISHED = ".unfinished"
 _log = logging.getLogger("meshfeed.checkpoint")

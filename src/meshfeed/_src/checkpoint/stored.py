@@ -202,7 +202,7 @@ def write_files_part(item: epath.Path) -> None:
 
 
 def _holds_no_values(item: epath.Path, name: str) -> bool:
-    """Whether a file is not a chunk, of which values have digests."""
+    """Whether a file is not a chunk; the values in chunks have digests."""
     return "/" not in name or name.rpartition("/")[2].startswith(".") or name.startswith("array_metadatas/")
 
 

@@ -290,7 +290,7 @@ def replacing(target: pathlib.Path) -> Iterator[pathlib.Path]:
 
 @contextlib.contextmanager
 def temporary(folder: pathlib.Path, name: str) -> Iterator[pathlib.Path]:
-    """Yields a path in a folder, and removes what is there after an error."""
+    """Yields a path in a folder, and removes the file after an error."""
     part = folder / f"{name}.{secrets.token_hex(4)}.part"
     try:
         yield part
@@ -308,7 +308,7 @@ def unlink(path: pathlib.Path) -> None:
 
 
 def sync(path: pathlib.Path) -> None:
-    """Waits until the content of a file is on the disk, so that a power failure does not leave it empty."""
+    """Waits until the content of a file is on the disk; a power failure could otherwise leave it empty."""
     with open(path, "rb") as file:
         os.fsync(file.fileno())
 

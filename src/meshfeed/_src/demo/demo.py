@@ -435,7 +435,7 @@ class Demo:
 
 
 def _why(restored: int, killed_after: int) -> Table:
-    """Says why the next job does not begin after the last step of the one that was killed."""
+    """Explains why the next job does not begin after the last step of the killed one."""
     newest = f"step {restored} has the newest checkpoint that was complete when the hosts were killed"
     if restored >= killed_after:
         return _columns((" ", f"{newest}."))

@@ -519,8 +519,8 @@ def _check_count(name: str, num_records: int, drawn: bool) -> None:
 
 
 _CHUNK = 4096  # records of a lane that are computed together: a batch of 35 components takes as long
-# Fewer if a component is so small that they would be of many epochs, each of which is laid out: 4,096 records with one of 3
-# records took 1.5 s.
+# Fewer if a component is so small that they would span many epochs, since each epoch is laid out: with a component of 3
+# records, 4,096 took 1.5 s.
 _SHORTEST_CHUNK, _MOST_EPOCHS = 128, 512
 
 

@@ -258,7 +258,7 @@ class RayPool(Generic[Request, Answer]):
         return self._workers[worker_index]
 
     def stop(self) -> None:
-        """Makes a thread's wait in :meth:`result` end within a second. Any thread."""
+        """Wakes a thread in :meth:`result` within a second. Thread-safe."""
         for worker in list(self._workers):
             worker.stop()
 

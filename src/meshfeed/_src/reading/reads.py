@@ -218,7 +218,7 @@ class Reads:
         self._auto.keep("num_workers", why)
 
     def stop(self) -> None:
-        """Makes reads in processes end, and the thread that waits for them with them. Any thread."""
+        """Ends reads in worker processes and wakes the thread that waits for them. Thread-safe."""
         for group in self._all_groups():
             group.workers.stop()
 

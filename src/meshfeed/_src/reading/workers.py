@@ -159,7 +159,7 @@ class WorkerPool(Generic[Request, Answer]):
         return self._workers[worker_index]
 
     def stop(self) -> None:
-        """Makes the processes end, even during a request, and a thread's wait in :meth:`result` with them. Any thread."""
+        """Ends the processes, even during a request, and wakes a thread in :meth:`result`. Thread-safe."""
         for worker in list(self._workers):
             worker.stop()
 

@@ -294,7 +294,7 @@ class LaneStream:
         return dataclasses.replace(cursor, entries={str(lane): after[lane] for lane in entries}, ended=ended)
 
     def _source_with(self, cursor: LaneCursor, delivered: int) -> StreamSource:
-        """The source of a cursor, of which ``delivered`` records have been delivered."""
+        """The source of a cursor after ``delivered`` records."""
         return self._source_under(cursor.step_schedule, cursor.cut, cursor.step, _added_to(cursor), delivered)
 
     def _lanes_of(self, cursor: LaneCursor, host_rows: HostRows) -> list[int]:

@@ -141,7 +141,7 @@ class HostReader(Protocol[C]):
         ...
 
     def stop(self) -> None:
-        """Makes a read under way in other processes end, if there are any, with an error. Any thread; before ``close``."""
+        """Ends a read in worker processes, if there are any, with an error. Call it from any thread, before ``close``."""
         ...
 
     def close(self) -> None:
