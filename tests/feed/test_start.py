@@ -258,8 +258,12 @@ def test_a_started_feed_that_is_dropped_leaves_no_thread(kind: str, gate: Gate) 
     gate.opened.set()
     feed = make_feed(kind, gate)
     feed.start()
+    name = feed.name
     del feed
-    gc.collect()
+    gc.collect()  # the finalizer does not wait for a source that is still being opened
+    for thread in threading.enumerate():
+        if name in thread.name:
+            thread.join(JOIN_SECONDS)
 
 
 @pytest.mark.parametrize("kind", KINDS)
