@@ -125,7 +125,9 @@ def test_progress_is_told_through_a_high_descriptor() -> None:
     resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, min(hard, 4096)), hard))
     try:
         mine, other = socket.socketpair()
-        parent = child_process.Parent(fcntl.fcntl(other.fileno(), fcntl.F_DUPFD, 1500), os.getppid())
+        high = fcntl.fcntl(other.fileno(), fcntl.F_DUPFD, 1500)
+        with open(os.devnull, "w") as stacks:
+            parent = child_process.Parent(high, os.dup(other.fileno()), stacks.fileno(), os.getppid())
         parent.tell("halfway")
         other.close()
         inbox = Inbox(mine)

@@ -132,3 +132,37 @@ def test_the_caller_is_shown_while_it_reads_in_next(open_gate: Callable[[], obje
     text = until(lambda: "in __getitem__" in (text := feed_stacks()) and text)
     assert "thread training:\n" in text
     assert "in __next__" in text
+
+
+def test_looking_at_threads_that_run_does_not_end_a_worker() -> None:
+    def make_task() -> Callable[[Any], Any]:
+        import threading
+        import time
+
+        def run() -> None:
+            while True:
+                list(nested(90))
+
+        def nested(depth: int) -> Iterator[bytes]:  # frames whose memory is used for bytes at once
+            if depth:
+                yield from nested(depth - 1)
+            yield bytes(range(depth, 255))
+
+        def decode(request: str) -> None:
+            for _ in range(3):
+                threading.Thread(target=run, daemon=True).start()
+            time.sleep(1e6)
+
+        return decode
+
+    pool: WorkerPool[str, None] = WorkerPool(1, pickle_task(make_task), name="train")
+    try:
+        until(pool.is_ready)
+        pool.submit(0, "run")
+        until(lambda: "in run" in feed_stacks())
+        for _ in range(60):
+            assert "in decode" in feed_stacks()
+        with pytest.raises(meshfeed.StalledError):
+            pool.result(0, 0.1)
+    finally:
+        pool.close()

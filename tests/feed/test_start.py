@@ -261,9 +261,10 @@ def test_a_started_feed_that_is_dropped_leaves_no_thread(kind: str, gate: Gate) 
     name = feed.name
     del feed
     gc.collect()  # the finalizer does not wait for a source that is still being opened
-    for thread in threading.enumerate():
-        if name in thread.name:
-            thread.join(JOIN_SECONDS)
+    end = time.monotonic() + JOIN_SECONDS
+    while any(name in thread.name for thread in threading.enumerate()):  # also those that are just being started
+        assert time.monotonic() < end
+        time.sleep(0.01)
 
 
 @pytest.mark.parametrize("kind", KINDS)

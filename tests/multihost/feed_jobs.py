@@ -26,6 +26,7 @@ from meshfeed._src.base import coordination
 from meshfeed._src.feed import pipeline
 from meshfeed._src.feed.sizing import Numbers
 
+TIMEOUT_SECONDS = 60
 RECORDS, WIDTH = 101, 24
 
 
@@ -86,7 +87,7 @@ def run_variants(variants: list[dict[str, Any]], expected: list[list[int]]) -> i
         options = dict(variant)
         sharding = sharding_of(options.pop("layout"))
         source = meshfeed.sources.Memory(data())
-        with meshfeed.MultiHostDataLoadIterator(source, sharding, timeout_seconds=60, **options) as feed:
+        with meshfeed.MultiHostDataLoadIterator(source, sharding, timeout_seconds=TIMEOUT_SECONDS, **options) as feed:
             if options.get("num_threads") == "auto":
                 host = jax.process_index()  # hosts change their numbers at different steps
                 ForcedNumbers(feed, [Numbers(0, 1 + (n + host) % 4, 1 + (n * host) % 5) for n in range(7)])
@@ -102,7 +103,9 @@ def run_variants(variants: list[dict[str, Any]], expected: list[list[int]]) -> i
 def run_some(options: dict[str, Any], layout: str, state: Any, steps: int, expected: list[list[int]]) -> str:
     """Continues from ``state`` for ``steps`` batches and gives the state then, as JSON text."""
     source = meshfeed.sources.Memory(data())
-    with meshfeed.MultiHostDataLoadIterator(source, sharding_of(layout), timeout_seconds=60, **options) as feed:
+    with meshfeed.MultiHostDataLoadIterator(
+        source, sharding_of(layout), timeout_seconds=TIMEOUT_SECONDS, **options
+    ) as feed:
         if state is not None:
             feed.set_state(json.loads(state))
         first = feed.step
@@ -149,7 +152,7 @@ def failing(bad_host: int, bad_step: int, where: str) -> dict[str, Any]:
     options: dict[str, Any] = {"num_lanes": size} if where == "stream" else {}
     total = jax.jit(lambda x: x.sum())
     feed = meshfeed.MultiHostDataLoadIterator(
-        source, NamedSharding(mesh, P("data")), global_batch_size=size, timeout_seconds=60, **options
+        source, NamedSharding(mesh, P("data")), global_batch_size=size, timeout_seconds=TIMEOUT_SECONDS, **options
     )
     steps, start = 0, time.monotonic()
     try:
@@ -220,7 +223,7 @@ def fails_early(when: str, bad_host: int) -> dict[str, Any]:
             size += 1
         prefetch = -1 if when == "settings" and bad else 2
         feed = meshfeed.MultiHostDataLoadIterator(
-            source, mesh_of("rows"), global_batch_size=size, prefetch=prefetch, timeout_seconds=60
+            source, mesh_of("rows"), global_batch_size=size, prefetch=prefetch, timeout_seconds=TIMEOUT_SECONDS
         )
         if when == "state":
             next(feed)
@@ -247,7 +250,11 @@ def leaves(how: str, leavers: list[int], step: int) -> dict[str, Any]:
     heard.emit = lambda record: seen["log"].append(record.getMessage())  # type: ignore[method-assign]
     logging.getLogger("meshfeed").addHandler(heard)
     leaver = jax.process_index() in leavers
-    options: dict[str, Any] = {"global_batch_size": jax.device_count(), "num_epochs": None, "timeout_seconds": 60}
+    options: dict[str, Any] = {
+        "global_batch_size": jax.device_count(),
+        "num_epochs": None,
+        "timeout_seconds": TIMEOUT_SECONDS,
+    }
 
     def make_feed() -> Any:
         return meshfeed.MultiHostDataLoadIterator(meshfeed.sources.Memory(data()), mesh_of("rows"), **options)
@@ -293,7 +300,7 @@ def refused_everywhere() -> list[Any]:
             meshfeed.sources.Memory(data()),
             mesh_of("rows"),
             global_batch_size=2 * jax.device_count(),
-            timeout_seconds=60,
+            timeout_seconds=TIMEOUT_SECONDS,
         ) as feed:
             try:
                 feed.set_state({**feed.get_state(), "position": 3})
@@ -313,7 +320,7 @@ def on_a_part_of_the_mesh() -> int:
     if here not in (0, 2):
         return 0
     with meshfeed.MultiHostDataLoadIterator(
-        meshfeed.sources.Memory(data()), mesh, global_batch_size=4, name="part", timeout_seconds=60
+        meshfeed.sources.Memory(data()), mesh, global_batch_size=4, name="part", timeout_seconds=TIMEOUT_SECONDS
     ) as feed:
         for step, batch in enumerate(feed):
             check(batch, feed.record_ids(step))
@@ -325,7 +332,7 @@ def on_all_with_a_host_left_out() -> int:
     chosen = [device for device in jax.devices() if device.process_index != 1]
     mesh = jax.sharding.Mesh(np.array(chosen), ("data",), axis_types=(AxisType.Auto,))
     with meshfeed.MultiHostDataLoadIterator(
-        meshfeed.sources.Memory(data()), mesh, global_batch_size=len(chosen), timeout_seconds=60
+        meshfeed.sources.Memory(data()), mesh, global_batch_size=len(chosen), timeout_seconds=TIMEOUT_SECONDS
     ) as feed:
         for step, batch in enumerate(feed):
             check(batch, feed.record_ids(step))

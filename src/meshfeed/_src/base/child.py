@@ -75,13 +75,15 @@ class ChildProcess:
         self._own_group = own_group
         self._stacks = _stack_file()
         self._connection, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
+        self._looks, looked = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
+        self._looks.setblocking(False)
         code = _BOOT.format(path=[path or os.getcwd() for path in sys.path])
-        own = (theirs.fileno(), self._stacks.fileno(), os.getpid())
+        passed = (theirs.fileno(), looked.fileno(), self._stacks.fileno())
         try:
-            with theirs, contextlib.nullcontext() if log_path is None else open(log_path, "ab") as log:
+            with theirs, looked, contextlib.nullcontext() if log_path is None else open(log_path, "ab") as log:
                 self._process = subprocess.Popen(
-                    [sys.executable, "-c", code, target, *map(str, own), *arguments],
-                    pass_fds=(theirs.fileno(), self._stacks.fileno()),
+                    [sys.executable, "-c", code, target, *map(str, (*passed, os.getpid())), *arguments],
+                    pass_fds=passed,
                     stdin=subprocess.DEVNULL,  # a child must not read the terminal's input
                     stdout=log,
                     stderr=log,
@@ -89,8 +91,8 @@ class ChildProcess:
                     start_new_session=own_group,
                 )
         except BaseException:
-            self._connection.close()
-            self._stacks.close()
+            for file in (self._connection, self._looks, self._stacks):
+                file.close()
             raise
         self._connection.setblocking(False)  # send() must not wait for a busy child
         self._inbox = Inbox(self._connection)
@@ -178,6 +180,12 @@ class ChildProcess:
         known = {number.value: number.name for number in signal.Signals}
         return f"was killed by signal {-code} ({known.get(-code, 'unknown')})"
 
+    def log_stacks(self) -> None:
+        """Appends the child's stacks to its log."""
+        assert self._log_path is not None
+        with open(self._log_path, "a") as log:
+            log.write(f"{self.stacks()}\n")
+
     def log(self, start: int = 0) -> str:
         """Returns the child's output, from byte ``start`` of its log."""
         assert self._log_path is not None
@@ -190,29 +198,35 @@ class ChildProcess:
         """Size of the log so far."""
         return 0 if self._log_path is None else self._log_path.stat().st_size
 
-    def print_stacks(self) -> None:
-        """Makes the child print its threads' stacks. Before its first message, the signal may kill it instead."""
-        self._process.send_signal(signal.SIGUSR1)
-
     def stacks(self) -> str:
-        """Returns the child's stacks, innermost call first, also while it hangs in a call of C; empty if it is not ready."""
+        """Returns the stacks of the child's threads, innermost call first; empty if it is not ready.
+
+        While the child holds Python's lock in a call of C, only the stack of its main thread.
+        """
         try:
             start = os.fstat(self._stacks.fileno()).st_size
-            if not _handles(self.pid, signal.SIGUSR2):
-                return ""
-            self._process.send_signal(signal.SIGUSR2)
-            size, deadline = start, time.monotonic() + _STACK_SECONDS
-            while time.monotonic() < deadline:
-                time.sleep(_STACK_PAUSE_SECONDS)
-                before, size = size, os.fstat(self._stacks.fileno()).st_size
-                if start < before == size:  # written whole
-                    break
-            # Not read(): the child writes at the position that both share.
-            text = os.pread(self._stacks.fileno(), size - start, start).decode(errors="replace")
+            with contextlib.suppress(BlockingIOError):  # earlier requests are not answered either
+                self._looks.send(b"?")
+            # A signal shows what holds the lock. Only the main thread, which receives it: the frames of a thread that
+            # runs meanwhile may be freed while they are read, which ends the process.
+            if not (text := self._shown(start)) and _handles(self.pid, signal.SIGUSR2):
+                self._process.send_signal(signal.SIGUSR2)
+                text = self._shown(start)
             shown = [one for one in text.strip().split("\n\n") if not _WATCHES.search(one)]
             return "\n".join("\n".join(one.split("\n")[: 1 + _STACK_FRAMES]) for one in shown)
         except (OSError, ValueError):  # it has just ended, or was closed
             return ""
+
+    def _shown(self, start: int) -> str:
+        """Waits for what the child appends to its stacks, and returns it; empty if there is nothing in time."""
+        size, deadline = start, time.monotonic() + _STACK_SECONDS
+        while time.monotonic() < deadline:
+            time.sleep(_STACK_PAUSE_SECONDS)
+            before, size = size, os.fstat(self._stacks.fileno()).st_size
+            if start < before == size:  # written whole
+                break
+        # Not read(): the child writes at the position that both share.
+        return os.pread(self._stacks.fileno(), size - start, start).decode(errors="replace")
 
     def kill(self, number: int = signal.SIGKILL) -> None:
         """Sends a signal to the child; with ``own_group``, to its child processes too."""
@@ -228,8 +242,8 @@ class ChildProcess:
         """Stops the child and closes the connection."""
         self.stop()  # closing does nothing yet while another thread waits for the connection
         self._inbox.close()
-        self._connection.close()
-        self._stacks.close()
+        for file in (self._connection, self._looks, self._stacks):
+            file.close()
 
     def close(self, deadline: float | None = None) -> bool:
         """Hangs up and waits for the end of the child.
@@ -280,10 +294,13 @@ def close_children(children: Mapping[str, ChildProcess]) -> None:
 class Parent:
     """The parent as seen by its child. Any thread may send; one thread at a time may receive."""
 
-    def __init__(self, descriptor: int, pid: int) -> None:
-        os.set_inheritable(descriptor, False)
+    def __init__(self, descriptor: int, looks: int, stacks: int, pid: int) -> None:
+        for number in (descriptor, looks, stacks):
+            os.set_inheritable(number, False)
         self._connection = socket.socket(fileno=descriptor)
         self._inbox = Inbox(self._connection)
+        self._looks = socket.socket(fileno=looks)
+        self._stacks = stacks
         self._pid = pid
         self._lock = threading.Lock()
 
@@ -311,12 +328,20 @@ class Parent:
                 self._lock.release()
 
     def watch(self) -> NoReturn:
-        """Ends this process soon after the parent has hung up or died, even during a long request."""
+        """Ends this process soon after the parent has hung up or died, even during a long request.
+
+        Until then, shows the stacks of all threads when the parent asks for them.
+        """
         poller = select.poll()
         poller.register(self._connection, getattr(select, "POLLRDHUP", 0) | select.POLLHUP)
+        poller.register(self._looks, select.POLLIN)
         # A process forked by the parent may keep the parent's end of the socket open, so check the parent's id too.
-        while not poller.poll(_PARENT_CHECK_MILLISECONDS) and os.getppid() == self._pid:
-            pass
+        while os.getppid() == self._pid:
+            ready = {number for number, _ in poller.poll(_PARENT_CHECK_MILLISECONDS)}
+            if self._connection.fileno() in ready or (ready and not self._looks.recv(64)):
+                break
+            if ready:  # this thread holds Python's lock meanwhile, so that no other one changes its frames
+                faulthandler.dump_traceback(self._stacks, all_threads=True)
         time.sleep(_HANG_UP_SECONDS)  # an idle main thread uses this time to close its task
         _leave()
 
@@ -324,17 +349,15 @@ class Parent:
 def main() -> None:
     """Runs the function that the parent named.
 
-    ``sys.argv`` holds its name, a socket, a file for stacks, and the parent's process id.
+    ``sys.argv`` holds its name, the arguments of :class:`Parent`, and those of the function.
     """
-    target, descriptor, stacks, pid = sys.argv[1], *map(int, sys.argv[2:5])
-    del sys.argv[1:5]
+    target, descriptor, looks, stacks, pid = sys.argv[1], *map(int, sys.argv[2:6])
+    del sys.argv[1:6]
     faulthandler.enable()
-    faulthandler.register(signal.SIGUSR1, all_threads=True)
-    os.set_inheritable(stacks, False)
-    faulthandler.register(signal.SIGUSR2, file=stacks, all_threads=True)
+    faulthandler.register(signal.SIGUSR2, file=stacks, all_threads=False)
     if not _leads_group():
         signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole group; the parent ends its children
-    parent = Parent(descriptor, pid)
+    parent = Parent(descriptor, looks, stacks, pid)
     threading.Thread(target=parent.watch, name="meshfeed-parent", daemon=True).start()
     module, _, function = target.partition(":")
     getattr(importlib.import_module(module), function)(parent)

@@ -178,10 +178,6 @@ class Host:
     def stop(self) -> None:
         self._send(child_process.STOP, None)
 
-    def print_stacks(self) -> None:
-        if self.ready:  # before that, there may be no handler yet, and the signal would kill the process
-            self.child.print_stacks()
-
     def log(self) -> str:
         return self.child.log(self._log_start)
 
@@ -430,8 +426,7 @@ class HostPool:
         deadline = time.monotonic() + _EXIT_SECONDS
         for host in self._hosts:
             if not host.child.wait(max(0.1, deadline - time.monotonic())):
-                host.print_stacks()
-                time.sleep(0.5)  # for the stacks to reach the log
+                host.child.log_stacks()
                 what = f"did not end within {_EXIT_SECONDS:.0f} s of being stopped, and was killed"
                 text = f"host {host.index} {what}; its log ends:\n{host.log()[-_LOG_TAIL_BYTES:]}"
                 warnings.warn(text, ResourceWarning, stacklevel=3)
@@ -503,9 +498,7 @@ class HostPool:
     def _give_up(self, seconds: float) -> None:
         late = [host for host in self._hosts if host.result is None]
         for host in late:
-            host.print_stacks()
-        time.sleep(1.0)  # for the stacks to reach the logs
-        for host in late:
+            host.child.log_stacks()
             host.child.kill()
             host.child.wait(_EXIT_SECONDS)
             host.finish(error=TimeoutError(f"host {host.index} had no result after {seconds:.0f} s, and was killed"))
