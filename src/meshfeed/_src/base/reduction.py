@@ -31,7 +31,8 @@ from meshfeed._src.base.types import JsonValue
 
 # A blocking get is split into slices to notice Ctrl-C, close and deadlines. The slices grow with the wait and the
 # number of hosts: thousands of hosts in a long wait must not flood the coordinator.
-_MIN_SLICE_SECONDS = 0.5
+_MIN_SLICE_SECONDS = 0.05  # a request cannot be called off, so closing a feed waits for the end of one
+_MAX_COLLECTING_SLICE_SECONDS = 0.5
 _MAX_SLICE_SECONDS = 2.0
 _SLICE_SECONDS_PER_HOST = 5e-4
 _PAUSE_SECONDS_PER_HOST = 2.5e-5
@@ -64,6 +65,11 @@ class Stragglers(NamedTuple):
 
 
 _NO_STRAGGLERS = Stragglers((), 0)
+
+
+def _slice_seconds(waited: float, waiting_hosts: int = 1) -> float:
+    """Returns how long the next request may block. With thousands of waiting hosts, each polls less often."""
+    return max(_MIN_SLICE_SECONDS, waiting_hosts * _SLICE_SECONDS_PER_HOST) + waited / 2
 
 
 class Reduction:
@@ -119,11 +125,9 @@ class Reduction:
           tick: called between slices with the seconds waited so far; may raise.
         """
         start = time.monotonic()
-        # With thousands of waiting hosts, each polls less often.
-        shortest = max(_MIN_SLICE_SECONDS, len(self._participants) * _SLICE_SECONDS_PER_HOST)
         while True:
             now = time.monotonic()
-            slice_seconds = min(_MAX_SLICE_SECONDS, shortest + (now - start) / 4)
+            slice_seconds = min(_MAX_SLICE_SECONDS, _slice_seconds(now - start, len(self._participants)))
             # At least one request, even after the deadline.
             text = self._store.get(f"{self._prefix}/out", min(slice_seconds, max(deadline - now, 0.001)))
             if text is not None:
@@ -180,7 +184,8 @@ class Reduction:
         Returns:
           Host → value, ascending, of the hosts that arrived.
         """
-        next_note = time.monotonic() + _FIRST_NOTE_SECONDS
+        start = time.monotonic()
+        next_note = start + _FIRST_NOTE_SECONDS
         pause = min(_MAX_PAUSE_SECONDS, len(self._participants) * _PAUSE_SECONDS_PER_HOST)
         while True:
             values = self._list()
@@ -192,9 +197,11 @@ class Reduction:
                 self._noted, next_note = late, now + _NOTE_SECONDS
             if (done(values) if done is not None else not late) or now >= deadline:
                 return values
+            slice_seconds = _slice_seconds(now - start, len(self._participants))
+            slice_seconds = min(_MAX_COLLECTING_SLICE_SECONDS, slice_seconds, deadline - now)
             if not late:
-                time.sleep(_MAX_PAUSE_SECONDS)
-            elif self._store.get(self._value_key(max(late)), min(_MIN_SLICE_SECONDS, deadline - now)) is not None:
+                time.sleep(min(_MAX_PAUSE_SECONDS, slice_seconds / 4))
+            elif self._store.get(self._value_key(max(late)), slice_seconds) is not None:
                 time.sleep(pause)
 
     def _list(self) -> dict[int, JsonValue]:
