@@ -306,7 +306,7 @@ def test_answers_keep_their_value(value: Any) -> None:
 
 
 def test_headers_hold_64_bit_numbers_on_every_device(mesh: Mesh) -> None:
-    header = Header(END, 2**40, 2**41, 2**50 + 1, 2**33, 4095)
+    header = Header(END, 2**40, 2**41, 2**50 + 1, 2**33, 4095, 2**62 - 1)
     array = to_rows(header.to_row(), NamedSharding(mesh, P(("data", "model"))), 8)
     assert [Header.from_row(row) for row in rows_of(array)] == [header] * 8
 
@@ -360,6 +360,15 @@ def test_the_error_of_one_host_is_raised_whatever_the_others_last_answered(
     rows = np.stack([headers[min(device // 3, 2)].to_row() for device in range(8)])
     with pytest.raises(meshfeed.SourceError, match="the disk of host 2 is gone"):
         client._check(jax.device_put(rows, client._near))
+
+
+def test_hosts_that_jax_does_not_connect_are_refused(mesh: Mesh) -> None:
+    client = object.__new__(RemoteClient)
+    client._near = NamedSharding(mesh, P(("data", "model")))
+    rows = np.stack([Header(OK, host=0, endpoint=1 + device // 4).to_row() for device in range(8)])
+    with pytest.raises(meshfeed.MeshfeedError, match=r"process index 0: JAX does not connect them.*distributed\.init"):
+        client._check(jax.device_put(rows, client._near))
+    assert Endpoint(b"").identity != Endpoint(b"").identity
 
 
 def test_nothing_raised_leaves_an_endpoint_and_the_end_is_a_flag(mesh: Mesh) -> None:

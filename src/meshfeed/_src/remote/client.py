@@ -16,6 +16,7 @@ import dataclasses
 import json
 import math
 import operator
+import secrets
 import struct
 from collections.abc import Callable
 from typing import Any
@@ -33,7 +34,7 @@ from meshfeed._src.base.turn import TURN, in_use
 from meshfeed._src.base.types import JsonValue, PyTree
 
 OK, END, ERROR = 0, 1, 2
-_HEADER = struct.Struct("<6q")
+_HEADER = struct.Struct("<7q")
 _JSON, _ARRAYS, _FAILURE = b"J", b"A", b"E"
 _LENGTH = struct.Struct("<Q")
 _HOST = struct.Struct("<q")
@@ -50,9 +51,10 @@ class Header:
     position: int = 0  # records delivered across all hosts
     size: int = 0  # rows of the next global batch; 0 if unknown
     host: int = 0  # process index
+    endpoint: int = 0  # identifies the object that answers: processes that JAX does not connect share an index
 
     def to_row(self) -> np.ndarray[Any, Any]:
-        """Returns uint8 ``[48]``; as bytes, 64-bit integers survive with ``jax_enable_x64`` off."""
+        """Returns uint8 ``[56]``; as bytes, 64-bit integers survive with ``jax_enable_x64`` off."""
         return np.frombuffer(_HEADER.pack(*dataclasses.astuple(self)), np.uint8)
 
     @classmethod
@@ -145,6 +147,7 @@ class Endpoint:
 
     def __init__(self, payload: bytes) -> None:
         self._payload = payload  # unpickle in begin(): an exception raised here would be lost
+        self.identity = secrets.randbits(62)
         self._target: Any = None
         self._spec: PyTree | None = None
         self._answer = b""
@@ -218,7 +221,7 @@ def _outcome(
         numbers = endpoint._target.numbers()
     except Exception as error:
         flag, endpoint._answer = ERROR, encode_error(error)
-    header = Header(flag, len(endpoint._answer), *numbers, coordination.process_index())
+    header = Header(flag, len(endpoint._answer), *numbers, coordination.process_index(), endpoint.identity)
     return to_rows(header.to_row(), request.sharding, request.shape[0])
 
 
@@ -316,7 +319,14 @@ class RemoteClient:
 
     def _check(self, array: jax.Array) -> dict[int, Header]:
         """Returns headers by host; raises a host's error, StopIteration if all ended, MeshfeedError if only some."""
-        headers = {header.host: header for header in map(Header.from_row, rows_of(array))}
+        headers: dict[int, Header] = {}
+        for header in map(Header.from_row, rows_of(array)):
+            if headers.setdefault(header.host, header).endpoint != header.endpoint:
+                raise MeshfeedError(
+                    f"several hosts beside the accelerators have the process index {header.host}: JAX does not connect "
+                    "them, so they cannot agree on batches. Call jax.distributed.initialize() on each of them before "
+                    "anything else, or use a meshfeed.Feed on the controller, which reads all rows there."
+                )
         flags = {header.flag for header in headers.values()}
         if ERROR in flags:
             errors = [error for error in self._fetch(headers, ERROR).values() if isinstance(error, BaseException)]
