@@ -89,7 +89,7 @@ def main() -> None:
         while step < options.steps:
             state, loss = train_step(state, next(feed))
             step += 1
-            if step % 50 == 0:
+            if step % 25 == 0:
                 print(f"step {step}, loss {float(loss):.3f}", flush=True)  # waits for the step
             checkpoints.save(step, state, feed)
         right = sum(int(num_right(state["params"], batch)) for batch in test_feed)
