@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import collections
+import concurrent.futures
+import itertools
+import multiprocessing
 import pprint
 import random
 import tempfile
 import time
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import pairwise
@@ -39,6 +42,32 @@ def failure(config: Config, folder: str, *, here: bool = False) -> str | None:
         return str(error) or "an assertion failed"
     except Exception:
         return traceback.format_exc(limit=-6)
+    return None
+
+
+def failures(configs: Sequence[Config], folder: str, num_processes: int = 3) -> list[str]:
+    """What is wrong with configurations on simulated hosts, in processes: hosts mostly wait for one another.
+
+    Returns:
+      At most one text per process, each with a script that plays the configuration.
+    """
+    shares = [configs[first::num_processes] for first in range(num_processes)]
+    # Spawned, since JAX's threads do not survive a fork.
+    with concurrent.futures.ProcessPoolExecutor(num_processes, multiprocessing.get_context("spawn")) as pool:
+        found = pool.map(_first_failure, shares, itertools.repeat(folder))
+        return [
+            f"{one[1]}\n{script(share[one[0]], real=False)}"
+            for share, one in zip(shares, found, strict=True)
+            if one is not None
+        ]
+
+
+def _first_failure(configs: Sequence[Config], parent: str) -> tuple[int, str] | None:
+    folder = tempfile.mkdtemp(dir=parent)  # each process writes the sources' files for itself
+    with simulated_hosts.simulation():
+        for number, config in enumerate(configs):
+            if (text := failure(config, folder)) is not None:
+                return number, text
     return None
 
 
