@@ -46,9 +46,9 @@ def uneven_mixture() -> Any:
     return meshfeed.sources.Mixture(parts, {"a": 3, "b": 1}, 8)
 
 
-def mixture_of_streams() -> Any:
+def mixture_of_streams(*stages: Any) -> Any:
     parts = {"a": meshfeed.sources.Stream(Numbers([40] * 12).open, fingerprint="a"), "b": memory(500, 1 << 20)}
-    return meshfeed.sources.Mixture(parts, weights=[(0, {"a": 1, "b": 1}), (9, {"a": 1, "b": 3})])
+    return meshfeed.sources.Mixture(parts, weights=[(0, {"a": 1, "b": 1}), *(stages or [(9, {"a": 1, "b": 3})])])
 
 
 UNEVEN = [31, 7, 25, 40, 0, 19, 33, 28, 16, 22, 37, 30]
@@ -386,6 +386,41 @@ def test_lost_lanes_are_read_forward_from_a_recent_window_only(monkeypatch: pyte
     assert min(given) > 0
     # Two windows are read ahead, two batches are ready, and two windows may have begun.
     assert max(given) <= 4 * 8 + 2
+
+
+def test_what_was_published_before_other_weights_does_not_belong_to_the_stream(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A feed that is set to an earlier state may get other weights there."""
+    monkeypatch.setattr(handover, "_PAUSE_SECONDS", 0.0)
+    monkeypatch.setattr(lane, "_CHEAP_SECONDS", 1e9)  # or lanes may be read from their beginning, which is always right
+    kind, settings, _ = expected_of("mixture of streams")
+    expected = reference(lambda: mixture_of_streams((3, {"a": 3, "b": 1}), (9, {"a": 1, "b": 3})), **settings)
+    saved: dict[int, Any] = {}
+    both = threading.Barrier(2, timeout=60)
+
+    with job_of(2) as job:
+
+        def host_job(host: int) -> list[dict[int, int]]:
+            feed = meshfeed.Feed(kind.make(), job.mesh(host, [0, 1]), **settings)
+            for _ in take(feed, 3):
+                pass
+            saved[host] = feed.get_state()
+            for _ in take(feed, 9):
+                pass
+            both.wait()
+            monkeypatch.setattr(handover, "_PAUSE_SECONDS", 1e9)  # so that what was published before stays
+            feed.set_state(meshfeed.merge_states(list(saved.values())))
+            feed.set_weights({"a": 3, "b": 1})
+            for _ in take(feed, 8):
+                pass
+            both.wait()
+            if host == 1:
+                job.kill(host, feed)
+                return []
+            feed.reshard(job.mesh(host, [0]))
+            with feed:
+                return [rows_of(batch) for batch in feed]
+
+        assert job.run(host_job)[0] == expected[11:]
 
 
 def test_bad_records_of_a_lost_host_stay_in_the_ledger(monkeypatch: pytest.MonkeyPatch) -> None:

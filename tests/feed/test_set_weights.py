@@ -507,6 +507,106 @@ def test_after_the_end_new_weights_may_continue(folder: pathlib.Path) -> None:
         assert (steps, feed.step) == (8, len(feed))
 
 
+PADDED = {"num_epochs": 1, "end": "pad", "mask_key": "mask"}
+
+
+@pytest.mark.parametrize(
+    ("given", "changes"),
+    [
+        (WEIGHTS, [(26, {"code": 1})]),  # which has been read in full: the lanes end there
+        ({"web": 0, "code": 0, "books": 1}, [(4, {"web": 1})]),  # in step 3 a lane has ended, which others go beyond
+        ({"web": 0, "code": 0, "books": 1}, [(3, {"books": 2}), (4, {"web": 1}), (6, {"books": 1, "code": 1})]),
+        (WEIGHTS, [(3, {"books": 1}), (5, {"code": 1}), (9, {"web": 1, "books": 1})]),
+    ],
+)
+@pytest.mark.parametrize("end", ["pad", "drop"])
+def test_past_steps_are_replayed_as_they_were_delivered(
+    given: Weights, changes: list[tuple[int, Weights]], end: str, folder: pathlib.Path
+) -> None:
+    options = {**PADDED, "end": end, "mask_key": "mask" if end == "pad" else None}
+    found: list[list[int]] = []
+    states: list[Any] = []
+    with make_feed("lanes", given, folder, **options) as feed:
+        for step, weights in changes:
+            for batch in itertools.islice(feed, step - feed.step):
+                found.append(rows(batch))
+                states.append(feed.get_state())
+            feed.set_weights(weights)
+            for number, batch in enumerate(found):
+                assert rows(feed.replay(number)) == batch, (weights, number)
+        found += [rows(batch) for batch in feed]
+        for number, batch in enumerate(found):
+            assert rows(feed.replay(number)) == batch, number
+            for state in states[:number]:
+                assert rows(feed.replay(number, state=state)) == batch, number
+        feed.set_state(feed.get_state())
+        assert [rows(feed.replay(number)) for number in range(len(found))] == found
+
+
+def test_lanes_read_ahead_to_an_end_that_weights_put_off_still_count(folder: pathlib.Path) -> None:
+    """Hosts learn of an end some steps before it, with the window that has it."""
+
+    def on_host(devices: Any) -> tuple[list[tuple[int, int]], Any]:
+        with make_feed("lanes", {"web": 1, "code": 0, "books": 0}, folder, devices=devices, **PADDED) as feed:
+            for _ in range(10):
+                next(feed)
+            feed.set_weights({"code": 1})
+            return [(feed.step, feed.position) for _ in feed], feed.get_state()
+
+    found = play(2, 4, on_host)
+    assert found[0][0] == found[1][0] == [(step, BATCH * step) for step in range(11, 19)]
+    merged = meshfeed.merge_states([state for _, state in found])
+    assert merged["position"] == sum(lane["records"] for lane in merged["lanes"].values())
+
+
+def test_a_replay_needs_to_know_which_lanes_have_ended(folder: pathlib.Path) -> None:
+    states: dict[int, Any] = {}
+    both = threading.Barrier(2, timeout=60)
+
+    def merged(host: int, state: Any) -> Any:
+        states[host] = state
+        both.wait()
+        return meshfeed.merge_states(list(states.values()))
+
+    def on_host(devices: Any) -> None:
+        with make_feed("lanes", {"web": 0, "code": 0, "books": 1}, folder, devices=devices, **PADDED) as feed:
+            last = [feed.replay(3) for _ in feed][-1]
+            state = feed.get_state()
+            assert feed.position == 31
+            feed.set_state(state)
+            if "3" in state["lanes"]:  # the lane that has ended
+                assert rows(feed.replay(3)) == rows(last)
+            else:
+                with pytest.raises(StateMismatchError, match=r"all lanes, some of which have ended.*merge_states"):
+                    feed.replay(3)
+            feed.set_state(merged(devices[0].client.process_index(), state))
+            assert rows(feed.replay(3)) == rows(last)
+
+    play(2, 4, on_host)
+
+
+def test_the_structure_is_that_of_components_with_a_weight(folder: pathlib.Path) -> None:
+    """A component may have no records as long as it has no weight."""
+    empty = Stream(lambda lane_index, num_lanes: iter(()), fingerprint={"number": 0})
+    parts = {"empty": empty, "code": component("lanes", 1, folder), "books": component("lanes", 2, folder)}
+    mesh = jax.make_mesh((8,), ("data",), axis_types=(AxisType.Auto,))
+    weights: Stages = [(0, {"empty": 1}), (2, {"code": 1}), (4, {"empty": 1})]
+    with meshfeed.Feed(Mixture(parts, weights, block=8), mesh, global_batch_size=8, num_lanes=4) as feed:
+        with pytest.raises(meshfeed.SourceError, match="'empty' of the mixture has no record"):
+            _ = feed.element_spec
+        feed.set_weights({"books": 1})
+        assert feed.element_spec["tokens"].shape == (8, 1)
+        next(feed)
+        next(feed)
+        assert feed.element_spec["tokens"].shape == (8, 1)
+        feed.set_weights({"empty": 1}, from_step=3)
+        next(feed)
+        with pytest.raises(meshfeed.SourceError, match="'empty' of the mixture has no record"):
+            _ = feed.element_spec
+        feed.set_weights({"code": 1, "books": 1})
+        assert feed.element_spec["tokens"].shape == (8, 1)
+
+
 @pytest.mark.parametrize(
     "added",
     [

@@ -17,7 +17,7 @@ from typing import Any
 import pairwise
 import real_hosts
 import simulated_hosts
-from configurations import DEFAULTS, OPTIONS, REAL, SIMULATED, Case, valid
+from configurations import DEFAULTS, OPTIONS, REAL, SIMULATED, WEIGHTED_LANES, Case, valid
 
 Config = dict[str, Any]
 _SHRINK_SECONDS = 120.0
@@ -29,6 +29,14 @@ def draw(options: dict[str, list[Any]], seed: int, count: int) -> list[Config]:
     found = pairwise.covering(options, seed, valid)[:count]
     rng = random.Random(seed)
     return found + [pairwise.any_configuration(options, rng, valid) for _ in range(count - len(found))]
+
+
+def of_ci() -> list[Config]:
+    """Configurations for simulated hosts in which every two values of every two settings meet.
+
+    They meet again for mixtures of streams that get other weights, since what was delivered then depends on much at once.
+    """
+    return pairwise.covering(SIMULATED, 1, valid) + pairwise.covering(WEIGHTED_LANES, 1, valid)
 
 
 def failure(config: Config, folder: str, *, here: bool = False) -> str | None:

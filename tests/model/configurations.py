@@ -112,7 +112,7 @@ OPTIONS: dict[str, list[Any]] = {
     "resume_batch": ["same", "other"],
     "resume_prefetch": [0, 2],
     "reshard": ["none", "there", "back", "ahead", "lost"],  # "ahead": some hosts have taken a batch more
-    "weights": ["none", "next", "later", "replaced", "twice"],
+    "weights": ["none", "next", "later", "replaced", "twice", "away"],
     "midway": ["last", "first"],  # phase in which the feed is resharded or gets weights
 }
 DEFAULTS: Config = {
@@ -145,11 +145,22 @@ ONE_HOST = {  # on real devices
     "put": ["private", "public", "changed"],  # which call of JAX puts arrays on devices, or that it has changed
     "caller": ["plain", "mesh", "debug_nans", "debug_infs", "disable_jit", "guarded", "logged"],  # settings of JAX
 }
+WEIGHTED_LANES = {  # with what no mixture of streams has left out
+    **{
+        name: values if name not in ("view", "dtype", "shuffle", "balance", "fault") else values[:1]
+        for name, values in SIMULATED.items()
+    },
+    "source": ["stream_mixture"],
+    "weights": OPTIONS["weights"][1:],
+}
 RESUMING = ("resume", "future", "resume end", "twice")
 WEIGHTED = (*MIXTURES, "mixture_packed", "stream_mixture")
 """Sources whose weights can be set."""
-OTHER_WEIGHTS = {True: ({"m": 1, "c": 3}, {"c": 1}), False: ({"a": 1, "b": 3}, {"b": 1})}
-"""Of ``set_weights``: whether mixtures are nested → those that are set first, and those that are set next."""
+OTHER_WEIGHTS = {
+    True: ({"m": 1, "c": 3}, {"c": 1}, {"m": 1}),
+    False: ({"a": 1, "b": 3}, {"b": 1}, {"a": 1}),
+}
+"""Of ``set_weights``: whether mixtures are nested → the weights that are set first, next, and after those."""
 
 
 SEED = 11
@@ -222,7 +233,6 @@ def _midway_forbidden(source: str, has: Callable[..., bool], differs: Callable[[
     if differs("weights", "none"):
         yield source not in WEIGHTED or differs("view", "none")
         yield source == "mixture_stop" and has("num_epochs", None)  # which views allow, as they have an end
-        yield source == "stream_mixture" and has("records", 0)  # whose structure the first weights show
     if not differs("reshard", "none"):
         return
     yield has("fault", *ODD) or has("outside", "late")
@@ -1015,6 +1025,7 @@ class Event:
     total: int | None = None  # records of a random-access stream, unless there is no end or it depends on the steps
     refused: tuple[int, ...] = ()  # hosts on which the action raises a SettingsError
     gone: tuple[int, ...] = ()  # hosts that then close their feeds for good
+    present: int = 0  # number of hosts that have the feed
 
 
 @dataclasses.dataclass(frozen=True)
@@ -1184,13 +1195,14 @@ class Case:
         """Puts into a phase that the feed is resharded or gets other weights."""
         config = self.config
         phase = phases[-1 if config["midway"] == "last" else 0]
-        weights, others = OTHER_WEIGHTS[config["source"] == "mixture_nested"]
+        weights, others, rest = OTHER_WEIGHTS[config["source"] == "mixture_nested"]
         set_weights: list[tuple[Any, ...]] = {
             "none": [],
             "next": [("weights", weights, None)],
             "later": [("weights", weights, 2)],
             "replaced": [("weights", weights, 1), ("weights", others, 2)],
             "twice": [("weights", weights, None), ("take", 1), ("weights", others, None)],
+            "away": [("weights", others, None), ("take", 2), ("weights", rest, None), ("replay",)],
         }[config["weights"]]
         there, back = (second, first) if phase.topology is first else (first, second)
         move: list[tuple[Any, ...]] = {
@@ -1215,6 +1227,9 @@ class Case:
         else:
             at = takes[0] + (2 if config["script"] == "past" else 1)  # the state of before is kept
         phase.actions[at:at] = midway
+        if set_weights and config["fault"] != "settings":
+            for one in phases:
+                one.actions.append(("replay",))
 
     # -- the model
 
@@ -1443,7 +1458,7 @@ class Case:
 
     def _play(self, run: _Run, action: tuple[Any, ...], saved: dict[str, _Place]) -> Event:
         """What comes of an action."""
-        event = Event(action)
+        event = Event(action, present=len(run.present))
         if action[0] == "set":
             run.place = saved[action[1]]
         elif action[0] == "reset":
@@ -1527,7 +1542,9 @@ class Case:
                 event.following = self._batch_if_any(model, 0, steps)
         if kind == "spec" and self.config["source"] not in HOST_BATCHES and readable:
             # A stream has records of one shape, and may have ended.
-            places = (step, 0) if self.config["source"] in STREAMS else (step,)
+            places = (
+                (step, 0) if self.config["source"] in STREAMS and not self._refuses(model, step, steps) else (step,)
+            )
             event.following = next(filter(None, (self._batch_if_any(model, at, steps) for at in places)), None)
             if event.following is not None and len(event.following.rows) != steps.size(step):
                 event.following = None
@@ -1538,9 +1555,16 @@ class Case:
                 event.read = ids, Batch(0, [model.value(one, 0) for one in ids], 0)
         may_replay = self.config["source"] not in HOST_BATCHES and self.config["fault"] in ("none", "transient", "bad")
         if kind == "replay" and may_replay:
-            event.replayed = [
-                model.batch(number, steps) for number in sorted({0, step // 2, step - 1} & {*range(step)})
-            ]
+            every = self.config["weights"] != "none"  # which may end lanes at any step
+            some = range(step) if every else sorted({0, step // 2, step - 1} & {*range(step)})
+            event.replayed = [model.batch(number, steps) for number in some]
+
+    def _refuses(self, model: Any, step: int, steps: Steps) -> bool:
+        try:
+            model.batch(step, steps)
+        except reference.Refused:
+            return True
+        return False
 
     def _batch_if_any(self, model: Any, step: int, steps: Steps) -> Batch | None:
         try:

@@ -16,6 +16,7 @@ import numpy as np
 from configurations import (
     DOCUMENTS,
     HOST_BATCHES,
+    ODD,
     SEED,
     STREAMS,
     WINDOWS,
@@ -198,6 +199,8 @@ class _Player:
         self.sizes: tuple[int, ...] = ()  # of the batches that are delivered in an action and before
         self.first_step = 0  # where the feed began or was moved to
         self.moved = False  # whether a batch has been delivered since
+        self.state: Any = None  # to which the feed has been set
+        self.set_at = 0  # the step of that state
 
     def play(self, event: Event, where: str) -> None:
         if self.gone or self.left:
@@ -432,7 +435,8 @@ class _Player:
         self._check_merged(merged, event, where)
         self._refuses_wrong_states(merged, event.step, event.total, where)
         self.feed.set_state(merged)
-        self.has_structure, self.moved, self.first_step = False, False, event.step
+        self.has_structure, self.moved, self.first_step, self.state = False, False, event.step, merged
+        self.set_at = event.step
         again = self.feed.get_state()
         assert again["position"] == merged["position"], where
 
@@ -464,7 +468,7 @@ class _Player:
 
     def _reset(self, event: Event, where: str) -> None:
         self.feed.reset()
-        self.has_structure, self.moved, self.first_step = False, False, 0
+        self.has_structure, self.moved, self.first_step, self.state = False, False, 0, None
 
     def _ahead(self, event: Event, where: str) -> None:
         """A batch more on some hosts, unless another has gone on to the next action."""
@@ -497,6 +501,10 @@ class _Player:
         self.moved = self.moved or not refused  # the state has no other lanes than this host reads
 
     def _weights(self, event: Event, where: str, weights: Any, later: int | None) -> None:
+        if event.present > self.phase.topology.hosts and self.case.config["fault"] not in ODD:
+            # Hosts that follow may be no more than two generations behind.
+            self.world.put(f"{self.name}/{where}", self.host, None)
+            self.world.gather(f"{self.name}/{where}", event.present)
         from_step = None if later is None else self.feed.step + later
         refused = self.host in event.refused
         self._unless_refused(where, refused, lambda: self.feed.set_weights(weights, from_step=from_step))
@@ -587,12 +595,13 @@ class _Player:
     def _replay(self, event: Event, where: str) -> None:
         mask_key = "mask" if self.case.config["mask"] else None
         for batch in event.replayed:
-            found, wanted = flat(self.feed.replay(batch.step)), flat(batch.arrays(mask_key))
-            assert sorted(found) == sorted(wanted), f"{where}: replay({batch.step}) has the leaves {sorted(found)}"
-            for name, leaf in wanted.items():
-                assert _same(found[name], leaf), (
-                    f"{where}: replay({batch.step}), leaf {name}: {found[name]}, not {leaf}"
-                )
+            after_state = self.state is not None and batch.step >= self.set_at
+            for state in (None, self.state) if after_state else (None,):
+                found, wanted = flat(self.feed.replay(batch.step, state=state)), flat(batch.arrays(mask_key))
+                what = f"{where}: replay({batch.step}{', state' if state else ''})"
+                assert sorted(found) == sorted(wanted), f"{what} has the leaves {sorted(found)}"
+                for name, leaf in wanted.items():
+                    assert _same(found[name], leaf), f"{what}, leaf {name}: {found[name]}, not {leaf}"
 
 
 def _same(found: np.ndarray, wanted: np.ndarray) -> bool:

@@ -24,10 +24,8 @@ import campaign
 import driver
 import grain  # noqa: F401  slow to import
 import mutmut.mutation.trampoline as trampoline
-import pairwise
 import pandas as pd  # noqa: F401  which pyarrow imports
 import simulated_hosts
-from configurations import SIMULATED, valid
 
 _SECONDS = 600
 
@@ -88,7 +86,7 @@ def main() -> None:
     parser.add_argument("--processes", type=int, default=2)
     parser.add_argument("--most", type=int, default=10**9, help="configurations for a mutant; fewer may miss it")
     options = parser.parse_args()
-    configs = pairwise.covering(SIMULATED, 1, valid)
+    configs = campaign.of_ci()
     waiting = [name for name in options.names.read_text().split() if not (options.logs / f"{name}.simulated").exists()]
     running: dict[int, tuple[str, float]] = {}
     calls_of = options.logs / "called.json"

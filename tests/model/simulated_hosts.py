@@ -326,9 +326,10 @@ def play(case: Case) -> None:
 def _unexpected(keys: list[str]) -> list[str]:
     """Keys that feeds leave behind.
 
-    Those of a feed's last two generations are for hosts that follow it late, and what hosts have put into a meeting that
-    failed stays.
+    Those of a feed's last two generations are for hosts that follow it late, and the results of meetings for those that call
+    reshard late.
     """
-    keys = [key for key in keys if not (key.startswith("meshfeed/follow/") and "/meet/in/" in key)]
-    generations = collections.Counter(key.rpartition("/")[0] for key in keys if key.startswith("meshfeed/follow/"))
-    return [key for key in keys if not 0 < generations[key.rpartition("/")[0]] <= 2]
+    followed = [key for key in keys if key.startswith("meshfeed/follow/") and "/meet/" not in key]
+    generations = collections.Counter(key.rpartition("/")[0] for key in followed)
+    kept = {key for key in followed if generations[key.rpartition("/")[0]] <= 2}
+    return [key for key in keys if key not in kept and not key.endswith("/meet/out")]

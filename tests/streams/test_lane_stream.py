@@ -586,3 +586,32 @@ def test_a_stage_of_a_mixture_that_has_begun_cannot_change_and_a_later_one_can()
     assert caught.value.field == "mixture.stages[0]"
     assert "weights=[(0, {'a': 1, 'b': 1}), (3, {'a': 3, 'b': 1})]" in caught.value.remedy
     assert mixed(STAGES).record_spec().leaves[0].path == "['x']"
+
+
+def test_lanes_that_move_end_where_they_have_ended_whatever_the_weights_are_now() -> None:
+    """Of a lost host only the beginning is known; weights that were set since would end its lanes elsewhere."""
+
+    def short(base: int, length: int) -> meshfeed.sources.Stream:
+        return meshfeed.sources.Stream(
+            lambda lane_index, num_lanes: (
+                {"x": np.int64(base + 100 * lane_index + n)} for n in range(length - (lane_index == 1))
+            )
+        )
+
+    parts = {"a": short(1, 6), "b": short(1001, 30)}
+    source = meshfeed.sources.Mixture(parts, {"a": 1, "b": 0}, block=8)
+    stream = LaneStream(source, settings_of(num_lanes=4, end="pad"))
+    past = run(stream, [0], steps=3)
+    assert past.cursors[0].ended == {1: 5}
+    current = stream.with_stage(past.cursors[0], None, {"b": 1})
+    state = stream.state(current)
+    moved = stream.take_over(current, dataclasses.replace(state, lanes={}), rows_of_host([0], 0))
+    assert {lane: (entry.records, entry.ended) for lane, entry in moved.entries.items()} == {
+        **dict.fromkeys("023", (6, False)),
+        "1": (5, True),
+    }
+    assert (moved.step, moved.position, moved.ended) == (3, 23, {1: 5})
+    for cursor in (current, moved):
+        reader = stream.open_reader(cursor, rows_of_host([0], 0), hosts_agree=False)
+        assert reader.next().tree["x"].tolist() == [1001, 1002, 0, 0, 1201, 1202, 1301, 1302]
+        reader.close()

@@ -20,7 +20,7 @@ import dataclasses
 import json
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, cast
+from typing import Any
 
 from meshfeed._src.base.coordination import KeyValueStore
 from meshfeed._src.base.types import JsonValue
@@ -36,6 +36,39 @@ _SLOTS = 6  # windows; and one more for each batch of ``prefetch``
 
 def _prefix(scope: str) -> str:
     return f"meshfeed/{scope}/handover"
+
+
+@dataclasses.dataclass(frozen=True)
+class Past:
+    """What hosts of a feed need to know of a stream, beside its settings, to tell whether two positions are in one past.
+
+    A feed can be set to an earlier state and then get other batch sizes or weights.
+
+    Attributes:
+      step: the next step.
+      segments: batch sizes of the steps before it.
+      cut: number of lanes, and the version of the rule that divides the stream into lanes.
+      stages: stages of a mixture, those that have begun first.
+    """
+
+    step: int
+    segments: JsonValue
+    cut: JsonValue
+    stages: JsonValue
+
+    @classmethod
+    def of(cls, state: FeedState, step: int) -> Past:
+        """Returns the past of a state, whose next step is ``step``."""
+        mixture: JsonValue = state.fingerprint.get("mixture", {"stages": []})
+        return cls(step, state.segments, [state.num_lanes, state.fingerprint.get("cut", 1)], mixture["stages"])
+
+    def agrees_with(self, other: Past) -> bool:
+        """Whether both are the same up to the earlier of their steps."""
+        step = min(self.step, other.step)
+        return self.cut == other.cut and all(
+            [one for one in mine if one[0] < step] == [one for one in theirs if one[0] < step]
+            for mine, theirs in ((self.segments, other.segments), (self.stages, other.stages))
+        )
 
 
 class Handover:
@@ -65,8 +98,11 @@ class Handover:
         prefetch: int,
     ) -> None:
         self._store, self._key, self._host, self._num_hosts = store, f"{_prefix(scope)}/{host}", str(host), num_hosts
-        self._cut = cut_of(state)
-        self._step_schedule, self._step = cursor.step_schedule, cursor.step
+        self._start_past, self._step_schedule, self._step = (
+            Past.of(state, cursor.step),
+            cursor.step_schedule,
+            cursor.step,
+        )
         self._ledgers = cursor.skipped
         self._start: Mapping[str, JsonValue] | None = state.lanes or {}
         self._to_json = to_json
@@ -91,7 +127,7 @@ class Handover:
     def _publish_lanes(self, slot: str, lanes: Mapping[str, JsonValue]) -> None:
         if not lanes:
             return
-        text = json.dumps([self._cut, self._step_schedule.delivered_json(self._step), lanes])
+        text = json.dumps([self._past_at(self._step), lanes])
         if slot == "first" or len(text) <= _MAX_BYTES:
             self._store.set(f"{self._key}/{slot}", text, overwrite=True)
         pause = max(
@@ -103,24 +139,23 @@ class Handover:
         before = self._ledgers
         for batch in window:
             self._ledgers = self._ledgers.after(batch.bad, batch.step)
-        if self._ledgers is not before:
-            own = [self._ledgers.listed.get(self._host, ()), self._ledgers.num_unlisted.get(self._host, 0)]
-            self._store.set(f"{self._key}/bad", json.dumps(own), overwrite=True)
+        own = [self._ledgers.listed.get(self._host, ()), self._ledgers.num_unlisted.get(self._host, 0)]
+        # At the start of a generation also without a new one: what is published may be of another past.
+        if self._ledgers is not before or (self._start is not None and any(own)):
+            text = json.dumps([self._past_at(window[-1].step + 1 if window else self._step), own])
+            self._store.set(f"{self._key}/bad", text, overwrite=True)
+
+    def _past_at(self, step: int) -> JsonValue:
+        segments = self._step_schedule.delivered_json(step)
+        return dataclasses.astuple(dataclasses.replace(self._start_past, step=step, segments=segments))
 
 
-@dataclasses.dataclass
 class HandedOver:
-    """What hosts have published.
+    """What hosts have published, and states that they have brought."""
 
-    Attributes:
-      lanes: (how the stream was cut, delivered segments, lane → entry as in a state) of each publication.
-      ledgers: the ledgers of each host.
-    """
-
-    lanes: list[tuple[JsonValue, list[JsonValue], Mapping[str, JsonValue]]] = dataclasses.field(
-        default_factory=list["tuple[JsonValue, list[JsonValue], Mapping[str, JsonValue]]"]
-    )
-    ledgers: list[Ledgers] = dataclasses.field(default_factory=list[Ledgers])
+    def __init__(self) -> None:
+        self._lanes: list[tuple[Past, Mapping[str, JsonValue]]] = []  # lane → entry as in a state
+        self._ledgers: list[tuple[Past, Ledgers]] = []
 
     @classmethod
     def read(cls, store: KeyValueStore, scopes: Iterable[str]) -> HandedOver:
@@ -129,29 +164,24 @@ class HandedOver:
         for scope in scopes:
             for key, text in store.directory(_prefix(scope)).items():
                 host, _, slot = key.partition("/")
-                value = json.loads(text)
+                past, value = json.loads(text)
                 if slot == "bad":
-                    found.ledgers.append(Ledgers({host: value[0]}, {host: value[1]} if value[1] else {}))
+                    ledgers = Ledgers({host: value[0]}, {host: value[1]} if value[1] else {})
+                    found._ledgers.append((Past(*past), ledgers))
                 else:
-                    found.lanes.append(tuple(value))
+                    found._lanes.append((Past(*past), value))
         return found
 
-    def add(self, state: FeedState) -> None:
-        """Adds the lanes and ledgers of a state."""
-        found = cut_of(state), cast("list[JsonValue]", state.segments), state.lanes or {}
-        self.lanes.append(found)
-        self.ledgers.append(Ledgers.of_state(state))
+    def add(self, state: FeedState, step: int) -> None:
+        """Adds the lanes and ledgers of a state, whose next step is ``step``."""
+        past = Past.of(state, step)
+        self._lanes.append((past, state.lanes or {}))
+        self._ledgers.append((past, Ledgers.of_state(state)))
 
-    def lanes_for(self, state: FeedState) -> list[Mapping[str, JsonValue]]:
-        """Returns the lanes that belong to the stream of ``state``, at any step.
+    def lanes_before(self, past: Past) -> list[Mapping[str, JsonValue]]:
+        """Returns the lanes that were known at or before the step of ``past``, in that past."""
+        return [lanes for of, lanes in self._lanes if of.step <= past.step and of.agrees_with(past)]
 
-        A feed can be set to a state with another past: other batch sizes move the stages of a mixture, and with them what
-        a lane has read.
-        """
-        cut, past = cut_of(state), state.segments
-        return [lanes for of, segments, lanes in self.lanes if of == cut and segments == past[: len(segments)]]
-
-
-def cut_of(state: FeedState) -> JsonValue:
-    """Returns the number of lanes of a stream and the version of the rule that divides it into lanes."""
-    return [state.num_lanes, state.fingerprint.get("cut", 1)]
+    def ledgers_of(self, past: Past) -> list[Ledgers]:
+        """Returns the ledgers of ``past``; they may also have records of later steps."""
+        return [ledgers for of, ledgers in self._ledgers if of.agrees_with(past)]

@@ -9,7 +9,9 @@ attends.
 
 No participant waits for a host that is left out, so such a host may arrive after the participants have left the scope
 and its keys have been deleted. Like what followers read (:mod:`meshfeed._src.agreement.followers`), the result of
-a meeting is therefore kept elsewhere, until the second meeting after it.
+a meeting is therefore kept elsewhere, until the second meeting after it. The offers are deleted once there is a result or a
+failure. A host that leaves a meeting before that leaves a note there for hosts that come later, and deletes it when it comes
+to another meeting.
 
 Hosts with different new participants would wait for each other in different scopes. Each host therefore also publishes for
 which participants it has come, and a host that waits compares.
@@ -79,6 +81,7 @@ class Meetings:
         self._scope = scope
         self._next: dict[str, int] = {}  # participants → number of the next meeting
         self._past: list[_Past] = []  # in this order; those whose keys this host may have to delete
+        self._note: Reduction | None = None  # a meeting without a result in which this host has left a note
 
     def meet(
         self, participants: Sequence[int], offer: JsonValue, conclude: Conclude, *, timeout_seconds: float
@@ -122,19 +125,35 @@ class Meetings:
             if here in participants:
                 with contextlib.suppress(Exception):  # must not mask the error
                     # After a timeout, the reducer must not name this host among those that did not come.
-                    reduction.publish({"gone": True}) if isinstance(error, StalledError) else reduction.retract()
+                    self._leave_note(reduction, {"gone": True} if isinstance(error, StalledError) else None)
             raise
         if here in participants:
             calls.retract()
         number = self._next[label]
-        self._next[label] += 1
-        succeeded = "failure" not in outcome
-        self._past.append(_Past(label, number, succeeded))
-        if not succeeded:
+        self._end(label, "failure" not in outcome)
+        if "failure" in outcome:
+            if here in participants:
+                reduction.retract()  # the failure may have been announced before this host came
             raise _exception(Failure.from_json(outcome["failure"]))
         self._next = _latest([self._next, outcome["next"]])
         self._forget(store if reduction.is_reducer else None, label)
         return Outcome(self._name(label, number), outcome["result"])
+
+    def _end(self, label: str, succeeded: bool) -> None:
+        """Goes on from a meeting that has ended to the next one of its participants."""
+        self._past.append(_Past(label, self._next[label], succeeded))
+        self._next[label] += 1
+
+    def _leave_note(self, reduction: Reduction, note: JsonValue | None) -> None:
+        """Leaves a note in place of this host's offer, or only retracts the offer."""
+        if note is None:
+            reduction.retract()
+            return
+        reduction.publish(note)
+        if reduction.announced() is not None:  # so nobody waits any more, and no reducer will discard it
+            reduction.retract()
+        else:
+            self._note = reduction
 
     def _forget(self, store: KeyValueStore | None, label: str) -> None:
         """After a meeting of ``label``, on its reducer: deletes results that no host can still need.
@@ -160,8 +179,9 @@ class Meetings:
             failure = Failure.of(error, here).to_json()
             if reduction.is_reducer:
                 reduction.announce({"failure": failure})
+                reduction.discard_values()
             else:
-                reduction.publish({"failure": failure})
+                self._leave_note(reduction, {"failure": failure})
         except Exception as unpublished:  # must not mask ``error``, which the caller raises
             _log.warning("cannot report this host's failure to the other hosts: %s", unpublished)
 
@@ -178,8 +198,15 @@ class Meetings:
             if announced is None or (
                 "result" in announced and announced["result"].get("failure", {}).get("host") != here
             ):
+                self._retract_note(reduction)
                 return reduction
-            self._next[label] += 1  # the others gave up on this host, or it failed itself
+            self._end(label, False)  # the others gave up on this host, or it failed itself
+
+    def _retract_note(self, opened: Reduction) -> None:
+        """Deletes this host's note, unless it is in the meeting ``opened``, where the host is about to replace it."""
+        note, self._note = self._note, None
+        if note is not None and note.prefix != opened.prefix:
+            note.retract()
 
 
 def _forget_absent(reduction: Reduction) -> None:
@@ -207,7 +234,9 @@ def _attempt(
     values = reduction.collect(deadline, done)
     failure = next((value["failure"] for value in values.values() if "failure" in value), None)
     if failure is not None:
-        return reduction.announce({"failure": failure})
+        announcement = reduction.announce({"failure": failure})
+        reduction.discard_values()
+        return announcement
     if not is_complete(values):
         return None
     try:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import inspect
 import types
-from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Protocol, Self, TypedDict, TypeVar, Unpack, cast
 
 import numpy as np
@@ -410,9 +410,19 @@ class StagedStream(StreamSource, ChecksSaved, Protocol):
     """A stream that may change after the saved position: a mixture with stages. Its lanes cover all epochs."""
 
     def bind(
-        self, *, seed: int, num_epochs: int | None, position_of_step: Callable[[int], int], delivered: int = 0
+        self,
+        *,
+        seed: int,
+        num_epochs: int | None,
+        position_of_step: Callable[[int], int],
+        delivered: int = 0,
+        ended: Mapping[int, int] | None = None,
     ) -> StagedStream:
-        """Returns a copy with a feed's settings, whose stages begin at positions; it does not end before ``delivered``."""
+        """Returns a copy with a feed's settings, whose stages begin at positions.
+
+        Stages that were added later must not change what has been delivered: no lane ends before ``delivered`` records of
+        the stream, except those in ``ended`` (lane → its length in records), which end there.
+        """
         ...
 
     def mixture_config(self) -> JsonValue:

@@ -76,11 +76,15 @@ class Reduction:
     """One host's side of one reduction.
 
     Announcements are JSON objects: ``{"result": …}``, or ``{"stalled": …}`` from a reducer whose timeout expired.
+
+    Attributes:
+      prefix: of its keys.
+      reducer: the host that reduces.
     """
 
     def __init__(self, store: KeyValueStore, prefix: str, participants: Sequence[int], host: int) -> None:
         self._store = store
-        self._prefix = prefix
+        self.prefix = prefix
         self._participants = frozenset(participants)
         self._host = host
         self._collected: dict[int, tuple[str, JsonValue]] = {}  # on the reducer: host → value as text and as JSON
@@ -93,7 +97,7 @@ class Reduction:
         return self._host == self.reducer
 
     def _value_key(self, host: int) -> str:
-        return f"{self._prefix}/in/{host}"
+        return f"{self.prefix}/in/{host}"
 
     # ------------------------------------------------------------------ every host
 
@@ -115,7 +119,7 @@ class Reduction:
 
     def announced(self) -> dict[str, JsonValue] | None:
         """Returns the announcement, or None if there is none yet."""
-        return self._stored(f"{self._prefix}/out")
+        return self._stored(f"{self.prefix}/out")
 
     def wait(self, deadline: float, tick: Callable[[float], None] | None = None) -> dict[str, JsonValue] | None:
         """Waits for the announcement, in slices; returns None if it does not come in time.
@@ -129,7 +133,7 @@ class Reduction:
             now = time.monotonic()
             slice_seconds = min(_MAX_SLICE_SECONDS, _slice_seconds(now - start, len(self._participants)))
             # At least one request, even after the deadline.
-            text = self._store.get(f"{self._prefix}/out", min(slice_seconds, max(deadline - now, 0.001)))
+            text = self._store.get(f"{self.prefix}/out", min(slice_seconds, max(deadline - now, 0.001)))
             if text is not None:
                 return json.loads(text)
             if time.monotonic() >= deadline:
@@ -163,7 +167,7 @@ class Reduction:
         """
         if self._collected:
             return Stragglers.of(self._participants - self._collected.keys())
-        hosts, count = self._stored(f"{self._prefix}/late") or ([self.reducer], 1)
+        hosts, count = self._stored(f"{self.prefix}/late") or ([self.reducer], 1)
         late = tuple(host for host in hosts if self._store.try_get(self._value_key(host)) is None)
         return Stragglers(late, count - len(hosts) + len(late))
 
@@ -205,7 +209,7 @@ class Reduction:
                 time.sleep(pause)
 
     def _list(self) -> dict[int, JsonValue]:
-        found = {int(host): text for host, text in self._store.directory(f"{self._prefix}/in").items()}
+        found = {int(host): text for host, text in self._store.directory(f"{self.prefix}/in").items()}
         # Thousands of hosts mostly publish the same text, so each is decoded once, and the value is shared.
         known = dict(self._collected.values())
         for text in found.values():
@@ -218,9 +222,9 @@ class Reduction:
 
     def _note(self, late: frozenset[int]) -> None:
         if late:
-            self._store.set(f"{self._prefix}/late", json.dumps(Stragglers.of(late)), overwrite=True)
+            self._store.set(f"{self.prefix}/late", json.dumps(Stragglers.of(late)), overwrite=True)
         else:
-            self._store.delete(f"{self._prefix}/late")
+            self._store.delete(f"{self.prefix}/late")
 
     def announce(self, result: JsonValue) -> dict[str, JsonValue]:
         """Publishes the result; returns the announcement as the other hosts decode it."""
@@ -228,12 +232,15 @@ class Reduction:
 
     def _announce(self, announcement: dict[str, JsonValue]) -> dict[str, JsonValue]:
         text = json.dumps(announcement)
-        self._store.set(f"{self._prefix}/out", text, overwrite=True)
+        self._store.set(f"{self.prefix}/out", text, overwrite=True)
         return json.loads(text)
 
     def discard_values(self) -> None:
-        """Deletes all hosts' values, which are not read after the announcement."""
-        self._store.delete(f"{self._prefix}/in")
+        """Deletes all hosts' values and the note on stragglers, which are not read after the announcement."""
+        self._store.delete(f"{self.prefix}/in")
+        if self._noted:
+            self._noted = frozenset()
+            self._note(self._noted)
 
     # ------------------------------------------------------------------ the whole reduction
 

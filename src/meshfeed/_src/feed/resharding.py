@@ -12,7 +12,7 @@ import logging
 from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
-from meshfeed._src.agreement.handover import HandedOver
+from meshfeed._src.agreement.handover import HandedOver, Past
 from meshfeed._src.agreement.handshake import differing_fields
 from meshfeed._src.agreement.meeting import result_of
 from meshfeed._src.agreement.windows import full_window
@@ -137,17 +137,16 @@ def conclude(offers: Mapping[int, JsonValue], prefetch: int) -> dict[str, JsonVa
     _check_alike({host: offer["settings"] for host, offer in sorted(offers.items())})
     base = states[there[0]]
     _check_alike({host: {"position": states[host].position} for host in there})
-    past = len(base.segments)
-    _check_alike({host: {"the batch sizes so far": state.segments[:past]} for host, state in states.items()})
+    begun = len(base.segments)
+    _check_alike({host: {"the batch sizes so far": state.segments[:begun]} for host, state in states.items()})
     _check_apart(steps, prefetch, base.kind)
     handed_over = _handed_over([str(offer["scope"]) for offer in offers.values()])
-    for one in states.values():
-        handed_over.add(one)
-    lanes = None
-    if base.lanes is not None:
-        lanes = furthest_entries(handed_over.lanes_for(base), base)
+    for host, one in states.items():
+        handed_over.add(one, steps[host])
+    past = Past.of(base, step)
+    lanes = None if base.lanes is None else furthest_entries(handed_over.lanes_before(past), base)
     skipped = max((states[host].num_skipped or 0 for host in there), default=0)
-    ledgers = _merge_ledgers(handed_over.ledgers, step)
+    ledgers = _merge_ledgers(handed_over.ledgers_of(past), step)
     state = dataclasses.replace(base, lanes=lanes, num_skipped=skipped or None, **ledgers.state_fields())
     return {"state": state.to_json(), "steps": steps}
 
@@ -205,7 +204,7 @@ def _handed_over(scopes: Sequence[str]) -> HandedOver:
     found = HandedOver.read(store, scopes)
     for scope in scopes:
         if (result := result_of(store, scope)) is not None:
-            found.add(parse_state(result["state"]))
+            found.add(parse_state(result["state"]), min(result["steps"].values()))
     return found
 
 

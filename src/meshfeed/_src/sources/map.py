@@ -255,14 +255,9 @@ class MappedStream(_Mapped):
         key = derive_key(seed, lane_index, _FUNCTION_KEY)
         return (StackedMappedLane if self._batched else MappedLane)(self, lane, decode, (seed, lane_index, epoch), key)
 
-    def bind(
-        self, *, seed: int, num_epochs: int | None, position_of_step: Callable[[int], int], delivered: int = 0
-    ) -> MappedStream:
+    def bind(self, **settings: Any) -> MappedStream:
         """A copy with a feed's settings, over a mixture of streams; other streams lack the rest of ``StagedStream``."""
-        source = self._source.bind(
-            seed=seed, num_epochs=num_epochs, position_of_step=position_of_step, delivered=delivered
-        )
-        return MappedStream(source, self._function, self._batched)
+        return MappedStream(self._source.bind(**settings), self._function, self._batched)
 
     def with_added(self, added: Sequence[tuple[int, dict[str, float]]]) -> MappedStream:
         """See :class:`meshfeed._src.base.hooks.TakesWeights`; other streams lack the rest of that hook."""

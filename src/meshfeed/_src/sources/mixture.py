@@ -539,15 +539,22 @@ class StreamMixture(_Mixture):
             if not hooks.is_stream(source):
                 EpochOrder(max(1, len(source)), shuffle=shuffle, seed=0, num_epochs=1)  # validates shuffle
         self._is_bound, self._delivered = False, 0  # to a feed, which gives its settings
+        self._ended_lanes: Mapping[int, int] = {}  # lane → length
         self._bound = self._settings_at([0] * len(components.stages), {}, 0, 1)
 
     def __repr__(self) -> str:
         return f"Mixture({', '.join(self.components.sources)}, read as lanes)"
 
     def bind(
-        self, *, seed: int, num_epochs: int | None, position_of_step: Callable[[int], int], delivered: int = 0
+        self,
+        *,
+        seed: int,
+        num_epochs: int | None,
+        position_of_step: Callable[[int], int],
+        delivered: int = 0,
+        ended: Mapping[int, int] | None = None,
     ) -> StreamMixture:
-        """A copy of this mixture with a feed's settings, after ``delivered`` records.
+        """A copy of this mixture with a feed's settings; see :class:`meshfeed._src.base.hooks.StagedStream`.
 
         Raises:
           SettingsError: ``on_end="stop"`` without ``num_epochs``.
@@ -555,7 +562,8 @@ class StreamMixture(_Mixture):
         clone = copy.copy(self)  # the user may pass the same mixture to several feeds
         positions = [position_of_step(step) for step, _ in self.components.stages]
         clone._is_bound, clone._bound = True, self._settings_at(positions, {}, seed, num_epochs)
-        clone._delivered = delivered
+        if self._on_end == "repeat":  # with "stop", later stages do not change where a lane ends
+            clone._delivered, clone._ended_lanes = delivered, ended or {}
         return clone
 
     def check_lanes(self, num_lanes: int) -> None:
@@ -631,7 +639,8 @@ class StreamMixture(_Mixture):
             bound.stages[-1].weights,
             bound.num_epochs,
             self._on_end == "stop",
-            self._delivered // num_lanes,
+            self._ended_lanes.get(lane_index, self._delivered // num_lanes),
+            ended=lane_index in self._ended_lanes,
         )
 
     def fingerprint(self) -> JsonValue:
@@ -654,8 +663,9 @@ class MixtureLane:
     ``num_epochs``. With ``"repeat"``, it ends when every component of the last stage has completed ``num_epochs`` and
     the last of them is drawn again.
 
-    ``blocks`` gives the component of each record. Before ``delivered`` records the lane has not ended, even if the components
-    that decide now, since the last stage has changed, were complete there: it then ends after them.
+    ``blocks`` gives the component of each record. The first ``delivered`` records are read as they were delivered: the lane
+    has not ended before, even if the components that decide now, since the last stage has changed, were complete there; and
+    with ``ended`` it ends after them, even if these components are not complete.
     """
 
     fresh_arrays = True  # components read into their own memory
@@ -668,8 +678,10 @@ class MixtureLane:
         num_epochs: int | None,
         stops: bool,
         delivered: int,
+        *,
+        ended: bool,
     ) -> None:
-        self._delivered = delivered
+        self._delivered, self._ends_there = delivered, ended
         self._components, self._blocks, self._num_epochs, self._stops = components, blocks, num_epochs, stops
         # With "repeat", components outside of the last stage do not decide: they are never drawn again.
         self._deciding = [component for component in components if stops or component.name in last_stage]
@@ -690,9 +702,11 @@ class MixtureLane:
           StopIteration: the lane has ended.
           SourceError: a component has no records, or the components' records differ in structure, shape or dtype.
         """
-        delivered_again = self._position < self._delivered  # to resume
+        delivered_again = self._position < self._delivered  # to resume or to replay
+        if delivered_again:
+            num_records = min(num_records, self._delivered - self._position)
         may_end = self._num_epochs is not None and not delivered_again
-        if self._ended or (may_end and not self._stops and self._all_read()):
+        if self._ended or (may_end and (self._ends_there or (not self._stops and self._all_read()))):
             raise StopIteration
         numbers = self._blocks.components_from(self._position, num_records)
         parts: list[Part] = []

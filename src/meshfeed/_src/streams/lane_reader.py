@@ -40,7 +40,7 @@ class LaneCursor(Cursor):
       source: the source from which lanes are opened. For a mixture it depends on the step schedule, because stages begin
         at steps.
       entries: lane → its state.
-      ended: lane → length in records, for the lanes of all hosts known to have ended.
+      ended: lane → length in records, for the lanes of all hosts known to have ended before ``step``.
       cut: the version of the rule that divides the records into lanes; see :class:`meshfeed._src.base.hooks.CutsLanes`.
     """
 
@@ -407,13 +407,17 @@ class LaneReader:
 
     def advance(self, cursor: LaneCursor, batch: HostBatch, ended: Mapping[int, int], num_skipped: int) -> LaneCursor:
         """See :class:`meshfeed._src.streams.protocol.HostReader`."""
+        position, size = cursor.step_schedule.at(batch.step)
+        each = (position + size) // cursor.num_lanes
+        # Of lanes read ahead, others end later; with weights that are set before that, they may go on.
+        before = {lane: length for lane, length in ended.items() if length < each}
         return LaneCursor(
             cursor.step_schedule,
             batch.step + 1,
             cursor.records_after(batch.step, ended),
             cursor.source,
             batch.entries,
-            {**cursor.ended, **ended} if ended else cursor.ended,
+            {**cursor.ended, **before} if before else cursor.ended,
             cursor.cut,
             num_lanes=cursor.num_lanes,
             skipped=cursor.skipped.after(batch.bad, batch.step) if batch.bad else cursor.skipped,

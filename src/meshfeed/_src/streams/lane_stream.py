@@ -7,6 +7,7 @@ holds.
 from __future__ import annotations
 
 import dataclasses
+import json
 import logging
 from collections.abc import Mapping
 from typing import cast
@@ -28,12 +29,7 @@ from meshfeed._src.streams.lane import Lane, LaneEntry, LaneSettings
 from meshfeed._src.streams.lane_moves import read_forward
 from meshfeed._src.streams.lane_reader import LaneCursor, LaneReader
 from meshfeed._src.streams.lane_rows import needed_lanes
-from meshfeed._src.streams.protocol import (
-    Cursor,
-    HostBatch,
-    check_fingerprint,
-    required_schedule,
-)
+from meshfeed._src.streams.protocol import HostBatch, check_fingerprint, required_schedule
 
 _log = logging.getLogger("meshfeed.lanes")
 _CUTS = (1, 2)  # versions of the rule by which sources of files divide them into lanes
@@ -79,7 +75,7 @@ class LaneStream:
         self._identity = identify_within(source, settings.retry, settings.timeout_seconds)
         if self._staged is not None:
             self._staged.mixture_config()  # may read too
-        self._spec: RecordSpec | None = None
+        self._specs: dict[str, RecordSpec] = {}  # weights of a mixture → the structure of its records
         if settings.end == "drop" and settings.num_epochs is not None:
             self._warn_of_lost_records()
 
@@ -136,8 +132,9 @@ class LaneStream:
         cut: int,
         step: int = 0,
         added: StagedWeights = (),
-        delivered: int | None = None,  # None for what comes before the step
+        ended: Mapping[int, int] | None = None,
     ) -> StreamSource:
+        """The source of lanes that have delivered the steps before ``step``, or have ended: lane → length."""
         source = self.source if self._cuts is None else self._cuts.with_cut(cut)
         staged = find(source, hooks.StagedStream)
         if staged is None:
@@ -148,7 +145,8 @@ class LaneStream:
             seed=settings.seed,
             num_epochs=settings.num_epochs,
             position_of_step=step_schedule.position_of_step,
-            delivered=step_schedule.position_of_step(step) if delivered is None else delivered,
+            delivered=step_schedule.position_of_step(step),
+            ended=ended,
         )
 
     def start(self, like: LaneCursor | None = None) -> LaneCursor:
@@ -230,7 +228,8 @@ class LaneStream:
         delivered = current.step_schedule  # past steps have the batch sizes and weights of their delivery
         cursor = self._start_under(delivered, current) if state is None else self.restore(state)
         if cursor.step <= current.step and delivered.at(cursor.step)[0] == cursor.step_schedule.at(cursor.step)[0]:
-            source = self._source_under(delivered, cursor.cut, cursor.step, _added_to(current))
+            self._check_ends_known(current)
+            source = self._source_under(delivered, cursor.cut, current.step, _added_to(current), current.ended)
             cursor = dataclasses.replace(cursor, step_schedule=delivered, source=source)
         if cursor.step > step:
             raise SettingsError(
@@ -239,6 +238,18 @@ class LaneStream:
                 setting="state",
             )
         return cursor
+
+    def _check_ends_known(self, cursor: LaneCursor) -> None:
+        """Raises StateMismatchError if lanes of a mixture have ended and the state of the cursor does not list them."""
+        if self._staged is None or not cursor.step:
+            return
+        if cursor.records_after(cursor.step - 1, {}) != cursor.position:
+            raise StateMismatchError(
+                "lanes",
+                f"lanes {sorted(int(lane) for lane in cursor.entries)} of {cursor.num_lanes}",
+                "all lanes, some of which have ended",
+                "Set the feed to the merged states of all hosts (meshfeed.merge_states), or take a batch first.",
+            )
 
     def state(self, cursor: LaneCursor) -> FeedState:
         """Returns the state; it contains only this host's lanes."""
@@ -274,28 +285,13 @@ class LaneStream:
                 unknown,
                 records,
             )
-        settings, num_threads = self.lane_settings(cursor.num_lanes), self._settings.threads or 1
         # Other hosts know of lanes here that have ended, although the last known states are from before.
         ended = {lane: length for lane, length in current.ended.items() if length < records}
-        after = read_forward(
-            cursor.source,
-            settings,
-            {lane: entries[lane] for lane in entries if lane not in ended},
-            records,
-            num_threads,
-        )
-        for lane in entries.keys() & ended.keys():
-            # A lane of a mixture ends nowhere before what has been delivered, which is less of this one.
-            source, one = self._source_with(cursor, ended[lane] * cursor.num_lanes), {lane: entries[lane]}
-            for stop in (ended[lane], records):
-                one = read_forward(source, settings, one, stop, num_threads)
-            after |= one
+        source = self._source_under(cursor.step_schedule, cursor.cut, cursor.step, _added_to(cursor), ended)
+        settings, num_threads = self.lane_settings(cursor.num_lanes), self._settings.threads or 1
+        after = read_forward(source, settings, entries, records, num_threads)
         ended |= {lane: entry.records for lane, entry in after.items() if entry.ended}
         return dataclasses.replace(cursor, entries={str(lane): after[lane] for lane in entries}, ended=ended)
-
-    def _source_with(self, cursor: LaneCursor, delivered: int) -> StreamSource:
-        """The source of a cursor after ``delivered`` records."""
-        return self._source_under(cursor.step_schedule, cursor.cut, cursor.step, _added_to(cursor), delivered)
 
     def _lanes_of(self, cursor: LaneCursor, host_rows: HostRows) -> list[int]:
         """The lanes that this host needs from a cursor on."""
@@ -331,22 +327,31 @@ class LaneStream:
         num_epochs = settings.num_epochs if self._staged is None else 1  # a mixture's lanes cover all epochs
         return LaneSettings(num_lanes, num_epochs, settings.seed, settings.retry, settings.bad_records)
 
-    def record_spec(self, cursor: Cursor | None = None) -> RecordSpec:
-        """Returns the structure of the first record of the first nonempty lane."""
-        del cursor
-        if self._spec is None:
-            settings = dataclasses.replace(self.lane_settings(self.num_lanes), num_epochs=1)
-            source = self._source_under(StepSchedule(self.schedule), self._cut)
-            for lane_index in range(self.num_lanes):
-                lane = Lane(source, lane_index, settings, LaneEntry())
-                taken = lane.take(1)
-                lane.close()
-                if taken.tree is not None:
-                    self._spec = spec_of_batch(taken.tree, 1, what=f"lane {lane_index}")
-                    break
-            else:
-                raise SourceError(f"the stream is empty: none of its {self.num_lanes} lanes has a record.")
-        return self._spec
+    def record_spec(self, cursor: LaneCursor | None = None) -> RecordSpec:
+        """Returns the structure of the first record of a lane that has one; of a mixture, with the next step's weights."""
+        cursor = self.start() if cursor is None else cursor
+        weights = json.dumps(_weights_of(cursor))
+        if weights not in self._specs:
+            self._specs[weights] = self._read_spec(cursor)
+        return self._specs[weights]
+
+    def _read_spec(self, cursor: LaneCursor) -> RecordSpec:
+        settings = dataclasses.replace(self.lane_settings(cursor.num_lanes), num_epochs=1)
+        source, staged = cursor.source, find(cursor.source, hooks.StagedStream)
+        if staged is not None:  # as if the next step were the first: components without weight may have no records
+            at, position = cursor.step_schedule.position_of_step, cursor.step_schedule.position_of_step(cursor.step)
+            source = staged.bind(
+                seed=settings.seed,
+                num_epochs=self._settings.num_epochs,
+                position_of_step=lambda step: max(0, at(step) - position),
+            )
+        for lane_index in range(cursor.num_lanes):
+            lane = Lane(source, lane_index, settings, LaneEntry())
+            taken = lane.take(1)
+            lane.close()
+            if taken.tree is not None:
+                return spec_of_batch(taken.tree, 1, what=f"lane {lane_index}")
+        raise SourceError(f"the stream is empty: none of its {cursor.num_lanes} lanes has a record.")
 
     def batch_size_at(self, cursor: LaneCursor) -> int:
         """Returns the global batch size of the next step."""
@@ -374,6 +379,15 @@ class LaneStream:
     def close(self) -> None:
         """Closes the source if it has a ``close`` method."""
         hooks.close(self.source)
+
+
+def _weights_of(cursor: LaneCursor) -> JsonValue:
+    """The weights of a mixture at the next step; None if the source is no mixture."""
+    staged = find(cursor.source, hooks.StagedStream)
+    if staged is None:
+        return None
+    position = cursor.step_schedule.position_of_step(cursor.step)
+    return next(weights for _, first, weights in reversed(staged.mixture_config()["stages"]) if first <= position)
 
 
 def _added_to(cursor: LaneCursor) -> StagedWeights:
