@@ -25,6 +25,7 @@ from meshfeed._src.base import coordination
 from meshfeed._src.base.coordination import KeyValueStore
 from meshfeed._src.base.errors import Failure, MeshfeedError, SourceError
 from meshfeed._src.base.reduction import Reduction, leave
+from meshfeed._src.base.stores import is_unreachable
 from meshfeed._src.base.types import JsonValue
 from meshfeed._src.sources.files import manifest as manifests
 from meshfeed._src.sources.files import paths as file_paths
@@ -108,7 +109,9 @@ def _look(names: Sequence[str], form: FileFormat[S], cache: ShardCache | None) -
     def inspect(name: str) -> S:
         try:
             return form.inspect(name)
-        except (MeshfeedError, OSError):
+        except (MeshfeedError, OSError) as error:
+            if is_unreachable(error):
+                raise
             file_paths.check_url(name, source=form.source)  # a missing file, or a folder, is named as such
             raise
 
@@ -190,21 +193,23 @@ def _names_manifest(item: object) -> bool:
 def _beside(names: Sequence[str], source: str) -> list[DataManifest]:
     """Returns the manifests of a source in the folders of files."""
     folders = dict.fromkeys(file_paths.split(name)[0] for name in names)
-    found = file_paths.in_threads(_manifest_in, list(folders))
+    found = file_paths.in_threads(lambda folder: _manifest_in(folder, source), list(folders))
     return [one for one in found if one is not None and one.source == source]
 
 
-def _manifest_in(folder: str) -> DataManifest | None:
+def _manifest_in(folder: str, source: str) -> DataManifest | None:
     """Returns the manifest in a folder; None if there is none that meshfeed wrote."""
     path = folder + manifests.NAME
     if not is_url(path) and not os.path.isfile(path):
         return None
     try:
-        content = file_paths.read_file(path, source="the manifest")
+        content = file_paths.read_file(path, source=source)
         if not manifests.is_meshfeeds(content):
             _log.debug("%s was not written by meshfeed and is not used", path)
             return None
     except (MeshfeedError, OSError) as error:  # stores without the right to list answer "forbidden"
+        if is_unreachable(error):  # the files are in the same store, which would be tried as long again
+            raise
         _log.debug("no manifest %s: %s", path, error)
         return None
     return manifests.parse_manifest(content, path)

@@ -548,9 +548,7 @@ def inspect(path: str, dtype: np.dtype[Any] | None, cache: ShardCache | None) ->
 def _exists(path: str) -> bool:
     if not is_url(path):
         return os.path.exists(path)
-    file_system, inner = file_paths.open_file_system(path, "Tokens")
-    with file_paths.remote_errors(path, "Tokens"):
-        return file_system.exists(inner)
+    return file_paths.exists(path, source="Tokens")
 
 
 def _checked_dtype(file: TokenFile, dtype: np.dtype[Any] | None) -> TokenFile:
