@@ -31,8 +31,23 @@ RECORDS, RECORD_BYTES, DEVICES, ROWS = 16, 1024, 4, 4  # of a shard; of a host
 STEPS = 200
 
 
-def echoing_store(num_hosts: int, host: Any) -> Any:
-    """A key-value store in which all other hosts appear to have written the same values as the last host."""
+def probes_of(source: Any) -> dict[str, str]:
+    """What all hosts together publish of a mixture: the digests that identify its components."""
+    from meshfeed._src.reading import shared_probes
+
+    known: dict[str, str] = {}
+    token = shared_probes._known.set(known)
+    if components := getattr(source, "components", None):
+        components.identities()
+    shared_probes._known.reset(token)
+    return known
+
+
+def echoing_store(num_hosts: int, host: Any, probes: Mapping[str, str]) -> Any:
+    """A key-value store in which all other hosts appear to have written the same values as the last host.
+
+    Of what identifies a mixture, host 1 appears to have read all that other hosts read.
+    """
     from memory_store import MemoryStore
 
     last = str(num_hosts - 1)
@@ -63,7 +78,9 @@ def echoing_store(num_hosts: int, host: Any) -> Any:
         def directory(self, prefix: str) -> dict[str, str]:
             self.calls[host()]["list"] += 1
             found = super().directory(prefix)
-            if last in found:
+            if "/probes/" in prefix:
+                found |= {str(number): "{}" for number in range(2, int(last))} | {"1": json.dumps(probes)}
+            elif last in found:
                 found |= {str(number): found[last] for number in range(1, int(last))}
             self.num_bytes[host()] += sum(map(len, found.values()))
             return found
@@ -175,7 +192,7 @@ def child(options: argparse.Namespace) -> None:
         job = simulated_hosts.Job(hosts)
         here = simulated_hosts._current[-1]
         # The last host counts as 1, regardless of how many hosts there are.
-        store = job.store = echoing_store(hosts, lambda: min(here.host, 1))
+        store = job.store = echoing_store(hosts, lambda: min(here.host, 1), probes_of(source()))
         errors: list[BaseException] = []
 
         def run_as(host: int) -> None:

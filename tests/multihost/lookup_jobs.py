@@ -6,11 +6,13 @@ from typing import Any
 
 import fsspec
 import jax
+from jax.sharding import AxisType
 
+import meshfeed
 from meshfeed import ShardCache
 from meshfeed._src.reading.identity import source_identity
 from meshfeed._src.sources.files import lookup
-from meshfeed.sources import ArrayRecord
+from meshfeed.sources import ArrayRecord, DecodeRaw, Mixture
 
 
 def outcome(urls: list[str], folder: str) -> Any:
@@ -27,6 +29,23 @@ def read_first(urls: list[str], folder: str) -> tuple[int, bytes]:
     """Number of records, and the first one, whose file every host fetches."""
     source = ArrayRecord(urls, cache=ShardCache(f"{folder}/first/{jax.process_index()}"))
     return len(source), source[0]
+
+
+def first_batch(manifests: dict[str, str]) -> Any:
+    """Identities of the components of a mixture, or the error of the feed."""
+    fsspec.config.conf["http"] = {"client_kwargs": {"headers": {"X-Host": str(jax.process_index())}}}
+    mesh = jax.make_mesh((jax.device_count(),), ("data",), axis_types=(AxisType.Auto,))
+    decode = DecodeRaw("int32", 4)
+    try:
+        source = Mixture(
+            {name: ArrayRecord(path, decode_batch=decode) for name, path in manifests.items()},
+            dict.fromkeys(manifests, 1),
+        )
+        with meshfeed.Feed(source, mesh, global_batch_size=2 * jax.device_count(), timeout_seconds=60) as feed:
+            next(feed)
+            return feed.get_state()["fingerprint"]["mixture"]["components"]
+    except meshfeed.MeshfeedError as error:
+        return f"{type(error).__name__}: {error}"
 
 
 def look(

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import collections
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import ClassVar
+
+import pytest
 
 sys.path.insert(0, str(Path(__file__).parent))
 sys.path.insert(0, str(Path(__file__).parent.parent / "sources"))
@@ -16,8 +19,9 @@ import lookup_jobs
 
 from meshfeed import ShardCache
 from meshfeed._src.reading.identity import source_identity
-from meshfeed.sources import ArrayRecord
-from meshfeed.testing import run_hosts
+from meshfeed._src.sources.files.manifest import FileEntry, write_manifest
+from meshfeed.sources import ArrayRecord, Mixture
+from meshfeed.testing import HostPool, run_hosts
 
 HOSTS, FILES = 4, 36
 
@@ -34,6 +38,60 @@ class CountingHandler(http_store._Handler):
     def do_GET(self) -> None:
         self.counts["GET", self.path, self.headers.get("X-Host", "")] += 1
         super().do_GET()
+
+
+class HostsHandler(CountingHandler):
+    """Host 2 gets other bytes of the files that ``others`` lists, of the same number."""
+
+    others: ClassVar[set[str]] = set()
+
+    def _answer(self, *, body: bool) -> None:
+        if self.headers.get("X-Host") == "2" and self.path.lstrip("/") in self.others:
+            self.path += ".other"
+        super()._answer(body=body)
+
+
+@pytest.fixture(scope="module")
+def pool() -> Iterator[HostPool]:
+    with HostPool(HOSTS, 1, timeout_seconds=240) as pool:
+        yield pool
+
+
+def make_mixture(folder: Path, store: http_store.Store) -> dict[str, str]:
+    """Five components with a manifest each, and for each file another one of the same size; name → manifest."""
+    manifests = {}
+    for number in range(5):
+        name, paths = f"c{number}", []
+        for kind in ("", ".other"):
+            records = [(100 * number + row + 1000 * bool(kind)).to_bytes(4, "little") * 4 for row in range(16)]
+            paths.append(Path(array_record_files.write(folder / f"{name}{kind}", records)))
+            store.put(f"{name}{kind}", paths[-1].read_bytes())
+        assert paths[0].stat().st_size == paths[1].stat().st_size
+        entry = FileEntry(store.url(name), paths[0].stat().st_size, 16, None, {"group_size": 1})
+        manifests[name] = str(folder / f"{name}.json")
+        write_manifest(manifests[name], "ArrayRecord", [entry])
+    return manifests
+
+
+def test_two_hosts_read_what_identifies_a_component(pool: HostPool, tmp_path: Path) -> None:
+    store = http_store.Store()
+    store.RequestHandlerClass = HostsHandler
+    HostsHandler.others = set()
+    manifests = make_mixture(tmp_path, store)
+    found = [result.value for result in pool.run(lookup_jobs.first_batch, manifests)]
+    alone = Mixture({name: ArrayRecord(path) for name, path in manifests.items()}, dict.fromkeys(manifests, 1))
+    assert found == [[list(item) for item in alone.components.identities().items()]] * HOSTS
+
+
+@pytest.mark.parametrize("other", ["c1", "c2"])  # which host 2 reads as one of two hosts
+def test_a_host_that_sees_other_bytes_at_a_url_is_named(pool: HostPool, tmp_path: Path, other: str) -> None:
+    store = http_store.Store()
+    store.RequestHandlerClass = HostsHandler
+    HostsHandler.others = {other}
+    for result in pool.run(lookup_jobs.first_batch, make_mixture(tmp_path, store)):
+        assert result.value.startswith("AgreementError: hosts differ in mixture.components"), result.value
+        assert "hosts 0, 1, 3: " in result.value
+        assert "host 2: " in result.value
 
 
 def test_each_file_is_looked_at_by_one_host(tmp_path: Path) -> None:

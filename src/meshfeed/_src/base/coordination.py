@@ -35,6 +35,8 @@ _BRIEFLY_SECONDS = 2.0
 NAMED_HOSTS = 8
 """Messages stay short in jobs with thousands of hosts."""
 INDEPENDENT = "MESHFEED_INDEPENDENT_PROCESSES"
+SHARED_LOOKUP = "MESHFEED_SHARED_LOOKUP"
+"""``0`` in the environment: every host looks at every file, and reads what identifies each source."""
 _COUNTS = (
     "SLURM_STEP_NUM_TASKS",  # set by srun; absent outside a step, and 1 in an interactive step
     "OMPI_COMM_WORLD_SIZE",

@@ -52,6 +52,7 @@ def call_with_retry(
     on_retry: Callable[[], None] | None = None,
     progress: Callable[[], object] | None = None,
     since: float | None = None,
+    until: float | None = None,
 ) -> T:
     """Calls ``operation`` until it succeeds, with exponential backoff and full jitter.
 
@@ -65,6 +66,7 @@ def call_with_retry(
       progress: returns a value that changes when another record has been read. A change resets the count of attempts:
         the failures of one record must not use up the attempts of the next.
       since: ``time.monotonic()`` at the start of the first attempt, if that was made before this call.
+      until: ``time.monotonic()`` from which on no attempt begins; None for no limit.
 
     Raises:
       The exception of the last attempt, with the number of attempts as ``attempts_made`` and ``time.monotonic()`` as
@@ -84,15 +86,13 @@ def call_with_retry(
             is_new = getattr(error, "attempts_ended", start) >= start
             made: int = getattr(error, "attempts_made", 1) if is_new else 1
             tries = tries + made if reached == before else made
-            if tries >= retry.attempts:
+            is_last = tries >= retry.attempts
+            pause = 0.0 if is_last else _pause(retry, tries, error)
+            if is_last or (until is not None and time.monotonic() + pause >= until):
                 if tries > 1:
                     error.attempts_made = tries  # type: ignore[attr-defined]
                     error.attempts_ended = time.monotonic()  # type: ignore[attr-defined]
                 raise
-            # The exponent is bounded because a float overflows at 2.0**1024.
-            pause = random.uniform(0, min(retry.max_seconds, retry.initial_seconds * 2.0 ** min(tries - 1, 60)))
-            requested: float = getattr(error, "retry_after_seconds", 0.0)  # by a server
-            pause = max(pause, min(requested, retry.max_seconds))
             what = without_signatures(doing if isinstance(doing, str) else doing())
             _log.warning("%s failed (%s: %s); attempt %d of %d in %.1f s", what, type(error).__name__,
                          without_signatures(str(error)), tries + 1, retry.attempts, pause)  # fmt: skip
@@ -100,3 +100,10 @@ def call_with_retry(
             on_retry()
         time.sleep(pause)
         start = time.monotonic()
+
+
+def _pause(retry: Retry, tries: int, error: BaseException) -> float:
+    # The exponent is bounded because a float overflows at 2.0**1024.
+    pause = random.uniform(0, min(retry.max_seconds, retry.initial_seconds * 2.0 ** min(tries - 1, 60)))
+    requested: float = getattr(error, "retry_after_seconds", 0.0)  # by a server
+    return max(pause, min(requested, retry.max_seconds))

@@ -8,12 +8,14 @@ logs any: an error names the places, and whether each is set, never a value.
 
 from __future__ import annotations
 
+import asyncio
+import concurrent.futures
 import contextlib
 import functools
 import os
 import re
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, TypeAlias
 
 from meshfeed._src.base.errors import CheckpointError, MeshfeedError, SettingsError
@@ -34,6 +36,7 @@ ANSWER_SECONDS = 45.0
 MESSAGE_CHARACTERS = 300
 """Length to which clients' errors are cut: they may quote the bytes that they received."""
 
+_ALIVE_SECONDS = 10.0
 _LEAST_BYTES_PER_SECOND = 1 << 20  # allowed in addition for what a request transfers
 _RETRY = Retry(attempts=20, initial_seconds=0.2, max_seconds=5.0, on=(StoreError,))
 _URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+://")  # at least two letters: "C:/" is a drive
@@ -95,6 +98,14 @@ _REFUSED = (  # names of clients' exceptions for credentials that are missing, i
     "SSOTokenLoadError",
     "TokenRetrievalError",
     "UnauthorizedSSOTokenError",
+)
+_UNREACHABLE = (  # names of clients' exceptions for stores that refuse connections, or do not answer
+    "ClientConnectionError",
+    "ConnectionError",
+    "HTTPClientError",
+    "ServiceRequestError",
+    "ServiceResponseError",
+    "TimeoutError",
 )
 _PERMANENT = (FileExistsError, IsADirectoryError, NotADirectoryError, NotImplementedError, TypeError, ValueError)
 _MISSING_CREDENTIALS = ("Must provide either a connection_string",)  # what adlfs raises as a ValueError
@@ -289,6 +300,48 @@ def _call(file_system: Any, method: str, arguments: tuple[Any, ...], keywords: d
     return sync(file_system.loop, call, *arguments, timeout=max(1.0, seconds), **keywords)
 
 
+def call_while_alive(file_system: Any, method: str, path: str, keywords: Mapping[str, Any], deadline: float) -> Any:
+    """Calls a method of a file system, for as long as the store answers other requests.
+
+    A listing may take minutes, but clients repeat requests to a store that is down for minutes too.
+
+    Args:
+      file_system: of fsspec; if it has no event loop, the call is not limited.
+      method: name of the method.
+      path: its first argument.
+      keywords: of the method.
+      deadline: ``time.monotonic()`` from which on the store has to answer other requests.
+
+    Raises:
+      TimeoutError: the store answers no request.
+      Exception: that of the call.
+    """
+    if not (getattr(file_system, "async_impl", False) and hasattr(file_system, f"_{method}")):
+        return getattr(file_system, method)(path, **keywords)
+    call = asyncio.run_coroutine_threadsafe(getattr(file_system, f"_{method}")(path, **keywords), file_system.loop)
+    try:
+        while not concurrent.futures.wait([call], max(0.0, deadline - time.monotonic())).done:
+            if not _is_alive(file_system, path):
+                raise TimeoutError("no answer in time")
+            deadline = time.monotonic() + ANSWER_SECONDS
+        return call.result()
+    finally:
+        call.cancel()
+
+
+def _is_alive(file_system: Any, path: str) -> bool:
+    """Whether a store answers a small request, be it with an error."""
+    folder = re.split(r"[*?\[]", path)[0].rpartition("/")[0] or path
+    call = asyncio.run_coroutine_threadsafe(file_system._info(folder), file_system.loop)
+    try:
+        call.result(_ALIVE_SECONDS)
+    except Exception as problem:
+        return not is_unreachable(problem)
+    finally:
+        call.cancel()
+    return True
+
+
 @contextlib.contextmanager
 def store_errors(url: str, error: MakeError = CheckpointError) -> Iterator[None]:
     """Maps exceptions of fsspec and its clients; all messages name the URL.
@@ -324,3 +377,28 @@ def is_refused(problem: BaseException) -> bool:
         or not names.isdisjoint(_REFUSED)
         or str(problem).startswith(_MISSING_CREDENTIALS)
     )
+
+
+def is_unreachable(problem: BaseException) -> bool:
+    """Whether the exception of a client, or one that caused it, is that of a store that is down, busy or out of reach."""
+    found: BaseException | None = problem
+    while found is not None:
+        status = _status_of(found)
+        if status is not None:
+            return status >= 500 or status in (408, 429)
+        if not {kind.__name__ for kind in type(found).__mro__}.isdisjoint(_UNREACHABLE):
+            return True
+        found = found.__cause__
+    return False
+
+
+def _status_of(problem: BaseException) -> int | None:
+    """Returns the HTTP status of the answer that an exception of a client describes."""
+    response: object = getattr(problem, "response", None)
+    metadata = response.get("ResponseMetadata", {}) if isinstance(response, Mapping) else {}  # of botocore
+    if status := metadata.get("HTTPStatusCode"):
+        return status
+    found = (
+        getattr(problem, name, None) for name in ("status", "status_code", "code")
+    )  # one by one: some are deprecated
+    return next((value for value in found if isinstance(value, int) and value), None)

@@ -50,6 +50,7 @@ from meshfeed._src.feed.sizing import Sizer
 from meshfeed._src.feed.startup import Startup, wait_until_open
 from meshfeed._src.feed.step_log import STEP_LOG, log_step
 from meshfeed._src.plan.plan import normalize_sharding, participants
+from meshfeed._src.reading import shared_probes
 from meshfeed._src.sources.recognize import describe_source
 from meshfeed._src.state import state as feed_state
 from meshfeed._src.state.files import Checkpointable
@@ -223,7 +224,8 @@ class Feed(Inspection, Checkpointable):
             if self._hosts_agree:
                 coordination.require_store()
             warn_if_forgotten()
-            self._make(source, sharding, FeedSettings.of(arguments))
+            with shared_probes.divided(f"meshfeed/{scope}/probes", participants):
+                self._make(source, sharding, FeedSettings.of(arguments))
         except BaseException as error:
             self._handshake.fail(error, for_good=True)  # other hosts wait for this one in the handshake
             self._handshake.leave()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextvars
 import json
 import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sized
@@ -239,7 +240,8 @@ def identify_within(
     Raises:
       StalledError: it takes longer than ``timeout_seconds``.
     """
-    identity = SingleCall(lambda: source_identity(source, retry, arrays=True), "meshfeed-identify")
+    context = contextvars.copy_context()  # with the division of probes, on the other thread too
+    identity = SingleCall(lambda: context.run(source_identity, source, retry, arrays=True), "meshfeed-identify")
 
     def tick(waited: float) -> None:
         if waited >= timeout_seconds:

@@ -14,6 +14,7 @@ from meshfeed._src.base import hooks
 from meshfeed._src.base.errors import SourceError, hides_own_frames
 from meshfeed._src.base.types import ColumnSlices, JsonValue, PyTree, Record, RecordIds, Rngs, public
 from meshfeed._src.reading.identity import source_identity
+from meshfeed._src.reading.shared_probes import identify_each
 from meshfeed._src.sources.checks import check_ids
 from meshfeed._src.sources.joined import JoinedReader
 from meshfeed._src.sources.lists import plain_records, select_all
@@ -241,7 +242,7 @@ class ConcatenatedRecords:
 
     def fingerprint(self) -> JsonValue:
         """Identity: those of all sources."""
-        return {"sources": [source_identity(source) for source in self._sources]}
+        return {"sources": list(identify_each(self._named, source_identity).values())}
 
     def close(self) -> None:
         """Closes all sources."""

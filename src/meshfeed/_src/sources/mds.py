@@ -23,7 +23,7 @@ import numpy as np
 from meshfeed._src.base import memory
 from meshfeed._src.base.errors import CorruptDataError, MeshfeedError, SourceError, hides_own_frames
 from meshfeed._src.base.types import JsonValue, PyTree, public
-from meshfeed._src.reading.identity import digest_raw, probe_digest
+from meshfeed._src.reading.identity import digest_raw
 from meshfeed._src.reading.stacking import RecordStack
 from meshfeed._src.sources.checks import chosen_columns
 from meshfeed._src.sources.files import paths as file_paths
@@ -200,13 +200,13 @@ class MDS(ShardReader[MDSShard, np.ndarray]):
     def fingerprint(self) -> JsonValue:
         """Returns the identity: shards, columns, number of records, and a digest of 4 records spread over the source."""
         files = self._shards.files
-        return {
+        identity = {
             "kind": "mds",
             "files": file_paths.identify_files([file.name for file in files], [file.num_bytes for file in files]),
             "columns": [[column.name, column.encoding] for _, column in self._chosen],
             "records": len(self),
-            "content": probe_digest(len(self), self._digest),
         }
+        return self._with_content(identity, self._digest)
 
     def _digest(self, record_ids: np.ndarray) -> str:
         return digest_raw(self._by_range(record_ids)._read_by_spans(record_ids, _spans_of, _build))

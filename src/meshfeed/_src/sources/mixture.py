@@ -54,6 +54,7 @@ from meshfeed._src.order.permutation import derive_key
 from meshfeed._src.reading.host_batch import num_rows
 from meshfeed._src.reading.identity import source_identity
 from meshfeed._src.reading.records import SourceReader, wants_rng
+from meshfeed._src.reading.shared_probes import identify_each
 from meshfeed._src.reading.stacking import RecordSpec, RecordStack
 from meshfeed._src.sources.checks import checked_count, is_count
 from meshfeed._src.sources.concat import ConcatenatedRecords
@@ -248,9 +249,10 @@ class Components:
     def identities(self) -> dict[str, JsonValue]:
         """Name → identity of each component, with long values replaced by digests: a state holds all of them."""
         used = {"take": self.take, "repeat": self.repeat}
+        found = identify_each(self.sources, source_identity)
         return {
-            name: _shortened(source_identity(source)) | {key: part[name] for key, part in used.items() if name in part}
-            for name, source in self.sources.items()
+            name: _shortened(identity) | {key: part[name] for key, part in used.items() if name in part}
+            for name, identity in found.items()
         }
 
 
@@ -289,6 +291,7 @@ class _Mixture:
     def __init__(self, given: Components, block: int, on_end: str) -> None:
         self._given, self._block, self._on_end = given, block, on_end
         self.components = given.flattened()
+        self._identified: dict[str, JsonValue] | None = None
         self._added: StagedWeights = ()
 
     def check_weights(self, weights: object) -> dict[str, float]:
@@ -305,9 +308,12 @@ class _Mixture:
         clone.components, clone._added = dataclasses.replace(self.components, stages=stages), added
         return clone
 
-    @functools.cached_property
+    @property
     def _identities(self) -> dict[str, JsonValue]:  # computing them may read records; copies keep them
-        return self.components.identities()
+        # No cached_property, whose lock on Python 3.11 all mixtures share: this may wait for other hosts.
+        if self._identified is None:
+            self._identified = self.components.identities()
+        return self._identified
 
     def _settings_at(
         self, positions: Sequence[int], identities: Mapping[str, JsonValue], seed: int, num_epochs: int | None

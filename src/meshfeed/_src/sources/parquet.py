@@ -18,7 +18,7 @@ from meshfeed._src.base import memory
 from meshfeed._src.base.errors import CorruptDataError, SourceError, hides_own_frames
 from meshfeed._src.base.types import JsonValue, PyTree, public
 from meshfeed._src.order.mixture import group_by
-from meshfeed._src.reading.identity import digest_raw, probe_digest
+from meshfeed._src.reading.identity import digest_raw
 from meshfeed._src.sources.checks import chosen_columns
 from meshfeed._src.sources.files import paths as file_paths
 from meshfeed._src.sources.files.direct import RemoteBytes, sparse_files
@@ -297,13 +297,13 @@ class Parquet(ShardReader[ParquetShard, _CheckedFile]):
 
     def fingerprint(self) -> JsonValue:
         """Returns the identity: files, columns, number of records, and a digest of 4 records spread over the source."""
-        return {
+        identity = {
             "kind": "parquet",
             "files": self._identity_of_files(),
             "columns": list(self._columns),
             "records": len(self),
-            "content": probe_digest(len(self), self._digest),
         }
+        return self._with_content(identity, self._digest)
 
     def _digest(self, record_ids: np.ndarray) -> str:
         source = self._by_range(record_ids)

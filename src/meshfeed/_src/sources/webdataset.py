@@ -21,7 +21,7 @@ import xxhash
 
 from meshfeed._src.base.errors import MeshfeedError, SettingsError, hides_own_frames
 from meshfeed._src.base.types import Decode, JsonValue, Record, public
-from meshfeed._src.reading.identity import digest_raw, probe_digest
+from meshfeed._src.reading.identity import digest_raw
 from meshfeed._src.sources.decode import refuse_as_decode
 from meshfeed._src.sources.files import paths as file_paths
 from meshfeed._src.sources.files import tar
@@ -140,12 +140,8 @@ class WebDataset(ShardReader[TarShard, tar.TarIndex]):
 
     def fingerprint(self) -> JsonValue:
         """Returns the identity: files, number of records, and a digest of 4 records spread over the source."""
-        return {
-            "kind": "webdataset",
-            "files": self._identity_of_files(),
-            "records": len(self),
-            "content": probe_digest(len(self), self._digest),
-        }
+        identity = {"kind": "webdataset", "files": self._identity_of_files(), "records": len(self)}
+        return self._with_content(identity, self._digest)
 
     def _digest(self, record_ids: np.ndarray) -> str:
         parts = [

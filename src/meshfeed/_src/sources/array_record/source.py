@@ -15,7 +15,7 @@ import numpy as np
 
 from meshfeed._src.base.errors import SettingsError, hides_own_frames
 from meshfeed._src.base.types import Decode, DecodeBatch, JsonValue, Record, public
-from meshfeed._src.reading.identity import digest_raw, probe_digest
+from meshfeed._src.reading.identity import digest_raw
 from meshfeed._src.sources.array_record.readers import ShardFile, inspect
 from meshfeed._src.sources.array_record.rows import RecordFiles
 from meshfeed._src.sources.decode import refuse_as_decode
@@ -143,9 +143,5 @@ class ArrayRecord(RecordFiles):
 
     def fingerprint(self) -> JsonValue:
         """Returns the identity: files, number of records, and a digest of 4 records spread over the source."""
-        return {
-            "kind": "array_record",
-            "files": self._identity_of_files(),
-            "records": len(self),
-            "content": probe_digest(len(self), lambda ids: digest_raw(self._by_range(ids).read_raw(ids))),
-        }
+        identity = {"kind": "array_record", "files": self._identity_of_files(), "records": len(self)}
+        return self._with_content(identity, lambda ids: digest_raw(self._by_range(ids).read_raw(ids)))

@@ -37,6 +37,7 @@ _DIGEST_BYTES = 16 << 20
 _MAX_CONNECTIONS = 256
 # Of one connection. A fixed time per request is too short for a slow link with many bytes in flight, or long for a dead one.
 _SILENT_SECONDS = 30.0  # without a byte
+_FIRST_ANSWER_SECONDS = 10.0  # of a look-up by range, after which a file is looked up as any other
 _LEAST_BYTES_PER_SECOND = 100_000  # of all requests under way, for stores whose clients have no timeout of their own
 _LOOKUP_SECONDS = 60.0  # between lookups of a file whose answers do not carry its version
 _RETRY = Retry()
@@ -175,7 +176,7 @@ def identify(
             cache.remember(url, first.file)
         num_bytes, key = cache.identify(url)
         return RemoteBytes(url, num_bytes, "" if first is None else first.file.version, source, known=known), key
-    found = file_paths.stored_file(file_paths.look_up(url, source, _RETRY)[1]) if first is None else first.file
+    found = file_paths.stored_file(file_paths.look_up(url, source)[1]) if first is None else first.file
     return RemoteBytes(url, found.num_bytes, found.version, source, known=known), found.version
 
 
@@ -200,7 +201,7 @@ def _look_up_with(url: str, source: str, part: slice) -> _FirstAnswer | None:
     from fsspec.asyn import sync
 
     try:
-        answer: Any = sync(files.loop, _get_part, files, path, protocol, part, timeout=_SILENT_SECONDS)
+        answer: Any = sync(files.loop, _get_part, files, path, protocol, part, timeout=_FIRST_ANSWER_SECONDS)
         headers, content = answer
         return _parse_first(headers, content, _LOOK_UP_FIELDS[protocol], part)
     except Exception as error:

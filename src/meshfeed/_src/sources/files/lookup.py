@@ -4,9 +4,9 @@ The hosts of a job divide the files of a store, look at each once, and exchange 
 host, usually at about the same time, but nothing guarantees it: a host may be late, create other sources, or none. So a host
 never depends on the others. It waits for them about as long as looking at their files itself would take, and then does that.
 
-Host h of H looks at files h, h + H, h + 2H, …, and publishes what it found; the lowest host joins the parts and publishes
-the whole. Files are exchanged in blocks, each a :class:`~meshfeed._src.base.reduction.Reduction`, which keeps values below
-about 1 MB. The keys contain a digest of the names, and how often this process has looked at the same names.
+Host h of H looks at files h, h + H, h + 2H, …, and publishes what it found; the lowest of these hosts joins the parts and
+publishes the whole. Files are exchanged in blocks, each a :class:`~meshfeed._src.base.reduction.Reduction`, which keeps
+values below about 1 MB. The keys contain a digest of the names, and how often this process has looked at the same names.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ from meshfeed._src.base import coordination
 from meshfeed._src.base.coordination import KeyValueStore
 from meshfeed._src.base.errors import Failure, MeshfeedError, SourceError
 from meshfeed._src.base.reduction import Reduction, leave
+from meshfeed._src.base.stores import is_unreachable
 from meshfeed._src.base.types import JsonValue
 from meshfeed._src.sources.files import manifest as manifests
 from meshfeed._src.sources.files import paths as file_paths
@@ -108,7 +109,9 @@ def _look(names: Sequence[str], form: FileFormat[S], cache: ShardCache | None) -
     def inspect(name: str) -> S:
         try:
             return form.inspect(name)
-        except (MeshfeedError, OSError):
+        except (MeshfeedError, OSError) as error:
+            if is_unreachable(error):
+                raise
             file_paths.check_url(name, source=form.source)  # a missing file, or a folder, is named as such
             raise
 
@@ -190,21 +193,23 @@ def _names_manifest(item: object) -> bool:
 def _beside(names: Sequence[str], source: str) -> list[DataManifest]:
     """Returns the manifests of a source in the folders of files."""
     folders = dict.fromkeys(file_paths.split(name)[0] for name in names)
-    found = file_paths.in_threads(_manifest_in, list(folders))
+    found = file_paths.in_threads(lambda folder: _manifest_in(folder, source), list(folders))
     return [one for one in found if one is not None and one.source == source]
 
 
-def _manifest_in(folder: str) -> DataManifest | None:
+def _manifest_in(folder: str, source: str) -> DataManifest | None:
     """Returns the manifest in a folder; None if there is none that meshfeed wrote."""
     path = folder + manifests.NAME
     if not is_url(path) and not os.path.isfile(path):
         return None
     try:
-        content = file_paths.read_file(path, source="the manifest")
+        content = file_paths.read_file(path, source=source)
         if not manifests.is_meshfeeds(content):
             _log.debug("%s was not written by meshfeed and is not used", path)
             return None
     except (MeshfeedError, OSError) as error:  # stores without the right to list answer "forbidden"
+        if is_unreachable(error):  # the files are in the same store, which would be tried as long again
+            raise
         _log.debug("no manifest %s: %s", path, error)
         return None
     return manifests.parse_manifest(content, path)
@@ -231,9 +236,6 @@ def _version(entry: FileEntry, manifest: str, source: str) -> str:
     return str(status.st_mtime_ns)
 
 
-VARIABLE = "MESHFEED_SHARED_LOOKUP"
-"""``0`` in the environment: every host looks at every file."""
-
 _BLOCK_FILES = 8192
 _MIN_WAIT_SECONDS, _MAX_WAIT_SECONDS = 10.0, 60.0
 
@@ -248,6 +250,10 @@ class _Job(NamedTuple):
     prefix: str
     host: int
     num_hosts: int
+
+    def looking_at(self, block: range) -> list[int]:
+        """The hosts that look at files of a block; with thousands of hosts, a source may have fewer files."""
+        return sorted({number % self.num_hosts for number in block})
 
 
 def look_together(names: Sequence[str], source: str, look: Look) -> list[JsonValue]:
@@ -267,7 +273,7 @@ def look_together(names: Sequence[str], source: str, look: Look) -> list[JsonVal
         _log.warning("hosts cannot exchange what they found in files (%s); looking at all %d here", error, len(names))
         return look(range(len(names)))
     finally:
-        leave(job.store, job.prefix, job.num_hosts)
+        leave(job.store, job.prefix, job.num_hosts, wait=False)
     return [file for block in blocks for file in _unpack(block)]
 
 
@@ -275,7 +281,13 @@ def _job(names: Sequence[str], source: str) -> _Job | None:
     """Returns the job if there is something to divide among its hosts."""
     # Not jax.process_count(), which initializes the backend and so waits for all hosts.
     found, store = coordination.place_in_job(), coordination.key_value_store()
-    if found is None or store is None or found[1] < 2 or len(names) < 2 or os.environ.get(VARIABLE) == "0":
+    if (
+        found is None
+        or store is None
+        or found[1] < 2
+        or len(names) < 2
+        or os.environ.get(coordination.SHARED_LOOKUP) == "0"
+    ):
         return None
     digest = xxhash.xxh3_128_hexdigest("\n".join([source, *names]).encode())
     return _Job(store, f"meshfeed/files/{digest}/{coordination.next_use(f'files/{digest}')}", *found)
@@ -291,11 +303,12 @@ def _exchange(job: _Job, num_files: int, look: Look) -> list[JsonValue]:
 
     blocks = [range(first, min(first + _BLOCK_FILES, num_files)) for first in range(0, num_files, _BLOCK_FILES)]
     rounds = [
-        (Reduction(job.store, f"{job.prefix}/{number}", range(job.num_hosts), job.host), block)
+        (Reduction(job.store, f"{job.prefix}/{number}", job.looking_at(block), job.host), block)
         for number, block in enumerate(blocks)
     ]
     for reduction, block in rounds:  # a failure is part of every block: the first one ends it all
-        reduction.publish(failure or _pack([found[number] for number in block if number in found]))
+        if job.host in job.looking_at(block):
+            reduction.publish(failure or _pack([found[number] for number in block if number in found]))
     deadline = time.monotonic() + wait_seconds
     return [_join(job, reduction, block, look, deadline, wait_seconds) for reduction, block in rounds]
 
@@ -312,7 +325,7 @@ def _join(job: _Job, reduction: Reduction, block: range, look: Look, deadline: f
     """Returns the files of one block, or the failure of a host that looked at some of them."""
     if reduction.is_reducer:
         return reduction.announce(_complete(job, reduction, block, look, deadline))["result"]
-    # The lowest host may have to look at the files of late hosts first.
+    # The reducer may have to look at the files of late hosts first.
     announcement = reduction.wait(deadline + wait_seconds)
     return announcement["result"] if announcement is not None else _complete(job, reduction, block, look, 0.0)
 
@@ -323,13 +336,13 @@ def _complete(job: _Job, reduction: Reduction, block: range, look: Look, deadlin
     failures = [(host, value["failure"]) for host, value in values.items() if "failure" in value]
     if failures:
         return {"failure": min(failures)[1]}
-    late = [host for host in range(job.num_hosts) if host not in values]
+    late = [host for host in job.looking_at(block) if host not in values]
     missing = [number for number in block if number % job.num_hosts in late]
     if missing:
         _log.warning(
             "%s did not look at their part of %d files in time; looking at them here. Create the source on all hosts, or "
             "set %s=0",
-            coordination.format_hosts(late), len(block), VARIABLE,
+            coordination.format_hosts(late), len(block), coordination.SHARED_LOOKUP,
         )  # fmt: skip
     found, failure = _try_to_look(look, missing)
     if failure is not None:

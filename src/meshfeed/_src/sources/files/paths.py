@@ -12,6 +12,7 @@ import errno
 import glob
 import os
 import re
+import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, TypeAlias
 
@@ -22,10 +23,12 @@ from meshfeed._src.base.retry import call_with_retry, without_signatures
 from meshfeed._src.base.settings import Retry
 from meshfeed._src.base.stores import (
     MESSAGE_CHARACTERS,
+    call_while_alive,
     credentials_looked_at,
     has_scheme,
     how_to_install,
     is_refused,
+    is_unreachable,
     is_url,
 )
 from meshfeed._src.base.threads import in_threads
@@ -35,6 +38,9 @@ Paths: TypeAlias = "str | os.PathLike[str] | Iterable[str | os.PathLike[str]]"
 
 _MAGIC = re.compile(r"[*?\[]")
 _RETRY = Retry()
+_ONCE = Retry(attempts=1)
+# With the 10 s in which a store may answer another request, and the import of its client, less than a minute.
+_ANSWER_SECONDS = 35.0
 
 # Fields of fsspec's info() that identify the version of an object; their names differ between file systems.
 _VERSION_FIELDS = (
@@ -184,21 +190,91 @@ def _expand_url(name: str, source: str) -> list[str]:
     file_system, path = open_file_system(name, source)
     if not _MAGIC.search(path):
         return [name]  # without a request: a missing file is found when it is looked at
+    if "*" not in path and exists(name, source=source):
+        return [name]  # an object whose name has such characters; the query of a signed URL has "?"
 
-    def list_files() -> list[str] | None:
-        with remote_errors(name, source):
-            if "*" not in path and file_system.exists(path):
-                return None
-            # Then as in local paths: the brackets of a folder may stand for themselves.
-            found = file_system.glob(path) or ("[" in path and file_system.glob(path.replace("[", "[[]"))) or []
-            return sorted(str(match) for match in found)
+    def matching(pattern: str) -> list[str]:
+        return sorted(map(str, _ask(name, source, "glob", path=pattern, doing="listing")))
 
-    files = call_with_retry(list_files, _RETRY, doing=f"listing {name}")
-    if files is None:  # an object whose name has such characters; the query of a signed URL has "?"
-        return [name]
+    # As in local paths: the brackets of a folder may stand for themselves.
+    files = matching(path) or ("[" in path and matching(path.replace("[", "[[]"))) or []
     if not files:
         raise SourceError(f"{source}: no file matches {name!r}. Check the pattern and the bucket.")
     return [file_system.unstrip_protocol(match) for match in files]
+
+
+def exists(url: str, *, source: str) -> bool:
+    """Whether there is an object or a folder at a URL.
+
+    Raises:
+      SourceError: if that is not for this user to know.
+      OSError: if the store does not answer.
+    """
+    return _ask(url, source, "exists", doing="looking up")
+
+
+def _ask(
+    url: str,
+    source: str,
+    method: str,
+    *,
+    doing: str,
+    path: str | None = None,
+    retry: Retry | None = None,
+    fresh: bool = False,
+) -> Any:
+    """Calls a method of the file system of a URL that is safe to repeat, with retries.
+
+    A store that does not answer is given 35 s in all: clients repeat each request themselves for about as long,
+    and retries would multiply that. If ``retry`` is not the default, it decides instead, and each attempt has that time.
+
+    Args:
+      url: the URL.
+      source: name of the source, for errors.
+      method: of fsspec.
+      doing: for the log.
+      path: the argument, if it is not the path of the URL.
+      retry: None for the default.
+      fresh: whether to ignore cached listings.
+
+    Raises:
+      SourceError, OSError: see :func:`remote_errors`. Names how long the store was tried, if it is out of reach.
+    """
+    file_system, inner = open_file_system(url, source)
+    begun, retry = time.monotonic(), _RETRY if retry is None else retry
+    until = begun + _ANSWER_SECONDS if retry == Retry() else None
+    problems: list[OSError] = []
+
+    def attempt() -> Any:
+        try:
+            with remote_errors(url, source):
+                if fresh:
+                    file_system.invalidate_cache(inner)
+                deadline = time.monotonic() + _ANSWER_SECONDS if until is None else until
+                return call_while_alive(file_system, method, inner if path is None else path, {}, deadline)
+        except OSError as problem:
+            problems.append(problem)
+            raise
+
+    try:
+        return call_with_retry(attempt, retry, doing=f"{doing} {url}", until=until)
+    except OSError as problem:
+        if not is_unreachable(problem):
+            raise
+        raise _out_of_reach(problems, time.monotonic() - begun) from problem
+
+
+def _out_of_reach(problems: Sequence[OSError], seconds: float) -> OSError:
+    """Returns the error for a store that did not answer any of several attempts."""
+    # The last attempt may have been cut short, so the first error states the cause better.
+    tried = f"{len(problems)} attempt{'s' * (len(problems) > 1)} in {seconds:.0f} s"
+    error = (TimeoutError if isinstance(problems[0], TimeoutError) else OSError)(
+        f"{str(problems[0]).rstrip('.')} ({tried}). Check the URL, the network, the endpoint and that the store is up."
+    )
+    for name in ("attempts_made", "attempts_ended"):  # for retries of the caller
+        if hasattr(problems[-1], name):
+            setattr(error, name, getattr(problems[-1], name))
+    return error
 
 
 def check_url(url: str, *, source: str) -> None:
@@ -240,21 +316,17 @@ def file_info(url: str, source: str, *, fresh: bool = False) -> dict[str, Any]:
       SourceError: if the file does not exist or is not readable.
       OSError: if the store does not answer; a retry may help.
     """
-    file_system, inner = open_file_system(url, source)
-    with remote_errors(url, source):
-        if fresh:
-            file_system.invalidate_cache(inner)
-        return file_system.info(inner)
+    return _ask(url, source, "info", doing="looking up", retry=_ONCE, fresh=fresh)
 
 
-def look_up(url: str, source: str, retry: Retry = _RETRY, *, fresh: bool = False) -> tuple[int, dict[str, Any]]:
+def look_up(url: str, source: str, retry: Retry | None = None, *, fresh: bool = False) -> tuple[int, dict[str, Any]]:
     """Returns the size of a remote file in bytes, and what the store reports about it; see :func:`file_info`.
 
     Raises:
       SourceError: if the file does not exist, is not readable, or the server does not report its size.
       OSError: if the store does not answer.
     """
-    info = call_with_retry(lambda: file_info(url, source, fresh=fresh), retry, doing=f"looking up {url}")
+    info = _ask(url, source, "info", doing="looking up", retry=retry, fresh=fresh)
     if info.get("size") is None:
         raise SourceError(
             f"{source}: the server of {url!r} does not report the file's size, so no read can be checked. Copy the file to a "
@@ -359,13 +431,7 @@ def read_file(path: str, *, source: str) -> bytes:
     if not is_url(path):
         with open(path, "rb") as file:
             return file.read()
-    file_system, inner = open_file_system(path, source)
-
-    def read() -> bytes:
-        with remote_errors(path, source):
-            return file_system.cat_file(inner)
-
-    return call_with_retry(read, _RETRY, doing=f"reading {path}")
+    return _ask(path, source, "cat_file", doing="reading")
 
 
 def file_sizes(paths: Sequence[str], *, source: str) -> list[int]:

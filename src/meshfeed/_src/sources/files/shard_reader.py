@@ -13,6 +13,8 @@ import numpy as np
 
 from meshfeed._src.base.errors import CorruptDataError
 from meshfeed._src.base.types import JsonValue, RecordIds
+from meshfeed._src.reading.identity import probe_digest
+from meshfeed._src.reading.shared_probes import probe_once
 from meshfeed._src.sources.files import paths as file_paths
 from meshfeed._src.sources.files.direct import READ_THREADS, ByteRange, RemoteBytes, read_ranges
 from meshfeed._src.sources.files.manifest import lengths_by_file
@@ -21,6 +23,7 @@ from meshfeed._src.sources.files.paths import is_url
 from meshfeed._src.sources.files.shard import Shard
 from meshfeed._src.sources.files.shard_cache import RemoteFile, ShardCache
 from meshfeed._src.sources.files.shards import S, Shards
+from meshfeed._src.state.state import digest_of
 
 _GAP_BYTES = 4096  # bytes between two records that cost less to read than a second call
 _SPAN_BYTES = 8 << 20
@@ -118,6 +121,27 @@ class ShardSource(Generic[S]):
     def _identity_of_files(self) -> JsonValue:
         """Returns the identity of the files: count, total bytes, digest of base names and sizes in order."""
         return file_paths.identify_files(self.file_names(), [file.num_bytes for file in self._shards.files])
+
+    def _with_content(
+        self, identity: dict[str, JsonValue], digest: Callable[[np.ndarray], str], settings: JsonValue = None
+    ) -> dict[str, JsonValue]:
+        """Returns ``identity`` with the digest of four records spread over the source.
+
+        Args:
+          identity: what identifies the source without reading.
+          digest: maps ids, int64[n], to the digest of these records.
+          settings: what else the digest depends on.
+        """
+
+        def probe() -> str:
+            return probe_digest(len(self), digest)
+
+        files = self._shards.files
+        if not all(is_url(file.path) for file in files):  # each host may have its own disk
+            return {**identity, "content": probe()}
+        listing = [[file.path, file.num_bytes, file.version, file.digest] for file in files]
+        key = digest_of([identity, settings, listing, self._shards.lengths.tolist()])
+        return {**identity, "content": probe_once(key, probe)}
 
     def _by_range(self, record_ids: np.ndarray) -> Self:
         """Returns a source that reads these records by range instead of through the cache; this one if it does not pay.

@@ -34,7 +34,7 @@ from numpy.typing import DTypeLike
 from meshfeed._src.base import memory
 from meshfeed._src.base.errors import CorruptDataError, SettingsError, SourceError, hides_own_frames
 from meshfeed._src.base.types import ColumnSlices, JsonValue, public
-from meshfeed._src.reading.identity import digest_tree, probe_digest
+from meshfeed._src.reading.identity import digest_tree
 from meshfeed._src.sources.checks import check_ids, checked_count, is_count
 from meshfeed._src.sources.files import paths as file_paths
 from meshfeed._src.sources.files.direct import RemoteBytes, SparseFile, sparse_files
@@ -363,12 +363,9 @@ class Tokens(ShardSource[TokenFile]):
 
     def fingerprint(self) -> JsonValue:
         """Returns the identity: files, windows, and a digest of 4 windows spread over the source."""
-        return {
-            "kind": "tokens",
-            "files": self._identity_of_files(),
-            "window": [self._width, self._stride],
-            "content": probe_digest(len(self), self._digest),
-        }
+        identity = {"kind": "tokens", "files": self._identity_of_files(), "window": [self._width, self._stride]}
+        dtypes = [file.dtype.str for file in self._shards.files]
+        return self._with_content(identity, self._digest, [self._key, self._eod, dtypes])
 
     def _digest(self, record_ids: np.ndarray) -> str:
         return digest_tree(self._by_range(record_ids).read_batch(record_ids))
@@ -551,9 +548,7 @@ def inspect(path: str, dtype: np.dtype[Any] | None, cache: ShardCache | None) ->
 def _exists(path: str) -> bool:
     if not is_url(path):
         return os.path.exists(path)
-    file_system, inner = file_paths.open_file_system(path, "Tokens")
-    with file_paths.remote_errors(path, "Tokens"):
-        return file_system.exists(inner)
+    return file_paths.exists(path, source="Tokens")
 
 
 def _checked_dtype(file: TokenFile, dtype: np.dtype[Any] | None) -> TokenFile:
