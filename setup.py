@@ -33,6 +33,7 @@ def extension(name: str, *libraries: str) -> Extension:
 extensions = [
     extension("order._best_fit"),
     extension("order._limits"),
+    extension("order._permutation"),
     extension("sources.array_record._riegeli", "dl", "pthread"),
     extension("sources.tokens._reads"),
 ]

@@ -187,7 +187,7 @@ def feed_tables(folder: str, options: argparse.Namespace) -> Iterator[Table]:
         }
         found = take_turns(ways, rounds=options.rounds, seconds=options.seconds)
         title = f"{name}: {_FEED_BATCH} records of 1 KB per batch, shuffled, 8 devices"
-        yield rates(title, "batches", found, ours="meshfeed, prefetch=0", floor=alone)
+        yield rates(title, "batches", found, ours="meshfeed", floor=alone)
 
 
 def _decode(record: dict[str, Any]) -> dict[str, np.ndarray]:

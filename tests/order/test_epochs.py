@@ -169,6 +169,58 @@ def test_first_ids_are_these():
     assert permute(np.arange(4), 10**6, key=7).tolist() == FIRST_PERMUTE
 
 
+def in_numpy(offsets: np.ndarray, num_records: int, key: int) -> np.ndarray:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(permutation, "extension", None)
+        return permute(offsets, num_records, key)
+
+
+@settings(max_examples=200, deadline=None)
+@given(
+    num_records=st.one_of(st.integers(1, 20_000), st.integers(1, 2**62), st.integers(12, 61).map(lambda k: 2**k + 1)),
+    key=st.integers(0, 2**64 - 1),
+    places=st.lists(st.integers(0, 2**62), max_size=200),
+    dtype=st.sampled_from([np.int64, np.uint64, np.int32, np.uint16]),
+    step=st.integers(1, 3),
+)
+def test_the_extension_and_numpy_permute_alike(num_records, key, places, dtype, step):
+    domain = min(num_records, np.iinfo(dtype).max)
+    offsets = np.array([place % domain for place in places], dtype)[::step]
+    before = offsets.copy()
+    found = permute(offsets, num_records, key)
+    np.testing.assert_array_equal(found, in_numpy(offsets, num_records, key))
+    np.testing.assert_array_equal(offsets, before)
+    assert found.dtype == np.int64
+    assert not found.size or (found.min() >= 0 and found.max() < num_records)
+
+
+@pytest.mark.parametrize("num_records", [*JUST_ABOVE, 10**12, 2**62])
+def test_the_extension_and_numpy_permute_many_ids_alike(num_records):
+    """More ids than a slice of numpy or a group of the extension; just above a power of two, some are permuted again."""
+    offsets = np.arange(40_001) % num_records
+    np.testing.assert_array_equal(permute(offsets, num_records, 9), in_numpy(offsets, num_records, 9))
+
+
+def test_the_extension_refuses_what_does_not_fit():
+    if permutation.extension is None:
+        pytest.skip("the extension module is not built")
+    network = permutation._network(10**6, 7)
+    bits, rows, constants = network
+    wrong = [
+        (np.array([10**6]), 10**6, *network),
+        (np.array([-1]), 10**6, *network),
+        (np.zeros(1, np.int64), 10**6, 0, rows, constants),
+        (np.zeros(1, np.int64), 10**6, 64, rows, constants),
+        (np.zeros(1, np.int64), 10**6, bits, 0, constants),
+        (np.zeros(1, np.int64), 10**6, bits, 2**60, constants),
+        (np.zeros(1, np.int64), 10**6, bits, rows // 2, constants),
+        (np.zeros(1, np.int64), 10**6, bits, rows, constants[1:]),
+    ]
+    for arguments in wrong:
+        with pytest.raises(ValueError, match="do not fit"):
+            permutation.extension.permute(*arguments)
+
+
 def test_settings_are_part_of_the_order():
     positions = np.arange(5000)
     base = uniform(20_000, seed=1).ids_at(positions)[0]

@@ -14,17 +14,23 @@ state and is incremented whenever any output changes.
 from __future__ import annotations
 
 import functools
-from typing import Any
+import logging
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from meshfeed._src.base.types import RecordIds
 
+try:
+    from meshfeed._src.order import _permutation as extension  # pyright: ignore[reportAttributeAccessIssue, reportUnknownVariableType] # built from C
+except ImportError as error:  # installed without a C compiler, or built for another system
+    logging.getLogger("meshfeed").debug("record ids are permuted by numpy, which is slower: %s", error)
+    extension: Any = None
+
 ALGORITHM = "feistel-square"
 VERSION = 2
 
 _Uint64Array = np.ndarray[Any, np.dtype[np.uint64]]
-_Network = tuple[int, int, tuple[_Uint64Array, ...]]
 
 _MASK = (1 << 64) - 1
 _GOLDEN = 0x9E3779B97F4A7C15  # the increment of splitmix64, 2**64 divided by the golden ratio
@@ -84,21 +90,27 @@ def sorted_permutation(key: int, count: int) -> RecordIds:
     return np.argsort(mix64_array(mix64_array(np.arange(count, dtype=np.uint64)) ^ _u64(key)))
 
 
+class _Network(NamedTuple):
+    """The rectangle, and uint64 ``[4 * _ROUND_PAIRS]``: multiplier and offset of each round."""
+
+    column_bits: int
+    rows: int
+    constants: _Uint64Array
+
+
 @functools.lru_cache(maxsize=128)  # each component of a mixture has its own key
 def _network(num_records: int, key: int) -> _Network:
-    """Returns log2 of the columns, the rows, and the round constants (multiplier, offset, multiplier, …)."""
     bits = (num_records - 1).bit_length()
     column_bits = max(bits // 2, bits - 24)  # at most 2**24 rows, which 32 hash bits select with negligible bias
     rows = (num_records + (1 << column_bits) - 1) >> column_bits
-    constants: list[_Uint64Array] = []
-    for index in range(4 * _ROUND_PAIRS):
-        constant = mix64(key ^ mix64(index))
-        constants.append(_u64(constant if index % 2 else constant | 1))  # an odd multiplier is a bijection mod 2**64
-    return column_bits, rows, tuple(constants)
+    constants = np.array([mix64(key ^ mix64(index)) for index in range(4 * _ROUND_PAIRS)], np.uint64)
+    constants[::2] |= np.uint64(1)  # an odd multiplier is a bijection mod 2**64
+    return _Network(column_bits, rows, constants)
 
 
 def _permute_slice(x: _Uint64Array, num_records: int, network: _Network) -> _Uint64Array:
-    column_bits, rows, constants = network
+    column_bits, rows = network.column_bits, network.rows
+    constants = [network.constants[index, ...] for index in range(4 * _ROUND_PAIRS)]  # 0-d arrays; see _u64
     shift, modulus, hash_shift = _u64(column_bits), _u64(rows), _u64(64 - column_bits)
     row = np.right_shift(x, shift)
     column = np.bitwise_and(x, _u64((1 << column_bits) - 1))
@@ -142,8 +154,12 @@ def permute(offsets: np.ndarray[Any, Any], num_records: int, key: int) -> Record
     offsets = np.ascontiguousarray(offsets)
     if num_records <= TABLE_RECORDS:
         return sorted_permutation(key, num_records)[offsets.astype(np.int64, copy=False)]
-    x = offsets.view(np.uint64) if offsets.dtype == np.int64 else offsets.astype(np.uint64)
     network = _network(num_records, key)
+    if extension is not None:
+        ids = offsets.astype(np.int64)
+        extension.permute(ids, num_records, *network)
+        return ids
+    x = offsets.view(np.uint64) if offsets.dtype == np.int64 else offsets.astype(np.uint64)
     if x.size <= _SLICE:
         return _permute_slice(x, num_records, network).view(np.int64) if x.size else np.empty(0, np.int64)
     out = np.empty(x.shape, np.uint64)

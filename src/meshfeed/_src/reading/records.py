@@ -91,6 +91,8 @@ class SourceReader:
       takes_rows: whether the decoder takes records as one array, and the source can read them so.
       decodes_batches: whether the decoder takes several records at once.
       decode_one: otherwise, decodes one record.
+      joins: whether records of several batches may be read and decoded with one call. Only if the methods are of this
+        package: others may expect batches of one size.
     """
 
     def __init__(self, source: RandomAccessSource) -> None:
@@ -111,6 +113,8 @@ class SourceReader:
         self._fresh_rows = returns_fresh(source, "read_rows")
         self._fresh_decoded = returns_fresh(self._decode_batch, "__call__")
         self._fresh_from_rows = returns_fresh(self._decode_batch, "from_rows")
+        fresh_batches = not self.decodes_batches or (self._fresh_from_rows if self.takes_rows else self._fresh_decoded)
+        self.joins = self._fresh_batches if self._raw is None else returns_fresh(source, "read_raw") and fresh_batches
         self._decoded_spec: RecordSpec | None = None  # of the last batch from decode_batch
 
     def read(
@@ -273,6 +277,11 @@ class RecordReader:
         """Whether records of different batches differ in shape."""
         return self._shapes is not None
 
+    @property
+    def joins(self) -> bool:
+        """Whether several batches may be read with one call, which is repeated for each of them if it fails."""
+        return self._reader.joins and not self.several_shapes and self._retry.attempts > 1
+
     def shape_index(self, record_ids: RecordIds) -> int:
         """Returns the number that identifies the shape of a batch of these records, or 0 if there is only one."""
         return 0 if self._shapes is None else self._shapes.shape_index(record_ids)
@@ -299,9 +308,14 @@ class RecordReader:
             failed.append(error)
         if rows is None:  # outside the handler, in which errors of further attempts would get this one as context
             rows = self._read_again(failed, start, record_ids, epochs, columns, times)
-        # With columns, leaves are partial and do not have the shapes of the spec.
-        if columns is None:
-            self._check(rows.tree, record_ids)
+        self._check(rows.tree, record_ids, columns)
+        return rows
+
+    def read_once(self, record_ids: RecordIds, epochs: RecordIds, columns: ColumnSlices | None) -> ReadRows:
+        """As :meth:`read`, but raises the error of the first attempt."""
+        times: dict[str, float] = {}
+        rows = ReadRows(self._read_once(record_ids, epochs, columns, times), times)
+        self._check(rows.tree, record_ids, columns)
         return rows
 
     def _read_again(
@@ -322,7 +336,9 @@ class RecordReader:
         tree, bad = recovery.read(failed, record_ids, epochs)
         return ReadRows(tree, times, recovery.retries, bad)
 
-    def _check(self, tree: PyTree, record_ids: RecordIds) -> None:
+    def _check(self, tree: PyTree, record_ids: RecordIds, columns: ColumnSlices | None) -> None:
+        if columns is not None:  # leaves are partial and do not have the shapes of the spec
+            return
         shape = self.shape_index(record_ids)
         known = self._specs.get(shape)
         if known is None or not known.fits(tree, len(record_ids)):

@@ -154,18 +154,22 @@ class RecordStack:
         """
         if self._spec is None:
             _, self._spec = flatten_record(record, record_id=record_id, lane_index=self._lane_index)
-        leaves, treedef = jax.tree.flatten(record)
-        if treedef != self._spec.treedef:
-            self._check(self._spec, record, record_id)
-        for output, leaf, wanted in zip(self._arrays(self._spec), leaves, self._spec.leaves, strict=True):
+        spec, outputs, row = self._spec, self._outputs or self._arrays(self._spec), self.count
+        try:
+            leaves = spec.treedef.flatten_up_to(record)  # takes a third of the time of flattening and comparing
+        except ValueError:
+            self._check(spec, record, record_id)
+            raise
+        for number, leaf in enumerate(leaves):  # zip with strict takes as long as copying 1 KB
             if type(leaf) is not np.ndarray:
-                if isinstance(leaf, np.ma.MaskedArray):
-                    self._check(self._spec, record, record_id)
+                if isinstance(leaf, np.ma.MaskedArray) or not _is_leaf(leaf):
+                    self._check(spec, record, record_id)
                 leaf = np.asarray(leaf)
+            wanted = spec.leaves[number]
             if leaf.dtype != wanted.dtype or leaf.shape != wanted.shape:
-                self._check(self._spec, record, record_id)
-            output[self.count] = leaf
-        self.count += 1
+                self._check(spec, record, record_id)
+            outputs[number][row] = leaf
+        self.count = row + 1
 
     def _check(self, spec: RecordSpec, record: PyTree, record_id: int | None) -> None:
         location = {"record_id": record_id, "lane_index": self._lane_index}
@@ -187,6 +191,10 @@ class RecordStack:
             arrays = [array[: self.count] for array in arrays]
         self.count, self._outputs = 0, None
         return self._spec.treedef.unflatten(arrays), self._spec
+
+
+def _is_leaf(leaf: object) -> bool:
+    return jax.tree_util.treedef_is_leaf(jax.tree.structure(leaf))
 
 
 def num_bytes(tree: PyTree) -> int:

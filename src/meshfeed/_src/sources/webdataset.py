@@ -81,6 +81,7 @@ class WebDataset(ShardReader[TarShard, tar.TarIndex]):
     """
 
     decode_batch = None
+    fresh_arrays = True
 
     @hides_own_frames
     def __init__(

@@ -18,6 +18,7 @@ from meshfeed._src.base.types import ColumnSlices, PyTree, RecordIds, RecordOrde
 from meshfeed._src.plan.plan import HostRows
 from meshfeed._src.reading.ahead import FetchAhead
 from meshfeed._src.reading.host_batch import add_mask, num_rows, pad_rows, spec_of_batch
+from meshfeed._src.reading.joint import JointRead
 from meshfeed._src.reading.reads import AutoReads, Reads
 from meshfeed._src.reading.records import ReadRows, RecordReader, file_of
 from meshfeed._src.reading.stacking import RecordSpec, num_bytes
@@ -26,6 +27,8 @@ from meshfeed._src.streams.balance import RowBalance
 from meshfeed._src.streams.protocol import Cursor, HostBatch
 
 _NAMED = 8  # records of a read, in messages
+# What steps that are read together may take: with more bytes, a single call saves little; with more time, steps wait.
+_JOINT_BYTES, _JOINT_SECONDS = 1 << 20, 0.01
 
 
 @dataclasses.dataclass(frozen=True)
@@ -159,6 +162,10 @@ class RandomAccessReader:
         self._specs: dict[int, RecordSpec] = {}
         self._compares = False  # whether several readers have read, each of which compares its own records
         self._part: _Part | None = None
+        # No more steps than the feed keeps ready, so it does not run out of batches while they are read.
+        depth = 2 if settings.prefetch == "auto" else settings.prefetch
+        self._max_joint = depth if records.joins and self._fetches is None else 1
+        self._joint_share = 1.0  # of these limits that the last step took
         # (step, record ids) while reading. Formatted lazily: formatting costs more than computing the order.
         self._doing: tuple[str | tuple[int, RecordIds], float] = ("idle", time.monotonic())
         # Workers answer in the order of the requests.
@@ -179,12 +186,27 @@ class RandomAccessReader:
             part = self._part = _Part(size, self._host_rows.rows(size), self._host_rows.columns(size))
         return part
 
-    def _submit(self, step: int) -> _Read:
+    def _ids(self, step: int) -> tuple[_Part, RecordIds, RecordIds]:
         position, size = self._step_schedule.at(step)
         part = self._part_of(size)
-        record_ids, epochs = _ids_of(self._order, position, part, self._balance)
+        return part, *_ids_of(self._order, position, part, self._balance)
+
+    def _submit(self, step: int) -> _Read:
+        part, record_ids, epochs = self._ids(step)
         result = self._reads.submit(step, record_ids, epochs, part.columns) if record_ids.size else None
         return _Read(part, record_ids, result)
+
+    def _submit_joint(self, step: int) -> None:
+        """Adds a read of several small steps to the pending ones."""
+        count = min(self._max_joint, int(1 / max(self._joint_share, 1e-6)))
+        if count < 2:
+            return
+        stop = step + count if self._last is None else min(step + count, self._last)
+        found = [self._ids(asked) for asked in range(step, stop)]
+        alike = list(itertools.takewhile(lambda ids: ids[0] is found[0][0] and ids[1].size, found))
+        joint = JointRead(self._records, [ids[1:] for ids in alike], found[0][0].columns)
+        for number, (part, record_ids, _) in enumerate(alike):
+            self._pending[step + number] = _Read(part, record_ids, joint.rows_of(number))
 
     def next(self) -> HostBatch:
         """See :class:`meshfeed._src.streams.protocol.HostReader`."""
@@ -197,17 +219,17 @@ class RandomAccessReader:
             self._reads.follow(self._auto)
         ahead = self._reads.ahead
         self._compares = self._compares or ahead > 1
-        if ahead == 1 and not self._pending:
-            read = self._submit(step)
-        else:
-            for asked in range(step, step + ahead):
-                if asked not in self._pending and (self._last is None or asked < self._last):
-                    self._pending[asked] = self._submit(asked)
-            read = self._pending[step]
+        if ahead == 1 and step not in self._pending:
+            self._submit_joint(step)
+        for asked in range(step, step + ahead):
+            if asked not in self._pending and (self._last is None or asked < self._last):
+                self._pending[asked] = self._submit(asked)
+        read = self._pending[step]
         self._doing = ((step, read.record_ids), time.monotonic())
         batch = self._finish(step, read)
         self._pending.pop(step, None)  # only now: an interrupt before this line leaves the read to be collected again
         self._next_step = step + 1
+        self._joint_share = max(batch.num_bytes / _JOINT_BYTES, sum(batch.times.values()) / _JOINT_SECONDS)
         self._doing = ("waiting for room", time.monotonic())
         return batch
 

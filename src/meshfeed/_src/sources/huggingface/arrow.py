@@ -7,6 +7,7 @@ a dict. Text, nulls and ragged lists raise errors that name the column.
 from __future__ import annotations
 
 import functools
+import itertools
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any, TypedDict, Unpack
 
@@ -220,7 +221,7 @@ class ColumnRows:
     def __init__(self, name: str, chunks: list[pa.Array], arrow_type: pa.DataType, all_columns: Sequence[str]) -> None:
         self._name, self._chunks = name, chunks
         _check_column(name, arrow_type, tuple(all_columns))
-        self._starts = np.cumsum([0, *(len(chunk) for chunk in chunks)])
+        self._starts = np.array([0, *itertools.accumulate(map(len, chunks))])
         self._readers: dict[int, _ChunkRows] = {}
 
     def read(self, row_ids: np.ndarray, where: Callable[[int], Where]) -> PyTree:
