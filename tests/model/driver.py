@@ -163,6 +163,7 @@ def _play_phase(case: Case, phase: Phase, wanted: list[Event], host: int, world:
             ):
                 feed.start()
             player.play(event, f"action {name.rpartition('-')[2]}.{number} {event.action}")
+    assert not _warned(world, "lost"), f"lanes were read again from their start: {_warned(world, 'lost')}"
     plain = case.config["script"] == "run" and case.config["reshard"] == "none"
     if case.config["source"] == "records_cached" and plain:
         asked = [
@@ -179,6 +180,7 @@ _WARNINGS = {
     "records": ("%.0f %% of the records will not be delivered", "the source has %d records in all epochs, fewer"),
     "end": ("the stream ends with lane %d of %d",),
     "ahead": ("fetching ahead has stopped",),
+    "lost": ("the state of lanes %s was known only to a host that is gone",),
 }
 
 

@@ -33,6 +33,7 @@ from meshfeed._src.base import coordination, threads
 from meshfeed._src.plan.topology import fake_devices
 from meshfeed._src.reading import identity
 from meshfeed._src.state import files
+from meshfeed._src.streams import lane_moves
 
 JOIN_SECONDS, CLEANUP_SECONDS = 60.0, 10.0
 _STEPS = "meshfeed.steps"
@@ -104,6 +105,7 @@ class Job:
         self.counts: dict[int, collections.Counter[str]] = collections.defaultdict(collections.Counter)
         self.warnings: dict[int, list[logging.LogRecord]] = collections.defaultdict(list)  # by host
         self.steps: dict[int, list[str]] = collections.defaultdict(list)  # host → lines of its log of steps
+        self.threads: list[threading.Thread] = []  # that hosts have started
 
 
 class _Entries(logging.Handler):
@@ -139,6 +141,7 @@ def simulation(*, quiet: bool = True) -> Iterator[None]:
 
         if job is not None:
             thread.run = run_as  # type: ignore[method-assign]
+            job.threads.append(thread)
         old_start(thread)
 
     def start_new_thread(function: Any, arguments: tuple[Any, ...]) -> int:
@@ -165,6 +168,7 @@ def simulation(*, quiet: bool = True) -> Iterator[None]:
         (coordination, "is_distributed", lambda: True),
         (identity, "process_index", lambda: here.host),
         (files, "process_index", lambda: here.host),
+        (lane_moves, "_CHUNK_RECORDS", 3),  # or no lane would be read forward in more than one piece
         (device_put, "BlockDevicePut", _Put),
         (load_once, "BlockDevicePut", _Put),
         (
@@ -318,9 +322,14 @@ def play(case: Case) -> None:
     with types_of(case):
         run(case.processes, lambda host: play_host(case, host, world, "case"), job=job, give_up=world.give_up)
     end = time.monotonic() + CLEANUP_SECONDS
-    while (wrong := _unexpected(job.store.keys())) and time.monotonic() < end:
+    while (_unexpected(job.store.keys()) or _running(job)) and time.monotonic() < end:
         time.sleep(0.01)
-    assert not wrong, f"keys are left in the store: {wrong}"
+    assert not _unexpected(job.store.keys()), f"keys are left in the store: {_unexpected(job.store.keys())}"
+    assert not _running(job), f"threads are left: {_running(job)}"
+
+
+def _running(job: Job) -> list[str]:
+    return sorted(thread.name for thread in job.threads if thread.is_alive())
 
 
 def _unexpected(keys: list[str]) -> list[str]:
