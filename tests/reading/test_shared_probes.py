@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import contextlib
 import sys
 import threading
 import time
@@ -126,6 +127,23 @@ def test_nobody_waits_for_a_host_that_cannot_read(failing: int) -> None:
     assert time.monotonic() - start < 10
     assert found[failing] == "a broken disk"
     assert [one for one in found if one != "a broken disk"] == [{name: ["", name] for name in "abc"}] * 4
+
+
+@pytest.mark.parametrize("failing", [0, 1, 4])
+def test_nobody_waits_for_a_host_that_fails_before(failing: int) -> None:
+    job = Job(5, "abc")
+
+    def play(host: int) -> Any:
+        sources = {name: job.source(host, name) for name in job.names}
+        with contextlib.suppress(OSError), divided("meshfeed/feed/0/probes", range(5)):
+            if host == failing:
+                raise OSError("no such file")
+            return identify_each(sources, lambda one: one.identify())
+
+    start = time.monotonic()
+    found = simulated_hosts.run(5, play, job=job.job)
+    assert time.monotonic() - start < shared_probes._WAIT_SECONDS / 2
+    assert [one for one in found if one is not None] == [{name: ["", f"digest of {name}"] for name in "abc"}] * 4
 
 
 @pytest.mark.parametrize("late", [0, 1])

@@ -66,9 +66,14 @@ def divided(prefix: str, participants: Sequence[int]) -> Iterator[None]:
     host, store = coordination.process_index(), coordination.key_value_store()
     # Two hosts both read everything.
     shares = len(participants) > 2 and host in participants and os.environ.get(coordination.SHARED_LOOKUP) != "0"
-    token = _division.set(Division(store, prefix, sorted(participants), host) if shares and store is not None else None)
+    division = Division(store, prefix, sorted(participants), host) if shares and store is not None else None
+    token = _division.set(division)
     try:
         yield
+    except BaseException:
+        if division is not None:
+            division.leave()
+        raise
     finally:
         _division.reset(token)
 
@@ -96,10 +101,17 @@ class Division:
             return {name: found[name] if name in found else identify(sources[name]) for name in names}
         except BaseException:
             with contextlib.suppress(Exception):  # must not mask the error
-                _give_up(reduction, self._host in publishers)
+                _give_up(reduction, publishes=self._host in publishers)
             raise
         finally:
             _known.reset(token)
+
+    def leave(self) -> None:
+        """Lets the other hosts go on without this one, if it fails before it has identified anything."""
+        if self._number == 0:
+            reduction = Reduction(self._store, f"{self._prefix}/0", self._participants, self._host)
+            with contextlib.suppress(Exception):  # must not mask the error
+                _give_up(reduction, publishes=True)
 
 
 def _exchange(reduction: Reduction, known: Mapping[str, str] | None) -> Mapping[str, str]:
@@ -130,7 +142,7 @@ def _agreed(values: Iterable[Mapping[str, str]]) -> dict[str, str]:
     return {key: next(iter(digests)) for key, digests in found.items() if len(digests) == 1}
 
 
-def _give_up(reduction: Reduction, publishes: bool) -> None:
+def _give_up(reduction: Reduction, *, publishes: bool) -> None:
     """Lets the other hosts read what this one cannot, without waiting for it."""
     if reduction.is_reducer and reduction.announced() is None:
         reduction.announce({})
