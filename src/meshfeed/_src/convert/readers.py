@@ -19,7 +19,7 @@ from meshfeed._src.sources.files.manifest import digest_of
 from meshfeed._src.sources.files.open_files import Descriptor
 from meshfeed._src.sources.files.parquet import ParquetFile
 from meshfeed._src.sources.files.shard_cache import ShardCache
-from meshfeed._src.sources.files.shard_reader import read_spans
+from meshfeed._src.sources.files.spans import read_spans
 
 if TYPE_CHECKING:
     import datasets
