@@ -98,11 +98,8 @@ class Handover:
         prefetch: int,
     ) -> None:
         self._store, self._key, self._host, self._num_hosts = store, f"{_prefix(scope)}/{host}", str(host), num_hosts
-        self._start_past, self._step_schedule, self._step = (
-            Past.of(state, cursor.step),
-            cursor.step_schedule,
-            cursor.step,
-        )
+        self._start_past = Past.of(state, cursor.step)
+        self._step_schedule, self._step = cursor.step_schedule, cursor.step
         self._ledgers = cursor.skipped
         self._start: Mapping[str, JsonValue] | None = state.lanes or {}
         self._to_json = to_json

@@ -75,12 +75,12 @@ class ChildProcess:
         self._own_group = own_group
         self._stacks = _stack_file()
         self._connection, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
-        self._looks, looked = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
-        self._looks.setblocking(False)
+        self._stack_requests, their_requests = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
+        self._stack_requests.setblocking(False)
         code = _BOOT.format(path=[path or os.getcwd() for path in sys.path])
-        passed = (theirs.fileno(), looked.fileno(), self._stacks.fileno())
+        passed = (theirs.fileno(), their_requests.fileno(), self._stacks.fileno())
         try:
-            with theirs, looked, contextlib.nullcontext() if log_path is None else open(log_path, "ab") as log:
+            with theirs, their_requests, contextlib.nullcontext() if log_path is None else open(log_path, "ab") as log:
                 self._process = subprocess.Popen(
                     [sys.executable, "-c", code, target, *map(str, (*passed, os.getpid())), *arguments],
                     pass_fds=passed,
@@ -91,7 +91,7 @@ class ChildProcess:
                     start_new_session=own_group,
                 )
         except BaseException:
-            for file in (self._connection, self._looks, self._stacks):
+            for file in (self._connection, self._stack_requests, self._stacks):
                 file.close()
             raise
         self._connection.setblocking(False)  # send() must not wait for a busy child
@@ -206,7 +206,7 @@ class ChildProcess:
         try:
             start = os.fstat(self._stacks.fileno()).st_size
             with contextlib.suppress(BlockingIOError):  # earlier requests are not answered either
-                self._looks.send(b"?")
+                self._stack_requests.send(b"?")
             # A signal shows what holds the lock. Only the main thread, which receives it: the frames of a thread that
             # runs meanwhile may be freed while they are read, which ends the process.
             if not (text := self._shown(start)) and _handles(self.pid, signal.SIGUSR2):
@@ -242,7 +242,7 @@ class ChildProcess:
         """Stops the child and closes the connection."""
         self.stop()  # closing does nothing yet while another thread waits for the connection
         self._inbox.close()
-        for file in (self._connection, self._looks, self._stacks):
+        for file in (self._connection, self._stack_requests, self._stacks):
             file.close()
 
     def close(self, deadline: float | None = None) -> bool:
@@ -294,12 +294,12 @@ def close_children(children: Mapping[str, ChildProcess]) -> None:
 class Parent:
     """The parent as seen by its child. Any thread may send; one thread at a time may receive."""
 
-    def __init__(self, descriptor: int, looks: int, stacks: int, pid: int) -> None:
-        for number in (descriptor, looks, stacks):
+    def __init__(self, descriptor: int, stack_requests: int, stacks: int, pid: int) -> None:
+        for number in (descriptor, stack_requests, stacks):
             os.set_inheritable(number, False)
         self._connection = socket.socket(fileno=descriptor)
         self._inbox = Inbox(self._connection)
-        self._looks = socket.socket(fileno=looks)
+        self._stack_requests = socket.socket(fileno=stack_requests)
         self._stacks = stacks
         self._pid = pid
         self._lock = threading.Lock()
@@ -334,11 +334,11 @@ class Parent:
         """
         poller = select.poll()
         poller.register(self._connection, getattr(select, "POLLRDHUP", 0) | select.POLLHUP)
-        poller.register(self._looks, select.POLLIN)
+        poller.register(self._stack_requests, select.POLLIN)
         # A process forked by the parent may keep the parent's end of the socket open, so check the parent's id too.
         while os.getppid() == self._pid:
             ready = {number for number, _ in poller.poll(_PARENT_CHECK_MILLISECONDS)}
-            if self._connection.fileno() in ready or (ready and not self._looks.recv(64)):
+            if self._connection.fileno() in ready or (ready and not self._stack_requests.recv(64)):
                 break
             if ready:  # this thread holds Python's lock meanwhile, so that no other one changes its frames
                 faulthandler.dump_traceback(self._stacks, all_threads=True)
@@ -351,13 +351,13 @@ def main() -> None:
 
     ``sys.argv`` holds its name, the arguments of :class:`Parent`, and those of the function.
     """
-    target, descriptor, looks, stacks, pid = sys.argv[1], *map(int, sys.argv[2:6])
+    target, descriptor, stack_requests, stacks, pid = sys.argv[1], *map(int, sys.argv[2:6])
     del sys.argv[1:6]
     faulthandler.enable()
     faulthandler.register(signal.SIGUSR2, file=stacks, all_threads=False)
     if not _leads_group():
         signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole group; the parent ends its children
-    parent = Parent(descriptor, looks, stacks, pid)
+    parent = Parent(descriptor, stack_requests, stacks, pid)
     threading.Thread(target=parent.watch, name="meshfeed-parent", daemon=True).start()
     module, _, function = target.partition(":")
     getattr(importlib.import_module(module), function)(parent)

@@ -67,9 +67,9 @@ class Stragglers(NamedTuple):
 _NO_STRAGGLERS = Stragglers((), 0)
 
 
-def _slice_seconds(waited: float, waiting_hosts: int = 1) -> float:
-    """Returns how long the next request may block. With thousands of waiting hosts, each polls less often."""
-    return max(_MIN_SLICE_SECONDS, waiting_hosts * _SLICE_SECONDS_PER_HOST) + waited / 2
+def _slice_seconds(waited: float, num_hosts: int) -> float:
+    """Returns how long the next request may block. In jobs of thousands of hosts, each asks less often."""
+    return max(_MIN_SLICE_SECONDS, num_hosts * _SLICE_SECONDS_PER_HOST) + waited / 2
 
 
 class Reduction:

@@ -300,7 +300,7 @@ def _call(file_system: Any, method: str, arguments: tuple[Any, ...], keywords: d
     return sync(file_system.loop, call, *arguments, timeout=max(1.0, seconds), **keywords)
 
 
-def call_while_alive(file_system: Any, method: str, path: str, keywords: Mapping[str, Any], deadline: float) -> Any:
+def call_while_alive(file_system: Any, method: str, path: str, deadline: float) -> Any:
     """Calls a method of a file system, for as long as the store answers other requests.
 
     A listing may take minutes, but clients repeat requests to a store that is down for minutes too.
@@ -308,8 +308,7 @@ def call_while_alive(file_system: Any, method: str, path: str, keywords: Mapping
     Args:
       file_system: of fsspec; if it has no event loop, the call is not limited.
       method: name of the method.
-      path: its first argument.
-      keywords: of the method.
+      path: its argument.
       deadline: ``time.monotonic()`` from which on the store has to answer other requests.
 
     Raises:
@@ -317,8 +316,8 @@ def call_while_alive(file_system: Any, method: str, path: str, keywords: Mapping
       Exception: that of the call.
     """
     if not (getattr(file_system, "async_impl", False) and hasattr(file_system, f"_{method}")):
-        return getattr(file_system, method)(path, **keywords)
-    call = asyncio.run_coroutine_threadsafe(getattr(file_system, f"_{method}")(path, **keywords), file_system.loop)
+        return getattr(file_system, method)(path)
+    call = asyncio.run_coroutine_threadsafe(getattr(file_system, f"_{method}")(path), file_system.loop)
     try:
         while not concurrent.futures.wait([call], max(0.0, deadline - time.monotonic())).done:
             if not _is_alive(file_system, path):
@@ -398,7 +397,6 @@ def _status_of(problem: BaseException) -> int | None:
     metadata = response.get("ResponseMetadata", {}) if isinstance(response, Mapping) else {}  # of botocore
     if status := metadata.get("HTTPStatusCode"):
         return status
-    found = (
-        getattr(problem, name, None) for name in ("status", "status_code", "code")
-    )  # one by one: some are deprecated
+    # One by one, since some are deprecated.
+    found = (getattr(problem, name, None) for name in ("status", "status_code", "code"))
     return next((value for value in found if isinstance(value, int) and value), None)

@@ -251,7 +251,7 @@ def _ask(
                 if fresh:
                     file_system.invalidate_cache(inner)
                 deadline = time.monotonic() + _ANSWER_SECONDS if until is None else until
-                return call_while_alive(file_system, method, inner if path is None else path, {}, deadline)
+                return call_while_alive(file_system, method, inner if path is None else path, deadline)
         except OSError as problem:
             problems.append(problem)
             raise
