@@ -28,7 +28,7 @@ def host_batches(rows: int, kind: str) -> list[dict[str, Any]]:
     """Four batches of int32 leaves ``[rows, COLUMNS]``."""
     import numpy as np
 
-    from meshfeed._src.base import memory
+    from meshfeed._src.base import memory, ownership
 
     made = []
     for number in range(4):
@@ -36,7 +36,7 @@ def host_batches(rows: int, kind: str) -> list[dict[str, Any]]:
         for leaf in range(LEAVES):
             row = np.full(COLUMNS, number + leaf, np.int32)
             array = np.stack([row] * rows) if kind == STACKED else memory.copy(np.broadcast_to(row, (rows, COLUMNS)))
-            batch[f"leaf{leaf}"] = memory.seal(array) if kind == READ_ONLY else array
+            batch[f"leaf{leaf}"] = ownership.seal(array) if kind == READ_ONLY else array
         made.append(batch)
     return made
 
@@ -74,7 +74,7 @@ def loaders(rows: int, kind: str, rounds: int) -> dict[str, Any]:
     import numpy as np
 
     from meshfeed import maxtext
-    from meshfeed._src.base import memory
+    from meshfeed._src.base import memory, ownership
 
     mesh = jax.make_mesh((jax.device_count(),), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
     made = host_batches(rows, kind)

@@ -26,11 +26,11 @@ class Slow:
     """A batch takes a fixed time to read, during which the processor is free, as it is while a disk is read."""
 
     def __init__(self, seconds: float) -> None:
-        from meshfeed._src.base import memory
+        from meshfeed._src.base import memory, ownership
 
         self._batch = memory.empty((ROWS, TOKENS), np.int32)
         self._batch[:] = 0
-        memory.seal(self._batch)  # an array that a source may write to again is copied, which is part of reading
+        ownership.seal(self._batch)  # an array that a source may write to again is copied, which is part of reading
         self._seconds = seconds
 
     def __len__(self) -> int:
