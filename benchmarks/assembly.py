@@ -48,7 +48,7 @@ def milliseconds(num_devices: int, num_leaves: int, rounds: int, num_bytes: int)
 
     from meshfeed._src.arrays.device_put import DevicePut
     from meshfeed._src.arrays.placer import ShardedPlacer
-    from meshfeed._src.base import memory, ownership
+    from meshfeed._src.base import memory
 
     mesh = jax.make_mesh((num_devices,), ("data",), axis_types=(AxisType.Auto,))
     sharding = NamedSharding(mesh, PartitionSpec("data"))

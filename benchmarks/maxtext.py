@@ -74,7 +74,7 @@ def loaders(rows: int, kind: str, rounds: int) -> dict[str, Any]:
     import numpy as np
 
     from meshfeed import maxtext
-    from meshfeed._src.base import memory, ownership
+    from meshfeed._src.base import memory
 
     mesh = jax.make_mesh((jax.device_count(),), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
     made = host_batches(rows, kind)

@@ -1,9 +1,9 @@
 """What an accelerator sees: transfers beside the link, the step that hides them, and checkpoints of device memory.
 
-The first table puts batches that are ready in host memory on the devices and waits for each: a bare ``device_put`` of the same
-array is the limit. The second runs a step of matrix products on the devices, sized so that loading a batch (copy and
+The first table puts batches that are ready in host memory on the devices and waits for each, beside a bare ``device_put``
+of the same array. The second runs a step of matrix products on the devices, sized so that loading a batch (copy and
 transfer) takes a share of it, and compares with the same steps on one batch that stays there: the rest is stall. The third
-saves and restores arrays on the devices, beside Orbax; a copy to the host is the limit of the time that ``save`` holds a step.
+saves and restores arrays on the devices, beside Orbax; a copy to the host limits how long ``save`` holds a step.
 Without an accelerator, all this runs on CPU devices, and says so.
 """
 
@@ -28,7 +28,7 @@ OURS = "meshfeed"
 
 
 class Ready:
-    """Batches in host memory. What is left is the feed's own work: with ``copies``, a copy per batch, as reading makes one."""
+    """Batches in host memory; with ``copies`` each is copied once, as reading does."""
 
     def __init__(self, rows: int, row_bytes: int, copies: bool = False) -> None:
         from meshfeed._src.base import memory, ownership
@@ -69,9 +69,7 @@ def sharding() -> Any:
 def make_feed(source: Any, rows: int, prefetch: int) -> Any:
     import meshfeed
 
-    return meshfeed.Feed(
-        source, sharding(), global_batch_size=rows, shuffle=True, num_epochs=None, prefetch=prefetch
-    )
+    return meshfeed.Feed(source, sharding(), global_batch_size=rows, shuffle=True, num_epochs=None, prefetch=prefetch)
 
 
 def transfers(options: argparse.Namespace) -> Iterator[Table]:

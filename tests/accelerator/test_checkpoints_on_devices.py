@@ -24,7 +24,10 @@ DTYPES = [
 MODES = ["once", "single_replica", "every_host"]
 
 
-def on_mesh(spec: P = P("data"), devices: Any = None, memory_kind: str | None = None) -> NamedSharding:
+ROWS = P("data")
+
+
+def on_mesh(spec: P = ROWS, devices: Any = None, memory_kind: str | None = None) -> NamedSharding:
     devices = jax.devices() if devices is None else devices
     mesh = jax.make_mesh((len(devices),), ("data",), axis_types=(AxisType.Auto,), devices=devices)
     return NamedSharding(mesh, spec, memory_kind=memory_kind)
@@ -85,7 +88,10 @@ def test_leaves_larger_than_the_limit(tmp_path: Path, mode: str) -> None:
 
 def test_state_may_be_donated_while_it_is_saved(tmp_path: Path) -> None:
     size = 2048
-    state = {"w": jax.device_put(jnp.full((size, size), 1.0), on_mesh()), "n": jax.device_put(jnp.int32(0), on_mesh(P()))}
+    state = {
+        "w": jax.device_put(jnp.full((size, size), 1.0), on_mesh()),
+        "n": jax.device_put(jnp.int32(0), on_mesh(P())),
+    }
 
     @jax.jit
     def prepare(state: Any) -> Any:
@@ -165,7 +171,10 @@ def test_a_training_loop_continues_bit_for_bit(tmp_path: Path) -> None:
 def test_plain_orbax_reads_it(tmp_path: Path) -> None:
     import orbax.checkpoint as ocp
 
-    state = {"w": jax.device_put(filled("float32", (64, 24)), on_mesh()), "b": jax.device_put(filled("bfloat16", (8,)), on_mesh(P()))}
+    state = {
+        "w": jax.device_put(filled("float32", (64, 24)), on_mesh()),
+        "b": jax.device_put(filled("bfloat16", (8,)), on_mesh(P())),
+    }
     with Checkpointer(tmp_path / "c", save_interval_steps=1) as checkpoints:
         checkpoints.save(1, state)
     with ocp.CheckpointManager(tmp_path / "c") as manager:

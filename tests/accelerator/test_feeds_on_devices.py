@@ -36,7 +36,10 @@ DTYPES = [
 ]  # fmt: skip
 
 
-def sharding(spec: P = P("data"), memory_kind: str | None = None) -> NamedSharding:
+ROWS = P("data")
+
+
+def sharding(spec: P = ROWS, memory_kind: str | None = None) -> NamedSharding:
     mesh = jax.make_mesh((jax.device_count(),), ("data",), axis_types=(AxisType.Auto,))
     return NamedSharding(mesh, spec, memory_kind=memory_kind)
 
@@ -182,7 +185,9 @@ def test_device_memory_is_bounded_by_prefetch() -> None:
             batch.block_until_ready()
             most = max(most, peak_bytes() - start)
             del batch
-    assert most <= 5 * one, f"{most / one:.1f} batches"  # the one taken, two ahead, one in transfer, and one that is read
+    assert most <= 5 * one, (
+        f"{most / one:.1f} batches"
+    )  # the one taken, two ahead, one in transfer, and one that is read
 
 
 @pytest.mark.parametrize("settings", [{"num_threads": 2}, {"num_workers": 2}], ids=str)
@@ -221,7 +226,9 @@ def test_resumable() -> None:
 
 def test_reshard_to_one_device_and_back() -> None:
     values = np.arange(1024, dtype=np.int32)
-    one = NamedSharding(jax.make_mesh((1,), ("data",), axis_types=(AxisType.Auto,), devices=jax.devices()[:1]), P("data"))
+    one = NamedSharding(
+        jax.make_mesh((1,), ("data",), axis_types=(AxisType.Auto,), devices=jax.devices()[:1]), P("data")
+    )
     with meshfeed.Feed(values, sharding(), global_batch_size=64, shuffle=True) as feed:
         taken = [np.asarray(next(feed)) for _ in range(3)]
         feed.reshard(one)

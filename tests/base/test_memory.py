@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import pathlib
 import sys
+import threading
 
+import jax
 import ml_dtypes
 import numpy as np
 import pytest
 
-from meshfeed._src.base import memory
+from meshfeed._src.base import memory, ownership
 
 
 @pytest.mark.parametrize("shape", [(3, 5), (), (0, 4), (5 << 20,), (1025, 1027, 4)])
@@ -66,3 +68,70 @@ def test_is_aligned_says_what_the_address_says() -> None:
     found = [memory.is_aligned(view) for view in views]
     assert found == [view.ctypes.data % 64 == 0 for view in views]
     assert found[:8] == [True, False, True, False, False, True, True, True]
+
+
+LARGE = (33 << 20,)  # has its own pages
+
+
+def filled(value: int) -> np.ndarray:
+    array = memory.empty(LARGE, np.uint8)
+    array[:] = value
+    return array
+
+
+def test_pages_are_used_again_only_when_nothing_uses_them() -> None:
+    array = filled(1)
+    address = memory.address(array)
+    last = array[7:].view(np.int8).reshape(-1)[3:]
+    del array
+    others = [filled(2), filled(3)]
+    assert address not in map(memory.address, others)
+    assert (last == 1).all()
+    del last
+    again = memory.empty((LARGE[0] // 4,), np.int32)
+    assert memory.address(again) == address
+    assert memory.is_aligned(again)
+    assert all((other == value).all() for other, value in zip(others, (2, 3), strict=True))
+
+
+def test_pages_of_a_sealed_array_are_writable_again() -> None:
+    array = ownership.seal(filled(1))
+    assert ownership.is_immutable(array)
+    address = memory.address(array)
+    del array
+    again = memory.empty(LARGE, np.uint8)
+    assert memory.address(again) == address
+    assert again.flags.writeable
+    assert not ownership.is_immutable(again)
+
+
+def test_pages_stay_while_a_jax_array_shares_them() -> None:
+    arrays = [jax.device_put(filled(value), jax.devices()[0]) for value in range(6)]
+    for _ in range(6):
+        filled(255)
+    for value, array in enumerate(arrays):
+        assert (np.asarray(array) == value).all()
+
+
+def test_threads_never_share_pages() -> None:
+    wrong = []
+
+    def work(value: int) -> None:
+        for _ in range(20):
+            array = filled(value)
+            wrong.extend([value] * bool((array != value).any()))
+
+    threads = [threading.Thread(target=work, args=(value,)) for value in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not wrong
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc")
+def test_few_free_pages_are_kept() -> None:
+    arrays = [filled(1) for _ in range(10)]
+    addresses = [memory.address(array) + 1024 for array in arrays]
+    del arrays
+    assert sum(resident(address) > 0 for address in addresses) <= 4

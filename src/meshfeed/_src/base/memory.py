@@ -4,14 +4,20 @@ XLA's CPU client aliases a numpy array if its address is a multiple of 64, regar
 returns such an address only sometimes; :func:`empty` always does, to avoid the copy. In exchange, a buffer passed to
 JAX must not be written while its ``jax.Array`` is alive, because the write would be visible in the array. Buffers are
 therefore newly allocated each time, and only code that has dropped the array may refill its buffer.
+
+Pages of large buffers are used again when the last array over them is gone (JAX keeps one until its ``jax.Array`` or its
+transfer has ended), because the system takes longer to supply and clear new pages than a copy takes to fill them. malloc
+does the same up to its largest ``M_MMAP_THRESHOLD``, 32 MiB.
 """
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import ctypes
 import math
 import mmap
+import weakref
 from collections.abc import Sequence
 from typing import Any
 
@@ -24,10 +30,51 @@ ALIGNMENT = 64
 _OWN_PAGES = 4 << 20  # bytes; the size from which numpy requests huge pages too
 
 
+_REUSED_FROM = 32 << 20  # bytes; malloc itself uses smaller ones again
+_MAX_FREE = 4  # mappings; a feed in a steady state frees one when it needs one
+
+
 def empty(shape: Sequence[int], dtype: DTypeLike) -> np.ndarray[Any, Any]:
     """Returns an uninitialized C-contiguous array whose address is a multiple of 64."""
     dtype = np.dtype(dtype)
-    return _placed(AlignedMemory(math.prod(shape) * dtype.itemsize + ALIGNMENT, np.uint8), shape, dtype)
+    size = math.prod(shape) * dtype.itemsize
+    if size < _REUSED_FROM:
+        return _placed(AlignedMemory(size + ALIGNMENT, np.uint8), shape, dtype)
+    pages = _free_pages.take(size) or _new_pages(size)
+    owner = AlignedMemory(size, np.uint8, pages)  # numpy would skip an owner that is a view of a plain array
+    weakref.finalize(owner, _free_pages.put, pages).atexit = False
+    return np.ndarray(shape, dtype, owner)
+
+
+class _FreePages:
+    """Mappings that no array uses. The system takes their memory if it needs it (``MADV_FREE``). Any thread."""
+
+    def __init__(self) -> None:
+        self._free: collections.deque[mmap.mmap] = collections.deque(maxlen=_MAX_FREE)  # the oldest ones are dropped
+
+    def put(self, pages: mmap.mmap) -> None:
+        with contextlib.suppress(OSError, AttributeError):  # a system without it
+            pages.madvise(mmap.MADV_FREE)
+        self._free.append(pages)
+
+    def take(self, size: int) -> mmap.mmap | None:
+        for pages in reversed(self._free.copy()):
+            if len(pages) == size:
+                with contextlib.suppress(ValueError):  # another thread has taken it
+                    self._free.remove(pages)
+                    return pages
+        return None
+
+
+_free_pages = _FreePages()
+
+
+def _new_pages(size: int) -> mmap.mmap:
+    pages = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)  # shared memory has no huge pages
+    if hasattr(mmap, "MADV_HUGEPAGE"):
+        with contextlib.suppress(OSError):  # a kernel without huge pages
+            pages.madvise(mmap.MADV_HUGEPAGE)  # as numpy does
+    return pages
 
 
 def zeros(shape: Sequence[int], dtype: DTypeLike) -> np.ndarray[Any, Any]:
@@ -41,15 +88,11 @@ def zeros(shape: Sequence[int], dtype: DTypeLike) -> np.ndarray[Any, Any]:
     size = math.prod(shape) * dtype.itemsize
     if size < _OWN_PAGES:
         return _placed(np.zeros(size + ALIGNMENT, np.uint8), shape, dtype)
-    pages = mmap.mmap(-1, size)
-    if hasattr(mmap, "MADV_HUGEPAGE"):
-        with contextlib.suppress(OSError):  # a kernel without huge pages
-            pages.madvise(mmap.MADV_HUGEPAGE)  # as numpy does
-    return np.frombuffer(pages, np.uint8).view(dtype).reshape(shape)
+    return np.frombuffer(_new_pages(size), np.uint8).view(dtype).reshape(shape)
 
 
 class AlignedMemory(np.ndarray):
-    """The unaligned allocation behind an array of :func:`empty`: uint8 ``[array.nbytes + 64]``."""
+    """The allocation behind an array of :func:`empty`: its bytes, and 64 more unless it has its own pages."""
 
 
 def _placed(raw: np.ndarray[Any, Any], shape: Sequence[int], dtype: np.dtype[Any]) -> np.ndarray[Any, Any]:
@@ -67,7 +110,7 @@ def address(array: np.ndarray[Any, Any]) -> int:
 def is_aligned(array: np.ndarray[Any, Any]) -> bool:
     """Whether the address of the first byte is a multiple of 64."""
     base: Any = array.base
-    if type(base) is AlignedMemory and base.nbytes == array.nbytes + ALIGNMENT and array.flags.c_contiguous:
+    if type(base) is AlignedMemory and array.nbytes + ALIGNMENT >= base.nbytes and array.flags.c_contiguous:
         return True  # an entire array of `empty`; this check takes a quarter of the time of reading the address
     return not address(array) % ALIGNMENT
 
