@@ -105,7 +105,14 @@ class ArrayHandler(ocp.type_handlers.ArrayHandler):
         # Not across an await: another coroutine on this thread may need the caller's mesh.
         with without_callers_settings():
             writes = [
-                plan_write(name, value, arg, self._write_options, early=self._copies_early(info))
+                plan_write(
+                    name,
+                    value,
+                    arg,
+                    self._write_options,
+                    early=self._copies_early(info),
+                    pinned=info.enable_pinned_host_transfer,
+                )
                 for name, value, info, arg in zip(names, values, infos, args, strict=True)
             ]
         pending = {name: one.digests for name, one in zip(names, writes, strict=True) if one.digests is not None}

@@ -84,7 +84,7 @@ class ArrayWrite(NamedTuple):
 
 
 def plan_write(
-    name: str, value: jax.Array, args: ocp.type_handlers.SaveArgs, options: WriteOptions, *, early: bool
+    name: str, value: jax.Array, args: ocp.type_handlers.SaveArgs, options: WriteOptions, *, early: bool, pinned: bool
 ) -> ArrayWrite:
     """Cuts an array for saving. All processes of its sharding must call it in the same order.
 
@@ -94,6 +94,7 @@ def plan_write(
       args: Orbax's settings for it.
       options: the handler's settings.
       early: copy to the host now, so that the caller may donate the array; else while it is written.
+      pinned: copy to page-locked memory of the host, if the devices have it.
     """
     if process_count() > 1 and value.is_fully_addressable:
         return ArrayWrite(value, args, value.sharding)  # Orbax rejects it with a clear message
@@ -133,7 +134,29 @@ def plan_write(
         return ArrayWrite(array, args, value.sharding, entry)
     if asked is None:  # a slice is a chunk (or a few, if Orbax slices too): known without opening it
         entry["chunk"] = entry["cell"]
+    if early and pinned and (copied := _in_pinned_memory(array, options.replica_id)) is not None:
+        digests = ShardDigests(copied, cell, options.replica_id, early=False, is_copy=True)
+        return ArrayWrite(copied, args, value.sharding, entry, digests)
     return ArrayWrite(array, args, value.sharding, entry, ShardDigests(array, cell, options.replica_id, early))
+
+
+_PINNED = "pinned_host"
+
+
+def _in_pinned_memory(array: jax.Array, replica_id: int | None) -> jax.Array | None:
+    """Returns a copy in page-locked host memory, which the device fills by itself; None without such memory.
+
+    On a GPU this is ten times as fast as a copy into memory that the system may move, and nobody waits for it: the copy is an
+    array of its own, so the caller may donate the original at once. None also if other replicas would be copied in vain.
+    """
+    held = array.addressable_shards
+    if {shard.replica_id for shard in held} != {held[0].replica_id if held and replica_id is None else replica_id}:
+        return None
+    for device in array.sharding.addressable_devices:
+        kinds = {memory.kind for memory in device.addressable_memories()}
+        if _PINNED not in kinds or array.sharding.memory_kind != device.default_memory().kind:
+            return None
+    return jax.device_put(array, array.sharding.with_memory_kind(_PINNED))
 
 
 def _placeholder(value: jax.Array) -> jax.Array:
@@ -191,10 +214,13 @@ class ShardDigests:
       cell: shape of the boxes that get a digest.
       replica_id: the replica that this process writes; None means the one it holds.
       early: copy to the host now; otherwise only when :meth:`compute` runs.
+      is_copy: the array is a copy that only the save has.
     """
 
-    def __init__(self, array: jax.Array, cell: Shape, replica_id: int | None, early: bool) -> None:
-        self._grid, self._early = Grid(array.shape, cell), early
+    def __init__(
+        self, array: jax.Array, cell: Shape, replica_id: int | None, early: bool, is_copy: bool = False
+    ) -> None:
+        self._grid, self._early, self._is_own = Grid(array.shape, cell), early, early or is_copy
         held = array.addressable_shards
         if replica_id is None and held:
             replica_id = held[0].replica_id
@@ -216,7 +242,7 @@ class ShardDigests:
         digests: dict[int, str] = {}
         while self._shards:
             box, data = self._shards.pop()
-            values = np.asarray(data if self._early else data.copy())  # copy first: jax.Array caches its host value
+            values = np.asarray(data if self._is_own else data.copy())  # copy first: jax.Array caches its host value
             for number in self._grid.touching(box):
                 digests[number] = digest(values[slices(self._grid.box(number), box)])
         return digests
