@@ -7,11 +7,10 @@ import pathlib
 import jax
 import jax.numpy as jnp
 import numpy as np
+import orbax.checkpoint as ocp
 import pytest
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
-
-ocp = pytest.importorskip("orbax.checkpoint")
 
 from meshfeed._src.checkpoint import array_handler
 from meshfeed._src.checkpoint.write import WriteOptions, plan_write

@@ -165,6 +165,11 @@ def save_until_killed(url: str, directory: str, seconds: float, victim: int):
                 log.write_text(str(step))
 
 
+def lost_coordinator(error: BaseException | None) -> bool:
+    """Whether a host's error says that host 0 does not answer any more."""
+    return type(error).__name__ == "JaxRuntimeError" and str(error).startswith("UNAVAILABLE")
+
+
 def kill(tmp_path: pathlib.Path, rounds: int) -> int:
     """Kills host 0 first, host 1 first, or both at once, again and again; returns the newest step at the end."""
     rng = random.Random(5)
@@ -176,8 +181,8 @@ def kill(tmp_path: pathlib.Path, rounds: int) -> int:
                     pool.run(save_until_killed, url, str(tmp_path), rng.uniform(0.0, 2.5), rng.randrange(3))
                 text = str(raised.value)
                 assert "AssertionError" not in text, text
-                codes = {result.returncode for result in raised.value.results}
-                # JAX ends host 1 by SIGABRT once host 0, the coordinator, is gone.
+                codes = {result.returncode for result in raised.value.results if not lost_coordinator(result.error)}
+                # JAX ends host 1 by SIGABRT once host 0, the coordinator, is gone; a request may fail just before that.
                 assert -signal.SIGKILL in codes <= {-signal.SIGKILL, -signal.SIGABRT}, text
         root = StorePath(url)
         committed = max(int(path.read_text()) for path in tmp_path.glob("committed-*"))
