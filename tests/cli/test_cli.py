@@ -371,6 +371,7 @@ def test_a_file_in_place_of_a_folder_is_refused_in_words(command: str, tmp_path:
 
 @pytest.mark.parametrize("command", ["inspect", "verify"])
 def test_a_bucket_that_cannot_be_read_is_one_message(command: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("s3fs")
     for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_SESSION_TOKEN", "AWS_PROFILE"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("AWS_SHARED_CREDENTIALS_FILE", "nowhere")

@@ -145,6 +145,10 @@ def test_what_no_device_holds_is_named(paths: str) -> None:
 def test_a_null_in_a_list_of_a_record_is_none(kind: Any, tmp_path: pathlib.Path) -> None:
     rows = [[2**53 + 1, None], [1, 2], None]
     pq.write_table(pa.table({"x": pa.array(rows, kind)}), tmp_path / "a.parquet")
+    if isinstance(kind, pa.FixedSizeListType) and int(pa.__version__.partition(".")[0]) < 26:
+        with pytest.raises(SourceError, match="pyarrow>=26"):
+            Parquet(tmp_path / "a.parquet").__getitems__(range(3))
+        return
     records = Parquet(tmp_path / "a.parquet").__getitems__(range(3))
     assert [records[0]["x"], records[2]["x"]] == [[2**53 + 1, None], None]
     np.testing.assert_array_equal(records[1]["x"], np.array([1, 2]), strict=True)

@@ -7,7 +7,7 @@ import io
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any, BinaryIO
 
-from meshfeed._src.base.errors import CorruptDataError, missing_package
+from meshfeed._src.base.errors import CorruptDataError, SourceError, missing_package
 from meshfeed._src.sources.files.formats import reader_hint
 
 if TYPE_CHECKING:
@@ -18,6 +18,9 @@ if TYPE_CHECKING:
 _BATCH_BYTES = 1 << 19
 # Without a read buffer, Arrow keeps all compressed pages of a row group in memory.
 _READ_BYTES = 1 << 16
+
+
+_NULL_LIST = "Expected all lists to be of size"
 
 
 class ParquetFile:
@@ -94,6 +97,11 @@ class ParquetFile:
         except (MemoryError, NotImplementedError, pa.ArrowCancelled):
             raise  # says nothing about the file: its records must not be replaced as bad ones
         except (pa.ArrowException, ValueError, OverflowError) as error:
+            if _NULL_LIST in str(error):  # before pyarrow 26
+                raise SourceError(
+                    f"{self.path}: pyarrow {pa.__version__} cannot read a list of fixed size that is null ({error}). "
+                    "Run pip install 'pyarrow>=26', or write the column as lists of any size."
+                ) from error
             raise damaged(self.path, error) from error
 
     def batches(
