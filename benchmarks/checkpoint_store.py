@@ -53,7 +53,7 @@ def serve(bandwidth: float) -> None:
     class Quiet(WSGIRequestHandler):
         protocol_version = "HTTP/1.1"
 
-        def log(self, *args: object) -> None:  # noqa: D102 (werkzeug calls it)
+        def log(self, *args: object) -> None:
             pass
 
     server = make_server("127.0.0.1", 0, link, threaded=True, request_handler=Quiet)

@@ -242,10 +242,16 @@ def test_a_bucket_that_does_not_exist(s3, mesh):
             ckpt.wait()
 
 
+NO_DATA = ("commit_success.txt", "_CHECKPOINT_METADATA")
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
 def test_bit_flips(s3, mesh):
-    """On a store in memory in CI, on an emulated S3 with ``MESHFEED_SOAK=1``: every flip is refused or harmless."""
+    """On a store in memory in CI, on an emulated S3 with ``MESHFEED_SOAK=1``: every flip is noticed.
+
+    Except in the times of Orbax's ``_CHECKPOINT_METADATA``, and in bits of zstd that decode to the same values.
+    """
     soak = bool(os.environ.get("MESHFEED_SOAK"))
     directory, count = (f"{BUCKET}/flips", 200) if soak else ("memory://bucket/flips", 50)
     state, feed = state_at(1, mesh), CountingFeed()
@@ -253,7 +259,7 @@ def test_bit_flips(s3, mesh):
     with Checkpointer(directory) as ckpt:
         ckpt.save(1, state, feed)
     root = StorePath(directory) / "1"
-    sizes = {name: size for name, size in root.sizes().items() if size and name != "commit_success.txt"}
+    sizes = {name: size for name, size in root.sizes().items() if size and name not in NO_DATA}
     rng, objected, started = np.random.default_rng(5), 0, time.monotonic()
     odds = np.array(list(sizes.values())) ** 0.5  # not the largest object each time
     with Checkpointer(directory) as ckpt:
@@ -261,4 +267,4 @@ def test_bit_flips(s3, mesh):
             path = root / str(rng.choice(list(sizes), p=odds / odds.sum()))
             with flipped(path, rng):
                 objected += is_refused(ckpt, state) or is_noticed(directory)
-    assert objected >= 0.95 * count, f"{objected} of {count} after {time.monotonic() - started:.0f} s"
+    assert objected >= 0.99 * count, f"{objected} of {count} after {time.monotonic() - started:.0f} s"

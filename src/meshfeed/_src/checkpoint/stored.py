@@ -194,16 +194,7 @@ def _describe_files(item: epath.Path) -> dict[str, list[JsonValue]]:
 
 def write_files_part(item: epath.Path) -> None:
     """Writes the part of a manifest with this process's files, all of which are in a local folder, to be stored elsewhere."""
-    files = {
-        name: [size, digest if _holds_no_values(item, name) else None]
-        for name, (size, digest) in _describe_files(item).items()
-    }
-    write_part(item, f"{ARRAYS_PART}files-{process_index()}", {}, files=files)
-
-
-def _holds_no_values(item: epath.Path, name: str) -> bool:
-    """Whether a file is not a chunk; the values in chunks have digests."""
-    return "/" not in name or name.rpartition("/")[2].startswith(".") or name.startswith("array_metadatas/")
+    write_part(item, f"{ARRAYS_PART}files-{process_index()}", {}, files=_describe_files(item))
 
 
 def file_problems(item: epath.Path, manifest: Manifest, *, content: bool) -> Iterator[tuple[epath.Path, str]]:
