@@ -14,6 +14,7 @@ import os
 import pathlib
 import platform
 import statistics
+import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -177,6 +178,7 @@ def machine() -> dict[str, Any]:
     return {
         "cores": os.cpu_count(),
         "processor": model or platform.processor(),
+        "accelerator": _accelerator(),
         "system": platform.platform(),
         "load": [round(load, 1) for load in os.getloadavg()],
         "python": platform.python_version(),
@@ -185,11 +187,27 @@ def machine() -> dict[str, Any]:
     }
 
 
+def _accelerator() -> str:
+    """Name and number of NVIDIA's devices; a TPU names itself in the titles of tables."""
+    try:
+        command = ["nvidia-smi", "--query-gpu=name", "--format=csv,noheader"]
+        names = subprocess.run(command, capture_output=True, text=True, check=True).stdout.split("\n")[:-1]
+    except (OSError, subprocess.CalledProcessError):
+        return ""
+    return f"{len(names)} × {names[0]}" if names else ""
+
+
+def name_of_machine(found: Mapping[str, Any]) -> str:
+    """What tells machines apart: cores, processor and accelerator."""
+    accelerator = found.get("accelerator")
+    return f"{found['cores']} cores ({found['processor']})" + (f", {accelerator}" if accelerator else "")
+
+
 def describe_machine(found: Mapping[str, Any]) -> str:
     """One paragraph."""
     versions = ", ".join(f"{name} {version}" for name, version in found["versions"].items())
     return (
-        f"{found['time']}; {found['cores']} cores ({found['processor']}), load {found['load'][0]} at the start; "
+        f"{found['time']}; {name_of_machine(found)}, load {found['load'][0]} at the start; "
         f"{found['system']}; Python {found['python']}; {versions}"
     )
 

@@ -245,7 +245,7 @@ def test_from_cpu_devices_to_the_accelerator_and_back() -> None:
         values = np.arange(1024, dtype=np.int32)
         host = NamedSharding(jax.make_mesh((1,), ("data",), axis_types=(AxisType.Auto,), devices=cpus[:1]), P("data"))
         there = [host, sharding(), host]
-        state, taken = None, []
+        state, taken, ids = None, [], []
         for where in there:
             with meshfeed.Feed(values, where, global_batch_size=64, shuffle=True) as feed:
                 if state is not None:
