@@ -79,7 +79,7 @@ static PyObject *py_permute(PyObject *self, PyObject *args) {
     }
     PyBuffer_Release(&ids), PyBuffer_Release(&constants);
     if (!valid) return NULL;
-    Py_RETURN_NONE;
+    return Py_NewRef(Py_None);  // not Py_RETURN_NONE: from Python 3.12's headers it takes no reference, which 3.11 needs
 }
 
 static PyMethodDef methods[] = {

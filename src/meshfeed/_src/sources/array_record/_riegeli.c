@@ -723,7 +723,7 @@ static PyObject *py_read_chunk(PyObject *module, PyObject *args) {
   int fd;
   long long offset, data_size;
   if (!PyArg_ParseTuple(args, "iLL:read_chunk", &fd, &offset, &data_size)) return NULL;
-  if (offset < 0 || data_size < 0 || data_size > MAX_CHUNK_BYTES) Py_RETURN_NONE;
+  if (offset < 0 || data_size < 0 || data_size > MAX_CHUNK_BYTES) return Py_NewRef(Py_None);
   int64_t span = span_of(offset, CHUNK_HEADER_BYTES + data_size), got, found = -1;
   uint8_t *chunk = malloc((size_t)span);
   if (!chunk) return PyErr_NoMemory();
