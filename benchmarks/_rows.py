@@ -62,7 +62,13 @@ ROWS = (
         "on_device", "on_device", "--mebibytes 16 64 --rounds 3", 2.0, "2 % stall at a load of 0.9; a copy to the host"
     ),
     Row("restore", "restore", "--rounds 2", 1.5, "Orbax's seconds, and each byte read once"),
-    Row("checkpoint_store", "checkpoint_store", "--rounds 3", 1.5, "0.8 of s3fs with as many requests"),
+    Row(
+        "checkpoint_store",
+        "checkpoint_store",
+        "--rounds 2 --mib 768 --bandwidths-mb 0 100",
+        3.0,
+        "0.8 of s3fs with as many requests",
+    ),
     Row("cluster", "cluster", "", 2.0, "requests per host that do not grow with the hosts"),
     Row("agreement", "agreement", "--hosts 2 4 --simulated 256 1024 --rounds 3 --windows 4", 2.0, "1 % of a step"),
     Row("auto", "auto", "--only JPEG cheap --rounds 3 --threads 2 4 --settle 20", 2.0, "0.9 of the best fixed numbers"),

@@ -199,12 +199,11 @@ def test_the_picture_of_the_measurements_has_their_figures(
     tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(ROOT)
-    from benchmarks._measure import read_tables
+    from benchmarks._page import pictured
     from benchmarks._picture import draw
 
-    tables = read_tables("docs/explanation/measurements.json")
-    draw(str(tmp_path / "fresh.svg"), [table for group in tables.values() for table in group])
+    draw(str(tmp_path / "fresh.svg"), pictured())
     shown = pathlib.Path("docs/explanation/measurements.svg").read_text()
-    assert (tmp_path / "fresh.svg").read_text() == shown, "run scripts/bench --draw docs/explanation/measurements.json"
+    assert (tmp_path / "fresh.svg").read_text() == shown, "run scripts/bench --page"
     assert "prefers-color-scheme: dark" in shown
     assert min(float(size) for size in re.findall(r'font-size="([\d.]+)"', shown)) >= 12
