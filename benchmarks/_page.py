@@ -33,10 +33,12 @@ def make_page() -> str:
 
     def tables_of(match: re.Match[str]) -> str:
         name = match[1]
-        parts = [_describe(where, rows[name]) for where, rows in machines.items() if name in rows]
-        if not parts:
+        measured = {where: rows[name] for where, rows in machines.items() if name in rows}
+        if not measured:
             raise KeyError(f"{TEMPLATE.name} has the row {name!r}, which {FIGURES.name} does not have")
-        return "\n\n".join(parts)
+        goals = dict.fromkeys(figures["goal"] for figures in measured.values() if figures["goal"])
+        parts = [f"*Goal: {goal}.*" for goal in goals]
+        return "\n\n".join([*parts, *(_describe(where, figures) for where, figures in measured.items())])
 
     note = "<!-- Made by scripts/bench --page from measurements.json and benchmarks/measurements.md. Do not edit. -->"
     return f"{note}\n\n{_ROW.sub(tables_of, TEMPLATE.read_text())}"
@@ -45,9 +47,7 @@ def make_page() -> str:
 def _describe(where: str, figures: dict[str, Any]) -> str:
     machine = figures["machine"]
     versions = ", ".join(f"{name} {version}" for name, version in machine["versions"].items())
-    lines = [f"*Goal: {figures['goal']}.*\n"] if figures["goal"] else []
-    for table in figures["tables"]:
-        lines += [Table(**table).markdown().replace("### ", "#### ", 1)]
+    lines = [Table(**table).markdown().replace("### ", "#### ", 1) for table in figures["tables"]]
     after = "" if figures["load after"] is None else f" and {figures['load after']} after"
     lines.append(
         f"<small>`{figures['command']}`, {machine['time']}, {where}, load {machine['load'][0]} before{after}, commit "
