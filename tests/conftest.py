@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import pathlib
+import sys
 import tempfile
 from collections.abc import Iterator
 from typing import Any
@@ -44,10 +45,21 @@ def _temporary_files(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]
 def memory() -> Iterator[Any]:
     """fsspec's file system in memory, which is empty again afterwards."""
     fsspec = pytest.importorskip("fsspec")
-    files = fsspec.filesystem("memory")
-    yield files
-    files.store.clear()
-    files.pseudo_dirs[:] = [""]
+    yield fsspec.filesystem("memory")
+    _clear_memory()
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _memory_of_a_file() -> Iterator[None]:
+    """No file of tests finds in memory what another left there: all use the same few URLs."""
+    yield
+    _clear_memory()
+
+
+def _clear_memory() -> None:
+    if module := sys.modules.get("fsspec.implementations.memory"):
+        module.MemoryFileSystem.store.clear()
+        module.MemoryFileSystem.pseudo_dirs[:] = [""]
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

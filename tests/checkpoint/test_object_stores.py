@@ -247,7 +247,7 @@ NO_DATA = ("commit_success.txt", "_CHECKPOINT_METADATA")
 
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
-def test_bit_flips(s3, mesh):
+def test_bit_flips(s3, memory, mesh):
     """On a store in memory in CI, on an emulated S3 with ``MESHFEED_SOAK=1``: every flip is noticed.
 
     Except in the times of Orbax's ``_CHECKPOINT_METADATA``, and in bits of zstd that decode to the same values.

@@ -171,9 +171,8 @@ def test_missing_files_are_named(tmp_path) -> None:
             ArrayRecord(paths)  # type: ignore[arg-type]
 
 
-def test_urls_that_are_no_files() -> None:
-    fsspec = pytest.importorskip("fsspec")
-    fsspec.filesystem("memory").pipe_file("/bucket/x", b"1")
+def test_urls_that_are_no_files(memory) -> None:
+    memory.pipe_file("/bucket/x", b"1")
     with pytest.raises(CorruptDataError, match=r"memory:///bucket/x: 1 bytes without the postscript"):
         ArrayRecord("memory://bucket/*")
     with pytest.raises(SourceError, match=r"got the folder 'memory://bucket'"):
