@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import shutil
 
 import jax
 import jax.numpy as jnp
@@ -45,6 +46,25 @@ def test_a_save_that_fails_leaves_the_step_before(tmp_path, monkeypatch, part):
         assert ckpt.save(3, state, feed)
         ckpt.wait()
         assert sorted(path.name for path in (tmp_path / "c").iterdir()) == ["1", "3"]  # nothing of step 2 is left
+
+
+def test_a_second_process_in_the_folder_is_named(tmp_path, monkeypatch):
+    """Each of two processes without jax.distributed.initialize() takes itself for the whole job, and removes leftovers."""
+    write = stored.write_part
+
+    def remove(item, name, digests, **content):
+        shutil.rmtree(tmp_path / "c/1.orbax-checkpoint-tmp", ignore_errors=True)
+        write(item, name, digests, **content)
+
+    with Checkpointer(tmp_path / "c", save_interval_steps=1) as ckpt:
+        with monkeypatch.context() as patch:
+            for module in (array_handler, handlers, stored):
+                patch.setattr(module, "write_part", remove)
+            ckpt.save(1, {"x": np.arange(3)})
+            with pytest.raises(CheckpointError, match=r"saving step 1 failed: .*another process .*initialize\(\)") as failed:
+                ckpt.wait()
+        assert failed.value.step == 1
+        assert ckpt.save(1, {"x": np.arange(3)})
 
 
 @pytest.mark.slow

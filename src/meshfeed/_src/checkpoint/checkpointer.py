@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import logging
 import math
 import operator
@@ -85,6 +86,11 @@ _ELSEWHERE = (
 _CANNOT_RESUME = (
     "step %d: no run can continue from the position that is saved with it: %s A restore of this step must leave out the "
     "feed, and the data then begin again."
+)
+_CHANGED = (errno.EEXIST, errno.ENOENT, errno.ENOTEMPTY)  # as nobody else makes or removes the files of a save
+_OTHER_PROCESS = (
+    ". Something else makes or removes files of this folder: another process that saves here, perhaps. If both belong to "
+    "one job, call jax.distributed.initialize() in each before anything else; if not, give each job a folder of its own."
 )
 _CLOSE_SECONDS = 300.0
 _GOODBYE_SECONDS = 1.0
@@ -422,6 +428,8 @@ class Checkpointer:
                 first = first.__context__
             step = None if self._saving is None else self._saving.step
             text = f"{self._directory}: saving step {step} failed: {first}"
+            if process_count() == 1 and getattr(first, "errno", None) in _CHANGED:
+                text += _OTHER_PROCESS
             # Orbax keeps the error until the next save, and its traceback would keep the caller's train state alive.
             raise CheckpointError(text, step=step) from error.with_traceback(None)
 
