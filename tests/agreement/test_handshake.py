@@ -336,13 +336,13 @@ def test_followers_are_told_by_a_reducer_that_cannot_take_part(
     assert bool(told) == (bad == 0 and not refused)
 
 
-def test_a_failure_for_followers_replaces_that_of_the_generation_before_the_last() -> None:
+def test_a_failure_for_followers_replaces_those_of_generations_before_the_last() -> None:
     store = CountingStore()
     for generation in range(1, 9):
         store.set(followers.follow_key("feed/train", generation), "{}")
     followers.announce_failure(store, "feed/train", 4, OSError("no disk"))
     gone = {followers.follow_key("feed/train", number) for number in range(1, 9)} - set(store.keys)
-    assert gone == {followers.follow_key("feed/train", 2)}
+    assert gone == {followers.follow_key("feed/train", number) for number in (1, 2)}
     assert "no disk" in (store.try_get(followers.follow_key("feed/train", 4)) or "")
 
 

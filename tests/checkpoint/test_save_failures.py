@@ -61,7 +61,9 @@ def test_a_second_process_in_the_folder_is_named(tmp_path, monkeypatch):
             for module in (array_handler, handlers, stored):
                 patch.setattr(module, "write_part", remove)
             ckpt.save(1, {"x": np.arange(3)})
-            with pytest.raises(CheckpointError, match=r"saving step 1 failed: .*another process .*initialize\(\)") as failed:
+            with pytest.raises(
+                CheckpointError, match=r"saving step 1 failed: .*another process .*initialize\(\)"
+            ) as failed:
                 ckpt.wait()
         assert failed.value.step == 1
         assert ckpt.save(1, {"x": np.arange(3)})

@@ -111,7 +111,8 @@ OPTIONS: dict[str, list[Any]] = {
     "resume_load": ["sharded", "once", "first"],
     "resume_batch": ["same", "other"],
     "resume_prefetch": [0, 2],
-    "reshard": ["none", "there", "back", "ahead", "lost"],  # "ahead": some hosts have taken a batch more
+    # "ahead": some hosts have taken a batch more; "fails": at first on one host
+    "reshard": ["none", "there", "back", "ahead", "lost", "fails"],
     "weights": ["none", "next", "later", "replaced", "twice", "away"],
     "midway": ["last", "first"],  # phase in which the feed is resharded or gets weights
 }
@@ -235,7 +236,7 @@ def _midway_forbidden(source: str, has: Callable[..., bool], differs: Callable[[
         yield source == "mixture_stop" and has("num_epochs", None)  # which views allow, as they have an end
     if not differs("reshard", "none"):
         return
-    yield has("fault", *ODD) or has("outside", "late")
+    yield has("fault", *ODD)
     yield has("reshard", "ahead") and differs(
         "load", "sharded"
     )  # rows would move between hosts that are at other steps
@@ -1024,6 +1025,7 @@ class Event:
     phase: Phase | None = None  # after the action: the feed may be on another sharding
     total: int | None = None  # records of a random-access stream, unless there is no end or it depends on the steps
     refused: tuple[int, ...] = ()  # hosts on which the action raises a SettingsError
+    unable: int | None = None  # the host that cannot do it, which raises a PlanError; the others a PeerError
     gone: tuple[int, ...] = ()  # hosts that then close their feeds for good
     present: int = 0  # number of hosts that have the feed
 
@@ -1211,6 +1213,7 @@ class Case:
             "back": [("reshard", there), ("take", 2), ("reshard", back)],
             "ahead": [("ahead",), ("reshard", there)],
             "lost": [("reshard", there, "lost")],
+            "fails": [("reshard", there, "fails"), ("take", 1), ("reshard", there)],
         }[config["reshard"]]
         if not set_weights and not move:
             return
@@ -1465,7 +1468,7 @@ class Case:
             run.place = _Place(added=run.place.added)
         elif action[0] == "reshard":
             run.phase = self._reshard(event, run.phase, run.present)
-            run.failed = run.failed and bool(event.refused)
+            run.failed = run.failed and (bool(event.refused) or event.unable is not None)
             run.present -= set(event.gone)
         elif action[0] == "weights":
             run.place = self._set_weights(event, run.phase, run.place, run.present)
@@ -1501,7 +1504,11 @@ class Case:
                 event.refused = tuple(present)
                 return phase
         left_out = tuple(host for host in present if host >= topology.hosts)
-        if self.config["source"] in STREAMS and topology.hosts == 1:  # which no host can follow
+        alone = self.config["source"] in STREAMS and topology.hosts == 1  # which no host can follow
+        if "fails" in event.action:
+            event.unable, event.refused = topology.hosts - 1, left_out if alone else ()
+            return phase
+        if alone:
             event.refused = event.gone = left_out
         elif "lost" in event.action:
             event.gone = tuple(host for host in left_out if host < phase.topology.hosts)

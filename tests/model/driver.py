@@ -495,6 +495,13 @@ class _Player:
         devices = self.world.devices(self.case.processes, topology.devices)
         sharding = sharding_of(self.case, dataclasses.replace(self.phase, topology=topology), devices)
         refused = self.host in event.refused
+        if event.unable is not None:
+            if refused:
+                self._unless_refused(where, True, lambda: self.feed.reshard(sharding))
+            else:
+                self._unable_to_reshard(event, where, sharding)
+            self._wait_for_all(event, where)  # a host that calls again may meet those that have not seen the failure
+            return
         self._unless_refused(where, refused, lambda: self.feed.reshard(sharding))
         if self.gone:
             self.feed.close()
@@ -502,16 +509,37 @@ class _Player:
         self.phase, self.has_structure, self.first_step = event.phase, False, event.step
         self.moved = self.moved or not refused  # the state has no other lanes than this host reads
 
+    def _unable_to_reshard(self, event: Event, where: str, sharding: Any) -> None:
+        """One host has a mesh of the same hosts that divides no batch."""
+        kind, host = meshfeed.PeerError, event.unable
+        if self.host == host:
+            mesh = jax.tree.leaves(sharding)[0] if isinstance(sharding, dict) else sharding
+            devices = list(np.asarray(getattr(mesh, "mesh", mesh).devices).flat)
+            kind, sharding = meshfeed.PlanError, Mesh(np.array(devices * 1009), ("data",))
+        try:
+            self.feed.reshard(sharding)
+        except kind as error:
+            if kind is meshfeed.PeerError and error.host != host:
+                raise AssertionError(f"{where}: raised {error!r}, not about host {host}") from error
+        except Exception as error:
+            raise AssertionError(f"{where}: raised {error!r}") from error
+        else:
+            raise AssertionError(f"{where}: did not fail")
+        self.has_structure = False
+
     def _weights(self, event: Event, where: str, weights: Any, later: int | None) -> None:
         if event.present > self.phase.topology.hosts and self.case.config["fault"] not in ODD:
             # Hosts that follow may be no more than two generations behind.
-            self.world.put(f"{self.name}/{where}", self.host, None)
-            self.world.gather(f"{self.name}/{where}", event.present)
+            self._wait_for_all(event, where)
         from_step = None if later is None else self.feed.step + later
         refused = self.host in event.refused
         self._unless_refused(where, refused, lambda: self.feed.set_weights(weights, from_step=from_step))
         if not refused:
             self.has_structure, self.first_step = False, event.step
+
+    def _wait_for_all(self, event: Event, where: str) -> None:
+        self.world.put(f"{self.name}/{where}", self.host, None)
+        self.world.gather(f"{self.name}/{where}", event.present)
 
     def _unless_refused(self, where: str, refused: bool, call: Callable[[], None]) -> None:
         try:

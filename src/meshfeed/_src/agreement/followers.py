@@ -39,7 +39,14 @@ def announce_failure(store: KeyValueStore, scope: str, generation: int, error: B
     """Tells followers that the participants cannot begin a generation, because of ``error``."""
     failed = Announcement(0, 0, Stop(0, (Failure.exact(error),)))
     store.set(follow_key(scope, generation), json.dumps(failed.to_json()), overwrite=True)
-    store.delete(follow_key(scope, generation - 2))
+    _forget(store, scope, generation - 2)
+
+
+def _forget(store: KeyValueStore, scope: str, generation: int) -> None:
+    """Deletes the keys of a generation and those before: a generation that announced nothing has deleted no other's."""
+    for name in store.directory(follow_key(scope, 0).rpartition("/")[0]):
+        if name.isdecimal() and int(name) <= generation:
+            store.delete(follow_key(scope, int(name)))
 
 
 class Summary:
@@ -53,7 +60,7 @@ class Summary:
 
     def __init__(self, store: KeyValueStore, scope: str, generation: int) -> None:
         self._store, self._key = store, follow_key(scope, generation)
-        self._previous = follow_key(scope, generation - 2)
+        self._scope, self._generation = scope, generation
         self._contents: AnnouncedContents = {}
         self._begun = False
 
@@ -71,7 +78,7 @@ class Summary:
         self._store.set(self._key, json.dumps(summary.to_json()), overwrite=True)
         if not self._begun:
             self._begun = True
-            self._store.delete(self._previous)
+            _forget(self._store, self._scope, self._generation - 2)
 
 
 class Follower:
