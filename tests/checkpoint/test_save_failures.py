@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import io
-import shutil
 
 import jax
 import jax.numpy as jnp
@@ -48,25 +47,32 @@ def test_a_save_that_fails_leaves_the_step_before(tmp_path, monkeypatch, part):
         assert sorted(path.name for path in (tmp_path / "c").iterdir()) == ["1", "3"]  # nothing of step 2 is left
 
 
-def test_a_second_process_in_the_folder_is_named(tmp_path, monkeypatch):
+@pytest.mark.parametrize(
+    "error",
+    [
+        FileExistsError(17, "File exists"),
+        FileNotFoundError(2, "No such file or directory"),
+        OSError(39, "Directory not empty"),
+        ValueError('NOT_FOUND: Error writing "x/0" in OCDBT database'),  # of TensorStore
+        OSError(28, "No space left on device"),
+    ],
+    ids=lambda error: str(error)[:12],
+)
+def test_a_second_process_in_the_folder_is_named(tmp_path, monkeypatch, error):
     """Each of two processes without jax.distributed.initialize() takes itself for the whole job, and removes leftovers."""
-    write = stored.write_part
 
-    def remove(item, name, digests, **content):
-        shutil.rmtree(tmp_path / "c/1.orbax-checkpoint-tmp", ignore_errors=True)
-        write(item, name, digests, **content)
+    def fail(item, name, digests, **content):
+        raise error
 
     with Checkpointer(tmp_path / "c", save_interval_steps=1) as ckpt:
         with monkeypatch.context() as patch:
             for module in (array_handler, handlers, stored):
-                patch.setattr(module, "write_part", remove)
+                patch.setattr(module, "write_part", fail)
             ckpt.save(1, {"x": np.arange(3)})
-            with pytest.raises(
-                CheckpointError, match=r"saving step 1 failed: .*another process .*initialize\(\)"
-            ) as failed:
+            with pytest.raises(CheckpointError, match="saving step 1 failed: ") as failed:
                 ckpt.wait()
-        assert failed.value.step == 1
-        assert ckpt.save(1, {"x": np.arange(3)})
+        named = "another process that saves here" in str(failed.value) and "initialize()" in str(failed.value)
+        assert named == (getattr(error, "errno", None) != 28)
 
 
 @pytest.mark.slow

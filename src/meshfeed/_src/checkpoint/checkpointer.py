@@ -428,7 +428,9 @@ class Checkpointer:
                 first = first.__context__
             step = None if self._saving is None else self._saving.step
             text = f"{self._directory}: saving step {step} failed: {first}"
-            if process_count() == 1 and getattr(first, "errno", None) in _CHANGED:
+            # Not found, in the words of TensorStore.
+            changed = getattr(first, "errno", None) in _CHANGED or str(first).startswith("NOT_FOUND:")
+            if process_count() == 1 and changed:
                 text += _OTHER_PROCESS
             # Orbax keeps the error until the next save, and its traceback would keep the caller's train state alive.
             raise CheckpointError(text, step=step) from error.with_traceback(None)
