@@ -70,11 +70,16 @@ class Job:
         self.store = store
         self._here = threading.local()
         monkeypatch.setattr(coordination, "key_value_store", lambda: store)
-        monkeypatch.setattr(coordination, "process_index", lambda: getattr(self._here, "host", 0))
+        monkeypatch.setattr(coordination, "process_index", lambda: self.host)
+
+    @property
+    def host(self) -> int:
+        """The process that this thread is."""
+        return getattr(self._here, "host", 0)
 
     def on(self, host: int, function: Callable[..., R], *args: Any) -> R:
         """Calls the function as ``host``, on this thread."""
-        before = getattr(self._here, "host", 0)
+        before = self.host
         self._here.host = host
         try:
             return function(*args)

@@ -1,4 +1,4 @@
-"""Meetings leave no keys but the results that hosts may still need, however they end."""
+"""Meetings leave no keys but the results that hosts may still need, however they end, and hosts find these."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 from hosts import CountingStore, Job
 
 import meshfeed
-from meshfeed import PeerError, StalledError
+from meshfeed import AgreementError, PeerError, StalledError
 from meshfeed._src.agreement.meeting import Meetings, Outcome
 from meshfeed._src.base import coordination
 
@@ -31,18 +31,32 @@ class Hosts:
         monkeypatch.setattr(coordination, "process_count", lambda: len(HOSTS))
         self.meetings = [Meetings("feed/x") for _ in HOSTS]
 
-    def meet(self, participants: Any = HOSTS, hosts: Any = None, seconds: float = 20.0) -> list[Any]:
+    def meet(
+        self, participants: Any = HOSTS, hosts: Any = None, seconds: float = 20.0, conclude: Any = None
+    ) -> list[Any]:
         """What hosts get, by default all participants."""
 
         def on_host(host: int) -> Outcome:
             return self.meetings[host].meet(
-                participants, host, lambda offers: sum(offers.values()), timeout_seconds=seconds
+                participants, host, conclude or (lambda offers: sum(offers.values())), timeout_seconds=seconds
             )
 
         return self.job.run(participants if hosts is None else hosts, on_host)
 
     def fail(self, host: int, participants: Any = HOSTS) -> None:
         self.job.on(host, self.meetings[host].fail, participants, meshfeed.PlanError("5 rows on 3 hosts"))
+
+    def fail_last(self, host: int) -> list[Any]:
+        """What the others get if a host fails once they are there."""
+        others = [other for other in HOSTS if other != host]
+        found = list[Any]()
+        waiting = threading.Thread(target=lambda: found.extend(self.meet(hosts=others)))
+        waiting.start()
+        while len(self.keys("/in/")) < len(others):
+            time.sleep(0.01)
+        self.fail(host)
+        waiting.join()
+        return found
 
     def keys(self, part: str = "") -> list[str]:
         return [key for key in self.store.keys if part in key]
@@ -61,13 +75,7 @@ def test_a_failure_leaves_no_offer_whoever_fails_and_whenever(hosts: Hosts, fail
         hosts.fail(failing)
         found = hosts.meet(hosts=others)
     else:
-        waiting = threading.Thread(target=lambda: found.extend(hosts.meet(hosts=others)))
-        found = list[Any]()
-        waiting.start()
-        while len(hosts.keys("/in/")) < len(others):
-            time.sleep(0.01)
-        hosts.fail(failing)
-        waiting.join()
+        found = hosts.fail_last(failing)
     assert [(type(error), error.host) for error in found] == [(PeerError, failing)] * 2
     assert hosts.keys("/in/") == []
     assert len(hosts.keys()) == 1, "hosts that come later must see that the meeting has failed"
@@ -110,3 +118,76 @@ def test_a_failure_of_an_earlier_meeting_is_told_to_the_host_that_comes_late(hos
     (error,) = hosts.meet(hosts=[0])
     assert isinstance(error, PeerError)
     assert "host 2 cannot continue on this sharding: PlanError: 5 rows on 3 hosts" in str(error)
+
+
+def refuse(offers: Any) -> Any:
+    raise AgreementError(f"hosts differ: {offers}")
+
+
+@pytest.mark.parametrize("failing", [*HOSTS, None])
+def test_repeated_failures_leave_the_key_of_the_last(hosts: Hosts, failing: int | None) -> None:
+    for number in range(4):
+        found = hosts.meet(conclude=refuse) if failing is None else hosts.fail_last(failing)
+        assert {type(error) for error in found} == {AgreementError if failing is None else PeerError}
+        assert hosts.keys() == [f"meshfeed/follow/feed/x-on-all-{number}/meet/out"]
+    assert [outcome.result for outcome in hosts.meet()] == [3, 3, 3]
+    assert hosts.keys() == ["meshfeed/follow/feed/x-on-all-4/meet/out"]
+
+
+def test_a_failure_is_kept_until_all_participants_have_come_again(hosts: Hosts) -> None:
+    hosts.fail(1)
+    assert {type(error) for error in hosts.meet(hosts=[0])} == {PeerError}
+    hosts.fail(1)
+    assert {type(error) for error in hosts.meet(hosts=[0])} == {PeerError}
+    assert len(hosts.keys()) == 2
+    for _ in range(2):  # host 2 learns of both
+        (error,) = hosts.meet(hosts=[2])
+        assert (type(error), error.host) == (PeerError, 1)
+    hosts.fail_last(1)
+    assert hosts.keys() == ["meshfeed/follow/feed/x-on-all-2/meet/out"]
+
+
+@pytest.mark.parametrize("failures", [1, 3])
+def test_a_host_outside_that_comes_late_begins_at_what_is_kept(hosts: Hosts, failures: int) -> None:
+    for _ in range(failures):
+        hosts.meet([0, 1], conclude=refuse)
+    if failures > 1:
+        (error,) = hosts.meet([0, 1], hosts=[2], seconds=1.0)
+        assert isinstance(error, AgreementError)
+    joined = hosts.meet([0, 1])
+    assert hosts.meet([0, 1], hosts=[2], seconds=1.0) == joined[:1]
+    assert [outcome.result for outcome in hosts.meet()] == [3, 3, 3]
+
+
+def test_a_host_outside_that_waits_misses_no_failure_that_is_deleted_at_once(
+    hosts: Hosts, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    get, first = hosts.store.get, "meshfeed/follow/feed/x-on-hosts-0-1-0/meet/out"
+    waits = threading.Event()
+
+    def miss(key: str, seconds: float) -> str | None:
+        if key == first and hosts.job.host == 2:  # as between two requests
+            waits.set()
+            time.sleep(0.01)
+            return None
+        return get(key, seconds)
+
+    monkeypatch.setattr(hosts.store, "get", miss)
+    found = list[Any]()
+    waiting = threading.Thread(target=lambda: found.extend(hosts.meet([0, 1], hosts=[2])))
+    waiting.start()
+    assert waits.wait(20.0)
+    hosts.meet([0, 1], conclude=refuse)
+    joined = hosts.meet([0, 1])
+    waiting.join()
+    assert found == joined[:1]
+
+
+@pytest.mark.parametrize("order", [(0, 1, 2), (2, 1, 0), (1, 0, 2)])
+def test_hosts_that_all_failed_are_not_told_of_one_another_when_they_come_again(
+    hosts: Hosts, order: tuple[int, ...]
+) -> None:
+    for host in order:
+        hosts.fail(host)
+    assert [outcome.result for outcome in hosts.meet(seconds=2.0)] == [3, 3, 3]
+    assert hosts.keys() == ["meshfeed/follow/feed/x-on-all-1/meet/out"]

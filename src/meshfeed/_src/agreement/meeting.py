@@ -9,9 +9,10 @@ attends.
 
 No participant waits for a host that is left out, so such a host may arrive after the participants have left the scope
 and its keys have been deleted. Like what followers read (:mod:`meshfeed._src.agreement.followers`), the result of
-a meeting is therefore kept elsewhere, until the second meeting after it. The offers are deleted once there is a result or a
-failure. A host that leaves a meeting before that leaves a note there for hosts that come later, and deletes it when it comes
-to another meeting.
+a meeting is therefore kept elsewhere, until the second meeting after it. A failure is kept until all participants have come
+to a later meeting. A host that is left out begins at the first meeting that is kept: one that failed has changed nothing. The
+offers are deleted once there is a result or a failure. A host that leaves a meeting before that leaves a note there for hosts
+that come later, and deletes it when it comes to another meeting.
 
 Hosts with different new participants would wait for each other in different scopes. Each host therefore also publishes for
 which participants it has come, and a host that waits compares.
@@ -22,6 +23,7 @@ from __future__ import annotations
 import contextlib
 import json
 import logging
+import re
 import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
@@ -49,6 +51,10 @@ class Outcome(NamedTuple):
 
     scope: str
     result: JsonValue
+
+
+class _Deleted(Exception):
+    """The meeting has ended and its result is deleted, which only a host that does not participate can miss."""
 
 
 class _Past(NamedTuple):
@@ -80,6 +86,7 @@ class Meetings:
     def __init__(self, scope: str) -> None:
         self._scope = scope
         self._next: dict[str, int] = {}  # participants → number of the next meeting
+        self._failed: dict[str, int] = {}  # participants → number of the last meeting in which this host failed
         self._past: list[_Past] = []  # in this order; those whose keys this host may have to delete
         self._note: Reduction | None = None  # a meeting without a result in which this host has left a note
 
@@ -109,18 +116,28 @@ class Meetings:
         store = coordination.require_store()
         calls = _Calls(store, self._scope, participants, here)
         reduction = self._open(store, label, participants)
+
+        def tick(_: float) -> None:
+            calls.check()
+            if here not in participants and self._first_kept(store, label) is not None:
+                raise _Deleted
+
         try:
             if here in participants:
                 calls.publish()
                 _forget_absent(reduction)
                 reduction.publish({"offer": offer, "next": self._next})
             outcome = reduction.result(
-                lambda deadline: _attempt(reduction, participants, conclude, calls, deadline),
+                lambda deadline: _attempt(
+                    reduction, participants, conclude, calls, deadline, lambda: self._forget(store, label)
+                ),
                 timeout_seconds=timeout_seconds,
                 doing=f"continuing {self._scope.removeprefix('feed/')} on {format_hosts(participants)}",
                 hint=", or has not called reshard",
-                tick=lambda _: calls.check(),
+                tick=tick,
             )
+        except _Deleted:
+            return self.meet(participants, offer, conclude, timeout_seconds=timeout_seconds)
         except BaseException as error:
             if here in participants:
                 with contextlib.suppress(Exception):  # must not mask the error
@@ -156,9 +173,9 @@ class Meetings:
             self._note = reduction
 
     def _forget(self, store: KeyValueStore | None, label: str) -> None:
-        """After a meeting of ``label``, on its reducer: deletes results that no host can still need.
+        """Once all participants of ``label`` have come to a meeting, on its reducer: deletes results that no host needs.
 
-        A result is kept until the second meeting after it, and a failure until the same participants have met: a
+        A result is kept until the second meeting after it, and a failure until the same participants have come again: a
         participant that has not read it yet would wait in a finished meeting.
         """
         results = [one for one in self._past if one.succeeded][-_KEPT_RESULTS:]
@@ -175,10 +192,14 @@ class Meetings:
         if coordination.process_count() == 1 or here not in participants:
             return
         try:
-            reduction = self._open(coordination.require_store(), label, participants)
+            store = coordination.require_store()
+            reduction = self._open(store, label, participants)
+            self._failed[label] = self._next[label]
             failure = Failure.of(error, here).to_json()
             if reduction.is_reducer:
                 reduction.announce({"failure": failure})
+                if {here, *reduction.collect(0.0)} >= set(participants):
+                    self._forget(store, label)
                 reduction.discard_values()
             else:
                 self._leave_note(reduction, {"failure": failure})
@@ -195,12 +216,29 @@ class Meetings:
             number = self._next.setdefault(label, 0)
             reduction = Reduction(store, _prefix(self._name(label, number)), participants, here)
             announced = reduction.announced()
-            if announced is None or (
-                "result" in announced and announced["result"].get("failure", {}).get("host") != here
-            ):
+            if announced is None or not self._is_over(announced, label):
+                kept = None if announced is not None or here in participants else self._first_kept(store, label)
+                if kept is not None:
+                    self._next[label] = kept
+                    continue
                 self._retract_note(reduction)
                 return reduction
-            self._end(label, False)  # the others gave up on this host, or it failed itself
+            self._end(label, False)
+
+    def _is_over(self, announced: Mapping[str, JsonValue], label: str) -> bool:
+        """Whether this host need not be told how a meeting ended: the others gave up on it, or it has raised its own error."""
+        if "result" not in announced:
+            return True
+        failure, here = announced["result"].get("failure"), coordination.process_index()
+        # Hosts that all failed would otherwise be told of the reducer's failure at their next call, where it waits.
+        return failure is not None and (failure.get("host") == here or self._failed.get(label) == self._next[label])
+
+    def _first_kept(self, store: KeyValueStore, label: str) -> int | None:
+        """Returns the number of the first meeting from the next on that has ended and is kept, or None."""
+        folder, _, name = self._scope.rpartition("/")
+        pattern = re.compile(rf"{re.escape(name)}-on-{label}-(\d+)/meet/out")
+        found = map(pattern.fullmatch, store.directory(f"meshfeed/follow/{folder}"))
+        return min((n for match in found if match and (n := int(match[1])) >= self._next[label]), default=None)
 
     def _retract_note(self, opened: Reduction) -> None:
         """Deletes this host's note, unless it is in the meeting ``opened``, where the host is about to replace it."""
@@ -218,7 +256,12 @@ def _forget_absent(reduction: Reduction) -> None:
 
 
 def _attempt(
-    reduction: Reduction, participants: Sequence[int], conclude: Conclude, calls: _Calls, deadline: float
+    reduction: Reduction,
+    participants: Sequence[int],
+    conclude: Conclude,
+    calls: _Calls,
+    deadline: float,
+    forget: Callable[[], None],
 ) -> dict[str, JsonValue] | None:
     early = reduction.announced()  # by a reducer that failed before
     if early is not None:
@@ -232,6 +275,8 @@ def _attempt(
         return sum("offer" in value for value in values.values()) == len(participants)
 
     values = reduction.collect(deadline, done)
+    if len(values) == len(participants):
+        forget()  # so all have seen how the meetings before ended
     failure = next((value["failure"] for value in values.values() if "failure" in value), None)
     if failure is not None:
         announcement = reduction.announce({"failure": failure})
