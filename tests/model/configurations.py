@@ -111,8 +111,8 @@ OPTIONS: dict[str, list[Any]] = {
     "resume_load": ["sharded", "once", "first"],
     "resume_batch": ["same", "other"],
     "resume_prefetch": [0, 2],
-    # "ahead": some hosts have taken a batch more; "fails": at first on one host
-    "reshard": ["none", "there", "back", "ahead", "lost", "fails"],
+    # "ahead": some hosts have taken a batch more; "fails": at first on one host; "all fail": at first on all
+    "reshard": ["none", "there", "back", "ahead", "lost", "fails", "all fail"],
     "weights": ["none", "next", "later", "replaced", "twice", "away"],
     "midway": ["last", "first"],  # phase in which the feed is resharded or gets weights
 }
@@ -1025,7 +1025,7 @@ class Event:
     phase: Phase | None = None  # after the action: the feed may be on another sharding
     total: int | None = None  # records of a random-access stream, unless there is no end or it depends on the steps
     refused: tuple[int, ...] = ()  # hosts on which the action raises a SettingsError
-    unable: int | None = None  # the host that cannot do it, which raises a PlanError; the others a PeerError
+    unable: tuple[int, ...] = ()  # hosts that cannot do it, which raise a PlanError; the others a PeerError
     gone: tuple[int, ...] = ()  # hosts that then close their feeds for good
     present: int = 0  # number of hosts that have the feed
 
@@ -1214,6 +1214,7 @@ class Case:
             "ahead": [("ahead",), ("reshard", there)],
             "lost": [("reshard", there, "lost")],
             "fails": [("reshard", there, "fails"), ("take", 1), ("reshard", there)],
+            "all fail": [("reshard", there, "all fail"), ("take", 1), ("reshard", there)],
         }[config["reshard"]]
         if not set_weights and not move:
             return
@@ -1468,7 +1469,7 @@ class Case:
             run.place = _Place(added=run.place.added)
         elif action[0] == "reshard":
             run.phase = self._reshard(event, run.phase, run.present)
-            run.failed = run.failed and (bool(event.refused) or event.unable is not None)
+            run.failed = run.failed and bool(event.refused or event.unable)
             run.present -= set(event.gone)
         elif action[0] == "weights":
             run.place = self._set_weights(event, run.phase, run.place, run.present)
@@ -1505,8 +1506,10 @@ class Case:
                 return phase
         left_out = tuple(host for host in present if host >= topology.hosts)
         alone = self.config["source"] in STREAMS and topology.hosts == 1  # which no host can follow
-        if "fails" in event.action:
-            event.unable, event.refused = topology.hosts - 1, left_out if alone else ()
+        if event.action[-1] in ("fails", "all fail"):
+            fails = range(topology.hosts)
+            event.unable = tuple(fails) if event.action[-1] == "all fail" else (fails[-1],)
+            event.refused = left_out if alone else ()
             return phase
         if alone:
             event.refused = event.gone = left_out

@@ -335,10 +335,10 @@ def _running(job: Job) -> list[str]:
 def _unexpected(keys: list[str]) -> list[str]:
     """Keys that feeds leave behind.
 
-    Those of a feed's last two generations are for hosts that follow it late, and the results of meetings for those that call
-    reshard late.
+    Those of a feed's last two generations are for hosts that follow it late, and the results of its last two meetings for those
+    that call reshard late; one that failed is deleted once the same hosts have met.
     """
-    followed = [key for key in keys if key.startswith("meshfeed/follow/") and "/meet/" not in key]
-    generations = collections.Counter(key.rpartition("/")[0] for key in followed)
-    kept = {key for key in followed if generations[key.rpartition("/")[0]] <= 2}
-    return [key for key in keys if key not in kept and not key.endswith("/meet/out")]
+    of = {key: key.rpartition("/")[0] for key in keys if key.startswith("meshfeed/follow/")}
+    of |= {key: key.rpartition("-on-")[0] + "/meet" for key in of if key.endswith("/meet/out")}
+    counts = collections.Counter(of.values())
+    return [key for key in keys if key not in of or counts[of[key]] > 2]
