@@ -335,8 +335,8 @@ def _running(job: Job) -> list[str]:
 def _unexpected(keys: list[str]) -> list[str]:
     """Keys that feeds leave behind.
 
-    Those of a feed's last two generations are for hosts that follow it late, and the results of its last two meetings for those
-    that call reshard late; one that failed is deleted once the same hosts have met.
+    Those of a feed's last two generations are for hosts that follow it late, and the results of its last two meetings for
+    those that call reshard late; one that failed is deleted once the same hosts have met.
     """
     of = {key: key.rpartition("/")[0] for key in keys if key.startswith("meshfeed/follow/")}
     of |= {key: key.rpartition("-on-")[0] + "/meet" for key in of if key.endswith("/meet/out")}

@@ -226,7 +226,7 @@ class Meetings:
             self._end(label, False)
 
     def _is_over(self, announced: Mapping[str, JsonValue], label: str) -> bool:
-        """Whether this host need not be told how a meeting ended: the others gave up on it, or it has raised its own error."""
+        """Whether this host need not be told how a meeting ended: the others gave up on it, or it raised its own error."""
         if "result" not in announced:
             return True
         failure, here = announced["result"].get("failure"), coordination.process_index()
