@@ -1684,8 +1684,11 @@ class Case:
         lost = 100 * (1 - delivered / sum(lengths))
         return [(lost, lengths.index(min(lengths)), num_lanes, min(lengths), max(lengths))]
 
-    def warning_at_end(self, phase: Phase, host: int, event: Event) -> tuple[Any, ...] | None:
-        """What a host warns of at the end of a stream: that its shortest lane has ended before others of its lanes."""
+    def warning_at_end(self, phase: Phase, host: int, event: Event, first_step: int) -> tuple[Any, ...] | None:
+        """What a host warns of at the end of a stream: that its shortest lane has ended before others of its lanes.
+
+        Those are its lanes from ``first_step`` on, where it has last opened them.
+        """
         config = self.config
         if config["source"] not in STREAMS or config["end"] != "drop" or config["num_epochs"] is None:
             return None
@@ -1693,7 +1696,7 @@ class Case:
             return None
         steps = Steps(event.sizes, phase.schedule)
         start, each = steps.position_of(event.step) // self.num_lanes, steps.size(event.step) // self.num_lanes
-        mine = sorted(self.lanes_of(phase, host))
+        mine = sorted(self.lanes_of(phase, host, first_step))
         lengths = {lane: len(event.model.upto(lane, start + each)) for lane in mine}
         longer = [lane for lane in mine if lengths[lane] == start + each]
         if len(longer) == len(mine) or not longer:

@@ -268,7 +268,8 @@ class _Player:
             for _ in range(2):
                 self._raises(where, ("StopIteration",))
             if self.world.warnings() is not None:
-                wanted, found = self.case.warning_at_end(self.phase, self.host, event), _warned(self.world, "end")
+                wanted = self.case.warning_at_end(self.phase, self.host, event, self.first_step)
+                found = _warned(self.world, "end")
                 # A host whose lanes are longer than those of others may have read ahead to their own end.
                 may = self.case.config["source"] in STREAMS and self.case.config["end"] == "drop"
                 assert wanted in found if wanted else may or not found, f"{where}: warned of {found}, not {wanted}"
@@ -525,7 +526,7 @@ class _Player:
             raise AssertionError(f"{where}: raised {error!r}") from error
         else:
             raise AssertionError(f"{where}: did not fail")
-        self.has_structure = False
+        self.has_structure, self.first_step = False, event.step
 
     def _weights(self, event: Event, where: str, weights: Any, later: int | None) -> None:
         if event.present > self.phase.topology.hosts and self.case.config["fault"] not in ODD:
