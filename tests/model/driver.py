@@ -201,6 +201,7 @@ class _Player:
         self.sizes: tuple[int, ...] = ()  # of the batches that are delivered in an action and before
         self.first_step = 0  # where the feed began or was moved to
         self.moved = False  # whether a batch has been delivered since
+        self.lanes_from = 0  # the first step of the feed that has delivered the last batch: the state has its lanes
         self.state: Any = None  # to which the feed has been set
         self.set_at = 0  # the step of that state
 
@@ -338,7 +339,7 @@ class _Player:
         self.has_structure |= case.shows_structure(self.phase, self.host, batch)
         arrays = flat(batch.arrays("mask" if case.config["mask"] else None))
         each = sum(self._bytes_of_row(name, leaf) for name, leaf in arrays.items())
-        self.moved = True
+        self.moved, self.lanes_from = True, self.first_step
         self.delivered["batches"] += 1
         self.delivered["records"] += batch.position - batch.before
         self.delivered["bytes"] += each * len(mine) if self.has_structure else 0
@@ -423,7 +424,7 @@ class _Player:
         elif source in STREAMS:
             wanted["num_lanes"] = case.num_lanes
             names |= {"num_lanes"} | ({"mixture"} if source == "stream_mixture" else set())
-            lanes = case.lanes_of(self.phase, self.host, self.first_step) if self.moved else set(range(case.num_lanes))
+            lanes = case.lanes_of(self.phase, self.host, self.lanes_from) if self.moved else set(range(case.num_lanes))
             assert set(state["lanes"]) == {str(lane) for lane in lanes}, f"{where}: lanes {sorted(state['lanes'])}"
             fields = {"records", "epoch", "taken", "state", "skip", "ended", "digest"}
             assert all(set(lane) == fields for lane in state["lanes"].values()), f"{where}: {state['lanes']}"
@@ -508,7 +509,8 @@ class _Player:
             self.feed.close()
         assert event.phase is not None
         self.phase, self.has_structure, self.first_step = event.phase, False, event.step
-        self.moved = self.moved or not refused  # the state has no other lanes than this host reads
+        if not refused:  # the state has no other lanes than this host reads
+            self.moved, self.lanes_from = True, event.step
 
     def _unable_to_reshard(self, event: Event, where: str, sharding: Any) -> None:
         """Some hosts have a mesh of the same hosts that divides no batch."""
