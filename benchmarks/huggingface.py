@@ -77,6 +77,19 @@ def several_of(dataset: Any, order: np.ndarray, batch: int, put: Callable[[Any],
     return make
 
 
+def taken_of(table: pa.Table, order: np.ndarray, batch: int, put: Callable[[Any], Any]) -> Callable[[], Iterator[Any]]:
+    """Rows that Arrow gathers, as views in numpy; of a table in memory with one chunk, since take joins chunks first."""
+    table = table.combine_chunks()
+
+    def make() -> Iterator[Any]:
+        for start in range(0, len(order) - batch + 1, batch):
+            rows = table.take(order[start : start + batch])
+            tokens = rows.column("tokens").chunks[0]
+            yield put({"id": rows.column("id").to_numpy(), "tokens": tokens.flatten().to_numpy().reshape(batch, -1)})
+
+    return make
+
+
 def pyarrow_batches(paths: list[str], batch: int) -> Iterator[Any]:
     for path in paths:
         for part in pq.ParquetFile(path).iter_batches(batch, columns=["id", "tokens"], use_threads=False):
@@ -125,13 +138,14 @@ def measure(arguments: argparse.Namespace) -> list[Table]:
         found = take_turns(
             {
                 "meshfeed, shuffled": Way(forever(feed_of(table, mesh, batch, shuffle=True)), drain=batch * 4),
+                "pyarrow, take, shuffled": Way(forever(taken_of(table.data.table, order, batch, put))),
                 "meshfeed, in order": Way(forever(feed_of(table, mesh, batch)), drain=batch * 4),
                 'with_format("numpy")[i], stacked': Way(forever(rows_of(formatted, order, batch, put))),
                 'with_format("numpy").__getitems__': Way(forever(several_of(formatted, order, batch, put))),
             },
             **turns,
         )
-        tables = [rates(f"Map-style, batch {batch}", "records", found, ours="meshfeed, shuffled")]
+        tables = [rates(f"Map-style, batch {batch}", "records", found, ours="meshfeed, shuffled", floor="pyarrow, take, shuffled")]
         stream = datasets.load_dataset(
             "parquet", data_files=paths, split="train", streaming=True, cache_dir=str(folder / "cache")
         )

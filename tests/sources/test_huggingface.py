@@ -137,6 +137,18 @@ def test_lists_need_be_equally_long_only_within_a_batch():
     assert error.value.record_id == 1
 
 
+def test_parts_of_a_dataset_may_differ_in_lengths_and_nulls_where_a_batch_does_not():
+    parts = [[[1, 2], [3, 4]], [[5, 6, 7]] * 2, [[8, 9], None], [[10, 11], [12, 13]]]
+    source = HuggingFace(datasets.concatenate_datasets([datasets.Dataset.from_dict({"x": part}) for part in parts]))
+    assert source.read_batch([7, 0, 4, 1])["x"].tolist() == [[12, 13], [1, 2], [8, 9], [3, 4]]
+    assert source.read_batch([3, 2])["x"].tolist() == [[5, 6, 7]] * 2
+    with pytest.raises(SourceError, match="ragged rows") as error:
+        source.read_batch([0, 7, 2])
+    assert error.value.record_id == 2
+    with pytest.raises(SourceError, match=r"column 'x' is null in record 5") as error:
+        source.read_batch([0, 5, 7])
+
+
 @pytest.mark.parametrize(
     ("columns", "message"),
     [

