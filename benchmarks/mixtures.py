@@ -94,6 +94,12 @@ def streams(options: argparse.Namespace, folder: str, sharding: Any) -> dict[str
     return {
         "meshfeed": our_ways(ours, sharding, options.batch, (2,), num_lanes=8)["meshfeed"],
         "meshfeed, prefetch=0": our_ways(ours, sharding, options.batch, (0,), num_lanes=8)["meshfeed, prefetch=0"],
+        **{
+            f"meshfeed, num_threads={number}": our_ways(
+                ours, sharding, options.batch, (2,), num_lanes=8, num_threads=number
+            )["meshfeed"]
+            for number in (2, 4)
+        },
         "Hugging Face streaming, row by row": _peers.taking(rows, put),
         "Hugging Face streaming, iter(batch)": _peers.taking(batches, put),
         "Grain ParquetIterDataset": _peers.taking(lambda: iter(parquet.batch(options.batch, drop_remainder=True)), put),

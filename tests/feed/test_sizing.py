@@ -29,13 +29,17 @@ def climbed(
     capacity: Callable[[Numbers], float], can: Callable[[Numbers], bool] = lambda n: True, workers: int = 8, **of: Any
 ) -> tuple[Numbers, list[Numbers]]:
     """What climb() returns from START, and what it tried."""
-    search = climb(START, window(capacity(START), **of), lambda n: n.num_threads <= 16 and can(n), workers)
+
+    def found(numbers: Numbers) -> Window:
+        return window(capacity(numbers), **{name: of[name](numbers) if callable(of[name]) else of[name] for name in of})
+
+    search = climb(START, found(START), lambda n: n.num_threads <= 16 and can(n), workers)
     tried: list[Numbers] = []
     try:
         wanted, _ = next(search)
         while True:
             tried.append(wanted)
-            wanted, _ = search.send(window(capacity(wanted), **of))
+            wanted, _ = search.send(found(wanted))
     except StopIteration as end:
         return end.value, tried
 
@@ -44,6 +48,15 @@ def test_reads_that_wait_get_threads_and_no_processes() -> None:
     best, tried = climbed(lambda n: 10.0 * (n.num_workers or n.num_threads), cores=0.1)
     assert best == Numbers(0, 16, 2)
     assert not any(numbers.num_workers for numbers in tried)
+
+
+@pytest.mark.parametrize(("cores_of_a_thread", "processes"), [(0.9, False), (0.6, True)])
+def test_decoding_that_uses_a_core_in_each_thread_gets_no_processes(cores_of_a_thread: float, processes: bool) -> None:
+    best, tried = climbed(
+        lambda n: 10.0 * (n.num_workers or n.num_threads), cores=lambda n: cores_of_a_thread * n.num_threads
+    )
+    assert best == Numbers(0, 16, 2)
+    assert any(numbers.num_workers for numbers in tried) == processes
 
 
 def test_decoding_that_holds_the_lock_of_python_gets_processes() -> None:
