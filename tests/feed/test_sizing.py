@@ -198,6 +198,7 @@ class Run:
         self.production = (0, 0.0)
         self.seconds, self.step_seconds, self.start_seconds = seconds, step_seconds, start_seconds
         self.cores = 1.0
+        self.together = self.offset = 0  # the number of threads whose batches come together, and the first of them
         self.used: list[ReadNumbers] = []
         self.reads = AutoReads()
         self._asked = 0.0
@@ -212,6 +213,9 @@ class Run:
         for _ in range(batches):
             self._follow()
             waited = max(0.0, self.seconds(self.reads.in_use) - self.step_seconds)
+            if self.reads.in_use.num_threads == self.together:  # readers that began together end together
+                since = next((i for i, used in enumerate(reversed(self.used)) if used != self.reads.in_use), 0)
+                waited *= self.together * ((since + self.offset) % self.together == 0)
             self.now += waited + self.step_seconds
             self.cpu += self.cores * (waited + self.step_seconds)
             sums = dict(self.stats.counts.sums)
@@ -251,6 +255,13 @@ def test_a_slow_disk_gets_threads_within_200_batches() -> None:
     run.take(100)
     assert run.sizer.tuned()["state"] == "settled"
     assert "faster than num_workers=0, num_threads=1" in run.sizer.tuned()["reason"]
+
+
+def test_threads_whose_batches_come_together_are_not_given_up() -> None:
+    for offset in range(16):
+        run = Run(lambda n: 0.1 / n.num_threads, num_workers=0)
+        run.together, run.offset = 16, offset
+        assert run.take(250)["num_threads"] == 16, f"batches come together from batch {offset}"
 
 
 def test_slow_decoding_gets_processes_and_threads_that_hinder_are_left_soon() -> None:

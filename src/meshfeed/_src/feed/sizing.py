@@ -319,9 +319,11 @@ class Sizer:
             work=(end.work_seconds - begin.work_seconds) / batches,
         )
         enough = batches >= max(_WINDOW_BATCHES, 2 * self._wanted.readers) and seconds >= _WINDOW_SECONDS
-        slow = batches >= _WINDOW_BATCHES // 2 and (
-            seconds >= _LONG_WINDOW_SECONDS or (seconds >= _WINDOW_SECONDS / 3 and window.capacity < self._floor)
+        # Readers that began together end together: less than one read of each says nothing about the rate.
+        hopeless = (
+            batches >= self._wanted.readers and seconds >= _WINDOW_SECONDS / 3 and window.capacity < self._floor
         )
+        slow = batches >= _WINDOW_BATCHES // 2 and (seconds >= _LONG_WINDOW_SECONDS or hopeless)
         return window if enough or slow else None
 
     def _send(self, window: Window | None) -> None:
