@@ -11,6 +11,7 @@ import sys
 import pytest
 
 from meshfeed._src.demo.demo import build_corpus
+from meshfeed._src.testing.hosts import cpu_environment
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 CLUSTERS = ROOT / "examples" / "clusters"
@@ -30,10 +31,10 @@ def test_slurm_starts_and_resumes_a_job(tmp_path: pathlib.Path) -> None:
     for name, script in (("srun", SRUN), ("python", f'#!/bin/sh\nexec "{sys.executable}" "$@"\n')):
         (tmp_path / name).write_text(script)
         (tmp_path / name).chmod(0o755)
-    env = dict(os.environ) | {
+    env = dict(os.environ) | cpu_environment(2)
+    env |= {
         "PATH": f"{tmp_path}{os.pathsep}{os.environ['PATH']}",
         "PYTHONPATH": os.pathsep.join(filter(None, [str(ROOT / "src"), os.environ.get("PYTHONPATH")])),
-        "XLA_FLAGS": "--xla_force_host_platform_device_count=2",
         "SLURM_JOB_ID": str(os.getpid()),  # JAX computes the port from it
         "DATA": str(tmp_path / "data"),
         "RUN": str(tmp_path / "run"),

@@ -32,7 +32,7 @@ from typing import NamedTuple
 import jax
 import pytest
 
-from meshfeed._src.testing.hosts import free_port
+from meshfeed._src.testing.hosts import cpu_environment, free_port
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
@@ -104,8 +104,7 @@ class Page:
         if all(line.startswith("export ") for line in block.content.splitlines()):
             self.exports += block.content
             return ""
-        env = {key: value for key, value in os.environ.items() if key not in ("XLA_FLAGS", "JAX_PLATFORMS")}
-        env |= {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": "--xla_force_host_platform_device_count=8"}
+        env = dict(os.environ) | cpu_environment(8)
         env["PATH"] = f"{pathlib.Path('.tools').resolve()}{os.pathsep}{env['PATH']}"
         env["PYTHONPATH"] = os.pathsep.join(filter(None, [str(ROOT / "src"), env.get("PYTHONPATH")]))
         ended = subprocess.run(

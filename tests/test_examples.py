@@ -17,15 +17,14 @@ import sys
 import pytest
 
 import meshfeed
-from meshfeed._src.testing.hosts import free_port
+from meshfeed._src.testing.hosts import cpu_environment, free_port
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 EXAMPLES = ROOT / "examples"
 
 
 def environment(devices: int) -> dict[str, str]:
-    env = dict(os.environ)
-    env["XLA_FLAGS"] = f"--xla_force_host_platform_device_count={devices}"
+    env = dict(os.environ) | cpu_environment(devices)
     env["PYTHONPATH"] = os.pathsep.join(filter(None, [str(ROOT / "src"), env.get("PYTHONPATH")]))
     return env
 
@@ -142,31 +141,6 @@ def test_a_mixture_follows_the_losses() -> None:
 
 
 @pytest.mark.slow
-def test_training_is_continued_on_another_mesh(tmp_path: pathlib.Path) -> None:
-    pytest.importorskip("optax")
-    from meshfeed._src.demo.demo import build_corpus
-
-    corpus = build_corpus(tmp_path / "corpus", num_records=101, record_bytes=17)
-    common = ["--data", corpus.pattern, "--batch", "8", "--save-every", "2", "--audit"]
-
-    def train(steps: int, folder: str, *more: str, devices: int) -> list[dict[str, object]]:
-        log = tmp_path / f"{folder}.jsonl"
-        arguments = [*common, "--steps", str(steps), "--checkpoints", str(tmp_path / folder), "--log", str(log), *more]
-        run("train_lm.py", *arguments, devices=devices)
-        return [json.loads(line) for line in log.read_text().splitlines()]
-
-    whole = train(9, "whole", devices=2)
-    train(5, "parts", "--model-axis", "2", devices=4)
-    parts = train(9, "parts", devices=1)
-    assert [line.get("restored") for line in parts if "restored" in line] == [0, 5]
-    seen = [
-        [(line["step"], line["record_ids"], line["rows"]) for line in log if "step" in line] for log in (whole, parts)
-    ]
-    assert len(seen[0]) == 9
-    assert seen[0] == seen[1]
-
-
-@pytest.mark.slow
 def test_a_loop_from_maxtext_before_and_after(tmp_path: pathlib.Path) -> None:
     def losses(name: str, steps: int, folder: str) -> list[str]:
         lines = run(name, "--steps", str(steps), "--checkpoints", str(tmp_path / name / folder)).splitlines()
@@ -234,25 +208,42 @@ def test_a_model_learns_to_see(tmp_path: pathlib.Path) -> None:
     assert max(right[-4:]) > 97
 
 
+JOB = """
+import argparse, pathlib, jax, numpy as np
+parser = argparse.ArgumentParser()
+for name, kind in (("coordinator", str), ("num-hosts", int), ("host", int), ("steps", int), ("folder", str)):
+    parser.add_argument(f"--{name}", type=kind)
+options = parser.parse_args()
+jax.distributed.initialize(options.coordinator, options.num_hosts, options.host)
+import meshfeed
+from meshfeed.checkpoint import Checkpointer
+
+mesh = jax.make_mesh((jax.device_count(),), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
+feed = meshfeed.Feed(meshfeed.sources.Memory({"x": np.arange(100)}), mesh, global_batch_size=8)
+with Checkpointer(f"{options.folder}/run", save_interval_steps=2) as checkpointer:
+    step, _ = checkpointer.restore({"w": np.zeros(3)}, feed)
+    pathlib.Path(options.folder, f"restored-{options.num_hosts}-{options.host}").write_text(str(step))
+    while step < options.steps:
+        next(feed)
+        step += 1
+        checkpointer.save(step, {"w": np.zeros(3)}, feed)
+"""
+
+
 @pytest.mark.multihost
 def test_a_job_restarts_on_another_number_of_hosts(tmp_path: pathlib.Path) -> None:
-    from meshfeed._src.demo.demo import build_corpus
-
-    corpus = build_corpus(tmp_path / "corpus", num_records=101, record_bytes=17)
-    train = (
-        f"{shlex.quote(sys.executable)} {EXAMPLES}/train_lm.py --data '{corpus.pattern}' --batch 8 --save-every 2"
-        f" --checkpoints {tmp_path}/run --log {tmp_path}/log-$$"
-    )
+    (tmp_path / "job.py").write_text(JOB)
+    run_it = f"{shlex.quote(sys.executable)} {tmp_path}/job.py --folder {tmp_path}"
     job = tmp_path / "job.sh"  # the first time, the hosts fail after step 4
     job.write_text(
-        f'if [[ " $* " == *" --num-hosts 2 "* ]]; then {train} --steps 4 "$@" && exit 1; else {train} --steps 6 "$@"; fi\n'
+        f'if [[ " $* " == *" --num-hosts 2 "* ]]; then {run_it} --steps 4 "$@" && exit 1; else {run_it} --steps 6 "$@"; fi\n'
     )
     env = environment(devices=2) | {"PORT": str(free_port())}
     command = [EXAMPLES / "elastic_restart.sh", "2 1", "bash", job]
     ended = subprocess.run(command, capture_output=True, text=True, timeout=600, env=env)
     assert ended.returncode == 0, ended.stderr
-    restored = sorted(json.loads(log.read_text().splitlines()[0])["restored"] for log in tmp_path.glob("log-*"))
-    assert restored == [0, 0, 4]
+    restored = {path.name[-3:]: int(path.read_text()) for path in tmp_path.glob("restored-*")}
+    assert restored == {"2-0": 0, "2-1": 0, "1-0": 4}
     failing = [EXAMPLES / "elastic_restart.sh", "2 1", "false"]
     assert subprocess.run(failing, capture_output=True, timeout=60, env=env).returncode == 1
 

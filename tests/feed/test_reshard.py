@@ -706,7 +706,7 @@ def draw_history(rng: random.Random, processes: int) -> list[Phase]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["random access", "uneven lanes", "lanes without a state", "mixture of streams"])
-@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("seed", range(3))  # `scripts/chaos --reshard N` draws more
 def test_any_history_of_hosts_gives_the_same_stream(seed: int, name: str, slots: None) -> None:
     rng = random.Random(f"{seed} {name}")
     kind, settings, expected = expected_of(name)

@@ -84,10 +84,13 @@ class RealTopologies:
                     steps = source_jobs.join([part[name][number] for part in found[target]])
                     assert steps == self.steps[name][self._save_at :], f"{name}: {origin} → {target} hosts"
 
-    def check_resume_with_workers(self, num_workers: Sequence[int], steps: Sequence[int | None]) -> None:
+    def check_resume_with_workers(
+        self, names: Sequence[str], num_workers: Sequence[int], steps: Sequence[int | None]
+    ) -> None:
         """Each number of hosts continues from the state of the largest, with one number of workers after the other."""
-        found = self._by_hosts("go_on_with_workers", self._states(max(self._processes)), num_workers, steps)
-        for name in self._names:
+        states = self._states(max(self._processes))
+        found = self._by_hosts("go_on_with_workers", {name: states[name] for name in names}, num_workers, steps)
+        for name in names:
             for hosts in self._processes:
                 joined = source_jobs.join([part[name] for part in found[hosts]])
                 assert joined == self.steps[name][self._save_at :], f"{name} on {hosts} hosts"

@@ -41,4 +41,4 @@ def test_resume_from_any_number_of_hosts_on_any_other(topologies: RealTopologies
 
 
 def test_workers_may_change_on_resume(topologies: RealTopologies) -> None:
-    topologies.check_resume_with_workers([1], [None])
+    topologies.check_resume_with_workers(["array_record", "stream"], [1], [None])

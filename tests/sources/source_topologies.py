@@ -62,10 +62,13 @@ class SourceTopologies:
                     steps = source_jobs.join([part[name][number] for part in found])
                     assert steps == self.steps[name][self._save_at :], f"{name}: state {number} on {hosts} hosts"
 
-    def resume_with_workers(self) -> None:
-        """Resumes the states of 3 hosts in this process, with two workers for a step and then with one."""
+    def resume_with_workers(self, names: Sequence[str] | None = None) -> None:
+        """Resumes the states of 3 hosts in this process, with two workers for a step and then with one.
+
+        ``names`` are the sources, None for all.
+        """
         make_feed = functools.partial(self._make_feed, devices=jax.devices()[: TOPOLOGIES[1]])
-        states = {name: by_hosts[3] for name, by_hosts in self.states.items()}
+        states = {name: self.states[name][3] for name in names or self.states}
         found = source_jobs.go_on_with_workers(make_feed, states, [2, 1], [1, None])
         for name in states:
             assert found[name] == self.steps[name][self._save_at :], name
