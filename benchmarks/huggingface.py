@@ -145,7 +145,15 @@ def measure(arguments: argparse.Namespace) -> list[Table]:
             },
             **turns,
         )
-        tables = [rates(f"Map-style, batch {batch}", "records", found, ours="meshfeed, shuffled", floor="pyarrow, take, shuffled")]
+        tables = [
+            rates(
+                f"Map-style, batch {batch}",
+                "records",
+                found,
+                ours="meshfeed, shuffled",
+                floor="pyarrow, take, shuffled",
+            )
+        ]
         stream = datasets.load_dataset(
             "parquet", data_files=paths, split="train", streaming=True, cache_dir=str(folder / "cache")
         )

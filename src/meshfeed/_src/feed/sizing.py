@@ -30,7 +30,9 @@ _UNEVEN = 0.1  # fraction of the time that the reader has no room: reading is fa
 _GAIN = 0.1  # a change is kept if the capacity grows by this fraction, or the stall can only have been halved by that
 _NOT_WORSE = 0.95  # and this ratio of delivered batches
 _SURE = 1.5  # below this ratio, the first numbers are measured once more; not if that would end worker processes
-_PARALLEL = 0.75  # cores per thread from which more threads have used more cores: no lock of the interpreter limits them
+_PARALLEL = (
+    0.75  # cores per thread from which more threads have used more cores: no lock of the interpreter limits them
+)
 _HOPELESS = 0.6  # a trial ends early below this ratio
 _LESS_STALLED = 0.8  # more prefetched batches are kept from this ratio of stalls on
 _CHANGED, _CHANGED_WINDOWS = 0.5, 10  # the pause ends early if the capacity is below this ratio in as many windows
@@ -320,9 +322,7 @@ class Sizer:
         )
         enough = batches >= max(_WINDOW_BATCHES, 2 * self._wanted.readers) and seconds >= _WINDOW_SECONDS
         # Readers that began together end together: less than one read of each says nothing about the rate.
-        hopeless = (
-            batches >= self._wanted.readers and seconds >= _WINDOW_SECONDS / 3 and window.capacity < self._floor
-        )
+        hopeless = batches >= self._wanted.readers and seconds >= _WINDOW_SECONDS / 3 and window.capacity < self._floor
         slow = batches >= _WINDOW_BATCHES // 2 and (seconds >= _LONG_WINDOW_SECONDS or hopeless)
         return window if enough or slow else None
 
