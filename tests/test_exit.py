@@ -85,6 +85,7 @@ def test_the_search_finds_what_is_joined_at_exit() -> None:
         assert joined_at_exit(line), line
 
 
+@pytest.mark.slow
 def test_nothing_is_started_that_python_waits_for_at_exit() -> None:
     paths = sorted(SOURCE.rglob("*.py"))
     assert len(paths) > 100

@@ -73,6 +73,7 @@ def test_every_dtype_comes_back_bit_for_bit(tmp_path: Path, mode: str) -> None:
             assert same(restored[name], leaf), name
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mode", MODES)
 def test_leaves_larger_than_the_limit(tmp_path: Path, mode: str) -> None:
     values = np.random.default_rng(0).normal(size=(4096, 1024)).astype(np.float32)  # 16 MiB

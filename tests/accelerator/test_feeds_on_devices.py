@@ -190,6 +190,7 @@ def test_device_memory_is_bounded_by_prefetch() -> None:
     )  # the one taken, two ahead, one in transfer, and one that is read
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("settings", [{"num_threads": 2}, {"num_workers": 2}], ids=str)
 def test_readers_leave_the_devices_alone(settings: dict[str, Any]) -> None:
     with meshfeed.Feed(Platform(), sharding(), global_batch_size=64, shuffle=True, **settings) as feed:

@@ -612,6 +612,7 @@ def test_a_host_that_waits_while_its_feed_is_closed_stops_waiting() -> None:
     closer.join()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("hosts", [3, 12])
 def test_of_a_feed_with_a_killed_host_a_few_keys_stay_however_many_hosts(
     hosts: int, monkeypatch: pytest.MonkeyPatch

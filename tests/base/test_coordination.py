@@ -270,6 +270,7 @@ def test_a_coordinator_that_is_gone_holds_up_the_end_only_briefly(monkeypatch: p
     assert 0.2 <= waited < 30
 
 
+@pytest.mark.slow
 def test_a_call_in_the_background_ends_before_the_interpreter() -> None:
     code = """
 import time

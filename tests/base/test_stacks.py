@@ -74,6 +74,7 @@ def test_the_text_has_a_limit(open_gate: Callable[[], object]) -> None:
     assert text.split("thread ")[1].count("in deep") < 20, "the innermost calls of each"
 
 
+@pytest.mark.slow
 def test_a_worker_is_shown_with_its_request_also_while_it_holds_the_lock_of_python() -> None:
     def make_task() -> Callable[[Any], Any]:
         import re
@@ -134,6 +135,7 @@ def test_the_caller_is_shown_while_it_reads_in_next(open_gate: Callable[[], obje
     assert "in __next__" in text
 
 
+@pytest.mark.slow
 def test_looking_at_threads_that_run_does_not_end_a_worker() -> None:
     def make_task() -> Callable[[Any], Any]:
         import threading

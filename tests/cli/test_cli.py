@@ -195,6 +195,7 @@ def test_a_file_that_cannot_be_written_is_one_message(option: str, tmp_path: pat
     assert result.output == f"Error: [Errno 2] No such file or directory: '{path}'\n"
 
 
+@pytest.mark.slow
 def test_output_that_is_not_read_to_its_end_is_no_error() -> None:
     meshfeed_plan = f"{sys.executable} -m meshfeed {BIG} --json"
     ended = subprocess.run(f"{meshfeed_plan} | head -c 9", shell=True, capture_output=True, text=True, check=True)

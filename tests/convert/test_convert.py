@@ -322,6 +322,7 @@ def test_values_that_an_example_cannot_hold(column: Any, message: str, tmp_path:
     assert features_of(tmp_path / "out") == [{"y": [1]}]
 
 
+@pytest.mark.slow
 def test_tokens(tmp_path: pathlib.Path) -> None:
     import tokenizers
 

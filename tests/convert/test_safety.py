@@ -432,6 +432,7 @@ def test_columns_of_one_name(tmp_path: pathlib.Path) -> None:
         features(tmp_path / "a.parquet", tmp_path / "out")
 
 
+@pytest.mark.slow
 def test_a_damaged_footer_of_parquet_names_the_file(tmp_path: pathlib.Path) -> None:
     pq.write_table(pa.table({"a": [1], "b": ["x"]}), tmp_path / "a.parquet")
     stored = (tmp_path / "a.parquet").read_bytes()

@@ -285,6 +285,7 @@ def test_killed_at_any_request(s3: S3, tmp_path: pathlib.Path) -> None:
     play_kills(s3, tmp_path, kills=6, seed=0)
 
 
+@pytest.mark.slow
 def test_uploads_of_killed_runs_are_aborted_if_they_can_be_listed(
     s3: S3, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -302,6 +303,7 @@ def test_uploads_of_killed_runs_are_aborted_if_they_can_be_listed(
     assert "uploads that earlier runs left unfinished cannot be listed: Access Denied" in caplog.text
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("answers", [False, True])
 def test_a_store_that_is_down(answers: bool, s3: S3, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """It refuses connections, or accepts them and never answers."""

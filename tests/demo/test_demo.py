@@ -135,6 +135,7 @@ def test_hosts_that_saw_different_things_do_not_hold(tmp_path: pathlib.Path) -> 
 # ---------------------------------------------------------------------------------------------------- the parts
 
 
+@pytest.mark.slow
 def test_the_corpus_is_text_in_records_of_one_length(tmp_path: pathlib.Path) -> None:
     corpus = build_corpus(tmp_path / "c", num_records=1_009, record_bytes=65)
     records = read_records(corpus)
@@ -223,6 +224,7 @@ def test_lines_wrap_at_the_width_of_the_terminal(tmp_path: pathlib.Path) -> None
     assert " ".join(text.getvalue().split()).count("10 distinct records among the first 10 delivered") == 1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("arguments", "steps", "hosts", "duration"),
     [

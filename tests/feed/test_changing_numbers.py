@@ -111,6 +111,7 @@ def test_threads_and_prefetch_may_change_at_every_batch(kind: str) -> None:
     assert len(forced.used) == (1 if kind == "host batches" else len(CHANGES))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("kind", "patient"), [("random access", True), ("ramp-up", True), ("mixture", False)])
 def test_workers_may_come_and_go(kind: str, patient: bool) -> None:
     with make_feed(kind) as feed:
@@ -131,6 +132,7 @@ def test_workers_may_come_and_go(kind: str, patient: bool) -> None:
     assert not patient or {numbers.num_workers for numbers in forced.used} == {0, 1, 2}
 
 
+@pytest.mark.slow
 @settings(max_examples=20)
 @given(data=st.data())
 def test_any_change_at_any_batch_and_any_resume(data: st.DataObject) -> None:
@@ -155,6 +157,7 @@ def test_any_change_at_any_batch_and_any_resume(data: st.DataObject) -> None:
         assert [value(batch) for batch in feed] == [batch for batch, _ in expected[step:]]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("change", ["set_state", "reset", "close"])
 def test_the_feed_moves_while_workers_start_and_while_they_leave(change: str) -> None:
     with make_feed("random access") as feed:
@@ -197,6 +200,7 @@ def wait_for_workers(feed: meshfeed.Feed, forced: ForcedNumbers, number: int) ->
     return [pid for group in feed._pipeline._reader._reads._groups for pid in group.workers._pool.pids]
 
 
+@pytest.mark.slow
 def test_a_killed_worker_costs_no_batch(caplog: pytest.LogCaptureFixture) -> None:
     with make_feed("random access", **AUTO, num_epochs=None) as feed:
         forced = ForcedNumbers(feed, [Numbers(2, 1, 2)])
@@ -213,6 +217,7 @@ def test_a_killed_worker_costs_no_batch(caplog: pytest.LogCaptureFixture) -> Non
     assert "reading without worker processes from now on" in caplog.text
 
 
+@pytest.mark.slow
 def test_a_worker_that_crashes_is_an_error_as_with_a_fixed_number() -> None:
     with make_feed("random access", **AUTO, num_epochs=None) as feed:
         forced = ForcedNumbers(feed, [Numbers(1, 1, 2)])
@@ -250,6 +255,7 @@ class Elsewhere(Records):
         return int, ("there is no such license",)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("source", "why"),
     [(Unpicklable, "cannot be pickled"), (Heavy, r"takes [\d,]+ bytes in each worker"), (Elsewhere, "no such license")],

@@ -235,6 +235,7 @@ def test_an_interrupt_in_the_last_next_and_behind_it_loses_nothing(kind: str) ->
         assert point > 15
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", RESTARTABLE)
 @pytest.mark.parametrize("moment", ["reset", "set_state"])
 def test_an_interrupt_in_reset_or_set_state_leaves_the_old_place_or_the_new(kind: str, moment: str) -> None:

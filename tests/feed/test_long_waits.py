@@ -61,6 +61,7 @@ def feed_of(source: Any, **options: Any) -> meshfeed.Feed:
     return meshfeed.Feed(source, mesh, global_batch_size=8, name="train", **options)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "options", [{}, {"num_threads": 2}, {"num_workers": 1}, {"num_workers": "auto", "num_threads": "auto"}]
 )

@@ -36,6 +36,7 @@ def until(condition: Callable[[], bool]) -> None:
         time.sleep(0.001)
 
 
+@pytest.mark.slow
 def test_all_items_arrive_in_order_however_the_two_threads_meet(start: Callable[..., ReadAhead[Any]]) -> None:
     """Faster producer, faster consumer, and each in turn: no wake-up is lost, or the clock would show it."""
     for producer_pause, consumer_pause in ((0, 0), (3e-4, 0), (0, 3e-4), (1e-4, 1e-4)):

@@ -318,6 +318,7 @@ def test_a_second_host_is_lost_soon_after(name: str, steps_between: int, slots: 
     assert [step for part in parts for step in join(part)] == expected
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", BOTH)
 def test_it_works_after_an_error_and_from_a_state_of_this_host_alone(name: str) -> None:
     kind, settings, expected = expected_of(name)
@@ -468,6 +469,7 @@ def error_of(function: Callable[[], object]) -> Exception:
     return caught.value
 
 
+@pytest.mark.slow
 def test_hosts_that_mean_different_hosts_are_told_and_can_call_again() -> None:
     kind, settings, expected = expected_of("random access")
 
@@ -497,6 +499,7 @@ def test_hosts_that_mean_different_hosts_are_told_and_can_call_again() -> None:
     )
 
 
+@pytest.mark.slow
 def test_a_host_that_does_not_call_is_named_and_the_call_can_be_repeated() -> None:
     kind, settings, expected = expected_of("uneven lanes")
     gave_up = threading.Barrier(3)
@@ -567,6 +570,7 @@ def test_hosts_of_different_pasts_are_refused() -> None:
     assert "Call set_state with the same state on all of them first" in str(errors[1])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("steps", [0, 9])
 def test_a_host_that_waits_in_next_learns_that_another_called(steps: int) -> None:
     kind, settings, expected = expected_of("uneven lanes")

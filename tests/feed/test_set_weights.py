@@ -510,6 +510,7 @@ def test_after_the_end_new_weights_may_continue(folder: pathlib.Path) -> None:
 PADDED = {"num_epochs": 1, "end": "pad", "mask_key": "mask"}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("given", "changes"),
     [

@@ -186,6 +186,7 @@ def test_a_state_is_set_while_the_old_data_is_still_opened(kind: str, gate: Gate
         opener.join()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("prefetch", [0, 2])
 @pytest.mark.parametrize("kind", KINDS)
 def test_what_a_feed_shows_is_the_same_while_it_starts(kind: str, prefetch: int, gate: Gate) -> None:
@@ -253,6 +254,7 @@ def test_start_during_next_raises(gate: Gate) -> None:
         assert ids(taken[0]) == batch_ids(0)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_started_feed_that_is_dropped_leaves_no_thread(kind: str, gate: Gate) -> None:
     gate.opened.set()

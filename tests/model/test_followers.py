@@ -52,6 +52,7 @@ def on_all_hosts(job: Callable[[int], Any]) -> list[Any]:
     return [found[host] for host in range(HOSTS)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("failing", [{0}, {1}, {0, 1}])
 def test_it_names_the_host_that_could_not_open_its_data_and_goes_on_with_the_others(failing: set[int]) -> None:
     together = threading.Barrier(HOSTS)
@@ -86,6 +87,7 @@ def test_it_raises_the_error_about_different_settings() -> None:
     assert first == second == outside
 
 
+@pytest.mark.slow
 def test_it_names_the_host_that_did_not_come() -> None:
     done = threading.Event()
 

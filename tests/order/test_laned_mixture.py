@@ -92,6 +92,7 @@ def test_every_record_of_every_component_once_per_epoch(
     assert any(found[number] < num_epochs * sum(lengths) for number, lengths in enumerate(components))
 
 
+@pytest.mark.slow
 @given(
     components=st.lists(LENGTHS, min_size=2, max_size=3),
     num_lanes=st.integers(1, 4),
@@ -117,6 +118,7 @@ def test_shares_are_exact_in_every_block_of_each_lane(components, num_lanes, wei
                 assert tuple(drawn[number] for number in range(len(names))) == counts
 
 
+@pytest.mark.slow
 @given(
     components=st.lists(LENGTHS, min_size=1, max_size=3),
     num_lanes=st.integers(1, 4),

@@ -86,6 +86,7 @@ def check(lengths: np.ndarray, method: PackingMethod, source: Packing, epoch: in
     assert stats.padding_fraction == pytest.approx(1 - used / (length * source.num_sequences))
 
 
+@pytest.mark.slow
 @settings(max_examples=400, deadline=None)
 @given(case=methods(), block=st.sampled_from([7, 64]), seed=st.integers(0, 3))
 def test_limits_are_kept_in_every_order(case: tuple[np.ndarray, PackingMethod], block: int, seed: int) -> None:

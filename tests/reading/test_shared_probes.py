@@ -146,6 +146,7 @@ def test_nobody_waits_for_a_host_that_fails_before(failing: int) -> None:
     assert [one for one in found if one is not None] == [{name: ["", f"digest of {name}"] for name in "abc"}] * 4
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("late", [0, 1])
 def test_hosts_read_what_a_late_one_should_have(late: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(shared_probes, "_WAIT_SECONDS", 0.3)

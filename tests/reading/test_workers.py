@@ -384,6 +384,7 @@ def test_close_leaves_nothing_and_does_not_wait_for_work(tmp_path) -> None:
             use()
 
 
+@pytest.mark.slow
 def test_a_forgotten_pool_is_closed() -> None:
     pool = pool_of(lambda request: request)
     process = psutil.Process(pool.pids[0])
@@ -402,6 +403,7 @@ def wait_until_gone(pids: list[int], seconds: float = 20.0) -> list[int]:
     return left
 
 
+@pytest.mark.slow
 @needs_proc
 @pytest.mark.parametrize("forked", [False, True])
 def test_a_killed_parent_leaves_no_worker_and_no_memory(forked: bool, tmp_path) -> None:

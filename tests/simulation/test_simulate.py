@@ -114,6 +114,7 @@ def test_mixtures_draw_by_weight(tmp_path: pathlib.Path) -> None:
         simulate(paths, weights=[1], **SETTINGS)
 
 
+@pytest.mark.slow
 def test_of_many_batches_a_part_is_extrapolated_and_of_similar_ones_groups_are_simulated() -> None:
     number, records = 400, 500
     files = FileRecords([f"{n}" for n in range(number)], np.full(number, 10**6), np.full(number, records))

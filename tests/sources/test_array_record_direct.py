@@ -133,6 +133,7 @@ def test_chunks_begin_at_every_place_before_the_edge_of_a_block(folder: pathlib.
     assert read_directly(path, 240, np.arange(240)) == records
 
 
+@pytest.mark.slow
 @both
 def test_no_flipped_bit_gives_other_bytes(folder: pathlib.Path, options: str) -> None:
     records = random_bytes([40, 41, 300, 3], values=20)
@@ -164,6 +165,7 @@ def test_no_flipped_bit_gives_other_bytes(folder: pathlib.Path, options: str) ->
     assert refused > 300
 
 
+@pytest.mark.slow
 def test_offsets_and_sizes_that_are_wrong_touch_no_other_memory(folder: pathlib.Path) -> None:
     """As a footer would have them that was made to do harm: hashes are no seal."""
     records = random_bytes([int(size) for size in np.random.default_rng(0).integers(0, 3000, 300)], values=20)

@@ -211,6 +211,7 @@ def test_settings_are_checked(how: dict[str, Any], words: str) -> None:
         DecodeVideo(**{"num_frames": 2, "size": SIDE, **how})
 
 
+@pytest.mark.slow
 def test_a_feed_of_clips_resumes_and_is_the_same_with_workers(tmp_path: pathlib.Path) -> None:
     write(tmp_path / "clips.array_record", [video(20 + number) for number in range(10)])
     decode = DecodeVideo(3, 16, seconds=0.6, start="random", crop="random", flip=True)

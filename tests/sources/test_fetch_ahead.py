@@ -77,6 +77,7 @@ def until(condition: Callable[[], object]) -> None:
         time.sleep(0.01)
 
 
+@pytest.mark.slow
 def test_coming_shards_are_fetched_in_order_and_once(fetched: list[tuple[int, bool]], tmp_path: pathlib.Path) -> None:
     cache = ShardCache(tmp_path / "cache")
     with make_feed(cache) as feed:
@@ -153,6 +154,7 @@ def test_shards_of_a_mixture_are_fetched_ahead_too(fetched: list[tuple[int, bool
     assert {shard for shard, ahead in fetched if not ahead} == {0, 1}
 
 
+@pytest.mark.slow
 def test_nothing_is_fetched_ahead_if_ahead_bytes_is_0(fetched: list[tuple[int, bool]], tmp_path: pathlib.Path) -> None:
     with make_feed(ShardCache(tmp_path / "cache", ahead_bytes=0)) as feed:
         assert len(list(feed)) == SHARDS * ROWS // 8

@@ -27,6 +27,7 @@ def cut(groups: list[list[int]], lane: int, lanes: int, *, counted: bool = True)
 _GROUPS = st.lists(st.lists(st.integers(0, 9), max_size=4), min_size=1, max_size=9)
 
 
+@pytest.mark.slow
 @given(_GROUPS, st.integers(1, 13), st.booleans())
 def test_lanes_cover_each_row_once(groups, num_lanes, counted):
     found = []

@@ -239,6 +239,7 @@ def test_damaged_files_are_named(tmp_path):
             list(Grain(experimental.ParquetIterDataset(path)).open(0, 1))
 
 
+@pytest.mark.slow
 def test_lanes_share_one_pool_of_threads_which_ends_with_them():
     class Slow:
         def __len__(self):

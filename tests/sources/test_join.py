@@ -231,6 +231,7 @@ def test_known_keys_are_not_read(tmp_path: pathlib.Path, monkeypatch: pytest.Mon
         monkeypatch.undo()
 
 
+@pytest.mark.slow
 def test_files_and_shards_are_those_of_the_records(tmp_path: pathlib.Path) -> None:
     for part in range(3):
         table = pa.table(

@@ -147,6 +147,7 @@ def test_with_affinity_a_lane_reads_its_files_again(name: str) -> None:
     assert sum(len({file for step in lane for file in step}) for lane in lanes) <= 1.5 * files
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", SOURCES)
 def test_resumes_exactly_by_shards(name: str) -> None:
     make, _ = SOURCES[name]

@@ -48,6 +48,7 @@ def limited(draw: st.DrawFn) -> dict[str, Any]:
     return {**found, "side": side}
 
 
+@pytest.mark.slow
 @settings(max_examples=120, deadline=None)
 @given(limits=limited(), seed=st.integers(0, 20), length=st.sampled_from([8, 16, 32]), known=st.booleans())
 def test_rows_are_those_of_the_definition(limits: dict[str, Any], seed: int, length: int, known: bool) -> None:

@@ -225,6 +225,7 @@ def wait_for_part(tmp_path: pathlib.Path) -> pathlib.Path:
     raise AssertionError("no fetch began")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("how", ["killed", "stopped"])
 def test_the_owner_of_a_fetch_dies_or_hangs(store: Store, tmp_path, how: str) -> None:
     url = store.put("slow", os.urandom(BLOCK + 1000))

@@ -146,6 +146,7 @@ def test_data_that_has_become_shorter_does_not_end_the_lane():
             second.set_state(first.get_state())
 
 
+@pytest.mark.slow
 def test_a_source_that_nobody_uses_is_freed():
     def make():
         counter = Counter(range(8))

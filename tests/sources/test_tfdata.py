@@ -85,6 +85,7 @@ def test_pipelines(name):
         check_lanes(TFData(open_lane), num_lanes, expected, step=step)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("num_lanes", [2, 3, 4, 5])
 def test_other_numbers_of_lanes(num_lanes):
     check_lanes(TFData(numbers), num_lanes, range(N), step=4)
@@ -246,6 +247,7 @@ def test_damaged_files_are_corrupt_data(tmp_path):
         list(lane)
 
 
+@pytest.mark.slow
 def test_through_the_feed():
     mesh = jax.make_mesh((8,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
 

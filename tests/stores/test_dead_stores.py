@@ -106,6 +106,7 @@ def open_tokens(url: str) -> Any:
     return Tokens(url, sequence_length=8)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("server", [refusing, silent, busy])
 @pytest.mark.parametrize("scheme", ["http", "s3"])
 @pytest.mark.parametrize(
@@ -128,6 +129,7 @@ def test_a_store_that_is_down(
         assert url.removesuffix("/x") in str(raised.value)
 
 
+@pytest.mark.slow
 def test_a_manifest_does_not_wait_for_a_dead_store() -> None:
     with silent() as port:
         start = time.monotonic()
@@ -136,6 +138,7 @@ def test_a_manifest_does_not_wait_for_a_dead_store() -> None:
         assert time.monotonic() - start < ANSWER + ALIVE + 2
 
 
+@pytest.mark.slow
 def test_the_retry_of_a_cache_is_kept(tmp_path: pathlib.Path) -> None:
     def attempts(retry: meshfeed.Retry) -> int:
         cache = meshfeed.ShardCache(tmp_path / str(retry.attempts), retry=retry)
@@ -159,6 +162,7 @@ class Slow(http_store._Handler):
         super()._answer(body=body)
 
 
+@pytest.mark.slow
 def test_a_slow_answer_of_a_store_that_is_up(tmp_path: pathlib.Path) -> None:
     store = http_store.Store()
     store.RequestHandlerClass = Slow
@@ -169,6 +173,7 @@ def test_a_slow_answer_of_a_store_that_is_up(tmp_path: pathlib.Path) -> None:
         assert (time.monotonic() - start > ANSWER) == (folder == "slow")
 
 
+@pytest.mark.slow
 def test_a_slow_listing_of_a_store_that_is_up(tmp_path: pathlib.Path) -> None:
     with running(S3) as store:
         store.put("a/x", pathlib.Path(array_record_files.write(tmp_path / "a", [b"abc"] * 3)).read_bytes())

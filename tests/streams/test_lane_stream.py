@@ -458,6 +458,7 @@ def test_threads_change_nothing(num_threads: int) -> None:
     reader.close()
 
 
+@pytest.mark.slow
 def test_workers_change_nothing() -> None:
     wanted = expected([9, 9, 9, 3], 1, [8, 8, 8, 4, 4], "pad")
     schedule = BatchSchedule([(0, 8), (3, 4)])

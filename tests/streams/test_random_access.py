@@ -57,6 +57,7 @@ LONGER = (
 )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("options", [{"num_workers": 2}, {"num_threads": 2}])
 def test_batches_of_several_readers_must_be_alike_too(options: dict[str, Any]) -> None:
     source = Records(lambda i: {"x": np.float32(i) if i < 8 or i == 63 else np.int32(i)})

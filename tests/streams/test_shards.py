@@ -48,6 +48,7 @@ def test_resumable(paths, options) -> None:
     assert check_resumable(lambda: make_feed(paths, **options), max_steps=30, save_points=[1, 9, 16])
 
 
+@pytest.mark.slow
 def test_workers_read_the_same_and_resume(paths) -> None:
     wanted = ids_of(make_feed(paths))
     with make_feed(paths) as feed:
@@ -165,6 +166,7 @@ def negative(record):
     return {"x": -record["x"]}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("nested", [False, True])
 @pytest.mark.parametrize("shuffle", ["shards", meshfeed.ShardShuffle(3, affinity=True)])
 def test_mixtures_are_resumable(paths, nested, shuffle) -> None:
