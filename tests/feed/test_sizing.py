@@ -10,11 +10,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from meshfeed._src.base import cpus
 from meshfeed._src.base.settings import FeedSettings
 from meshfeed._src.base.stats import StatsRecorder
 from meshfeed._src.feed import sizing
 from meshfeed._src.feed.pipeline import PrefetchDepth
-from meshfeed._src.feed.sizing import Numbers, Sizer, Window, available_cpus, climb, control
+from meshfeed._src.feed.sizing import Numbers, Sizer, Window, climb, control
 from meshfeed._src.reading.reads import AutoReads, ReadNumbers
 
 START = Numbers(0, 1, 2)
@@ -333,9 +334,9 @@ def test_an_interrupt_inside_a_decision_begins_it_again() -> None:
 
 
 def test_the_cores_of_the_container_count(monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> None:
-    whole = available_cpus()
+    whole = cpus.available_cpus()
     quota = tmp_path / "cpu.max"
-    monkeypatch.setattr(sizing, "_QUOTAS", ((str(quota),),))
+    monkeypatch.setattr(cpus, "_QUOTAS", ((str(quota),),))
     for text, expected in (("max 100000", whole), ("50000 100000", 1), ("99900000 100000", whole), ("junk", whole)):
         quota.write_text(text)
-        assert available_cpus() == (expected if expected == 1 else whole)
+        assert cpus.available_cpus() == (expected if expected == 1 else whole)

@@ -26,6 +26,7 @@ from huggingface_files import BUILDERS, table_of, write_files  # noqa: E402
 from lane_checks import check_lanes, read_batches, read_ids, restored, saved  # noqa: E402
 
 import meshfeed  # noqa: E402
+from meshfeed._src.base import hooks  # noqa: E402
 from meshfeed._src.base.errors import CorruptDataError, SettingsError, SourceError, StateMismatchError  # noqa: E402
 from meshfeed._src.sources.huggingface import cut  # noqa: E402
 from meshfeed.sources import HuggingFace  # noqa: E402
@@ -235,6 +236,14 @@ def test_groups_by_column_are_read_again(tmp_path):
     lanes = [HuggingFace(dataset).open(lane, 2) for lane in range(2)]
     assert not any(hasattr(lane, "get_state") for lane in lanes)  # the library's state leaves rows out: not used
     assert sorted(itertools.chain(*map(read_ids, lanes))) == list(range(40))
+
+
+@pytest.mark.parametrize(("cpus", "threads"), [(1, 1), (2, 1), (6, 3), (64, 4)])
+def test_lanes_are_read_in_threads_where_pyarrow_decodes_them(parquet, monkeypatch, cpus, threads):
+    monkeypatch.setattr("meshfeed._src.sources.huggingface.stream.available_cpus", lambda: cpus)
+    assert hooks.read_threads(HuggingFace(parquet)) == threads
+    assert hooks.read_threads(HuggingFace(parquet.map(double))) == 1
+    assert hooks.read_threads(hooks.unconverted(HuggingFace(parquet))) == 1
 
 
 @pytest.mark.parametrize(("num_lanes", "mapped"), [(1, False), (3, True), (5, False), (12, True), (12, False)])

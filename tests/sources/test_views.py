@@ -51,6 +51,36 @@ def feed_of(source: Any, **keywords: Any) -> meshfeed.Feed:
     return meshfeed.Feed(source, mesh(), **{"global_batch_size": 8, "seed": 3, **keywords})
 
 
+class Waiting(Memory):
+    read_threads = 3
+
+
+TOKENS = {"tokens": np.arange(32).reshape(8, 4)}
+OTHERS = Memory(TOKENS)
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda source: Subset(source, range(3)),
+        lambda source: Sample(source, 1),
+        lambda source: random_split(source, {"a": 0.5, "b": 0.5})["a"],
+        lambda source: Concat([OTHERS, source]),
+        lambda source: Zip({"a": source, "b": OTHERS}),
+        lambda source: Map(source, dict),
+        lambda source: Padded(source, length=4),
+        lambda source: Buckets(source, [4, 8]),
+        lambda source: Packed(source, 8),
+        lambda source: Packed(Mixture({"a": source, "b": OTHERS}, {"a": 1, "b": 1}), 8),
+        lambda source: Mixture({"a": source, "b": OTHERS}, {"a": 1, "b": 1}),
+        lambda source: Mixture({"a": source, "b": Stream(lambda lane, lanes: iter(()))}, {"a": 1, "b": 1}),
+    ],
+)
+def test_the_threads_that_a_source_asks_for_read_what_is_made_of_it(make: Callable[[Any], Any]) -> None:
+    assert hooks.read_threads(make(Waiting(TOKENS))) == 3
+    assert hooks.read_threads(make(Memory(TOKENS))) == 1
+
+
 def values(source: Any) -> list[int]:
     """The records of a source, by a batch, several and one at a time, which must agree."""
     ids = np.arange(len(source))

@@ -458,6 +458,15 @@ def test_threads_change_nothing(num_threads: int) -> None:
     reader.close()
 
 
+def test_a_stream_says_how_many_threads_read_its_lanes() -> None:
+    source = Numbers([9, 9, 9, 3])
+    source.read_threads = 3
+    for num_threads, found in ((None, 3), (2, 2)):
+        reader = open_reader(LaneStream(source, settings_of(num_lanes=4, num_threads=num_threads)))
+        assert len(reader._lanes._threads._threads) == found
+        reader.close()
+
+
 @pytest.mark.slow
 def test_workers_change_nothing() -> None:
     wanted = expected([9, 9, 9, 3], 1, [8, 8, 8, 4, 4], "pad")

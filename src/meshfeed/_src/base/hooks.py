@@ -204,8 +204,8 @@ class CachesFiles(Protocol):
         """
 
 
-class WaitsForReads(Protocol):
-    """Waits for a store while it reads, so several batches should be read at the same time."""
+class ReadsInThreads(Protocol):
+    """Reads faster in several threads: it waits for a store, or decodes without the interpreter's lock."""
 
     read_threads: int
     """Threads that read if the feed has no ``num_threads=``."""
@@ -514,6 +514,12 @@ def find(thing: object, hook: type[H]) -> H | None:
         if value is None or (is_method and not callable(value)):
             return None
     return cast("H", thing)
+
+
+def read_threads(source: object) -> int:
+    """Returns the threads that read a source if the feed has no ``num_threads=``."""
+    reads = find(source, ReadsInThreads)
+    return 1 if reads is None else reads.read_threads
 
 
 def close(thing: object) -> None:

@@ -11,13 +11,11 @@ this host and process; they are in no state and no fingerprint, and hosts do not
 from __future__ import annotations
 
 import collections
-import contextlib
-import os
-import pathlib
 import time
 from collections.abc import Callable, Generator
 from typing import Any, NamedTuple
 
+from meshfeed._src.base.cpus import available_cpus
 from meshfeed._src.base.host_memory import host_memory_bytes
 from meshfeed._src.base.settings import FeedSettings
 from meshfeed._src.base.stats import StatsRecorder
@@ -384,21 +382,3 @@ class Sizer:
             "reason": ". ".join([self._reason, *stays]),
             "tried": list(self._tried),
         }
-
-
-_QUOTAS = (  # of a container: control groups of version 2, and of version 1
-    ("/sys/fs/cgroup/cpu.max",),
-    ("/sys/fs/cgroup/cpu/cpu.cfs_quota_us", "/sys/fs/cgroup/cpu/cpu.cfs_period_us"),
-)
-
-
-def available_cpus() -> int:
-    """Returns the CPUs that this process may use, or the limit of its container, rounded up, if that is lower."""
-    known = hasattr(os, "sched_getaffinity")
-    counts = [len(os.sched_getaffinity(0)) if known else os.cpu_count() or 1]
-    for paths in _QUOTAS:
-        with contextlib.suppress(OSError, ValueError):  # there is no such file, or it contains "max"
-            quota, period = " ".join(pathlib.Path(path).read_text() for path in paths).split()
-            if int(quota) > 0:
-                counts.append(-(-int(quota) // int(period)))
-    return max(1, min(counts))

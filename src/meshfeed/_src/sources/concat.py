@@ -167,7 +167,7 @@ class ConcatenatedRecords:
     @property
     def read_threads(self) -> int | None:
         """Threads that read by default, if a source waits for a store."""
-        waiting = (hooks.find(source, hooks.WaitsForReads) for source in self._sources)
+        waiting = (hooks.find(source, hooks.ReadsInThreads) for source in self._sources)
         return max((source.read_threads for source in waiting if source is not None), default=None)
 
     def _all(self, hook: type[R]) -> list[R]:

@@ -211,7 +211,7 @@ class JoinedRecords:
     @property
     def read_threads(self) -> int | None:
         """Threads that read by default, if a source waits for a store."""
-        waiting = (hooks.find(source, hooks.WaitsForReads) for source in (self._source, self._lookup.others))
+        waiting = (hooks.find(source, hooks.ReadsInThreads) for source in (self._source, self._lookup.others))
         return max((source.read_threads for source in waiting if source is not None), default=None)
 
     def fingerprint(self) -> JsonValue:

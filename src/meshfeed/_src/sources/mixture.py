@@ -331,6 +331,11 @@ class _Mixture:
             num_epochs=num_epochs,
         )
 
+    @property
+    def read_threads(self) -> int:
+        """See :class:`meshfeed._src.base.hooks.ReadsInThreads`: as the component that asks for most."""
+        return max(map(hooks.read_threads, self.components.sources.values()))
+
     def close(self) -> None:
         """Closes the components that have a ``close``."""
         for source in self.components.sources.values():

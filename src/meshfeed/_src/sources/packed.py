@@ -292,6 +292,11 @@ class Packed:
         pieces = self._packing.pieces_at(np.array([record_id], np.int64))
         return file_of(self._source, int(pieces.documents[0]))
 
+    @property
+    def read_threads(self) -> int:
+        """See :class:`meshfeed._src.base.hooks.ReadsInThreads`: as the documents."""
+        return hooks.read_threads(self._source)
+
     def cached_files(self, record_ids: RecordIds) -> Sequence[hooks.CachedFile] | None:
         """Returns the files that hold the documents of sequences and are read through a cache; None without one."""
         source = hooks.find(self._source, hooks.CachesFiles)

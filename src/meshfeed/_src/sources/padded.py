@@ -451,6 +451,11 @@ class Buckets:
             raise AttributeError("the records are not in files")
         return lambda: np.sum(self._shard_lengths(), axis=0)
 
+    @property
+    def read_threads(self) -> int:
+        """See :class:`meshfeed._src.base.hooks.ReadsInThreads`."""
+        return hooks.read_threads(self._source)
+
     def cached_files(self, record_ids: RecordIds) -> Sequence[hooks.CachedFile] | None:
         """Returns the files that hold these records and are read through a cache; None without one."""
         source = hooks.find(self._source, hooks.CachesFiles)

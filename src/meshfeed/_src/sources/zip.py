@@ -146,7 +146,7 @@ class Zip:
     @property
     def read_threads(self) -> int | None:
         """Threads that read by default, if a source waits for a store."""
-        waiting = (hooks.find(source, hooks.WaitsForReads) for source in self._sources.values())
+        waiting = (hooks.find(source, hooks.ReadsInThreads) for source in self._sources.values())
         return max((source.read_threads for source in waiting if source is not None), default=None)
 
     @property

@@ -315,10 +315,11 @@ class LaneReader:
         self._spec: RecordSpec | None = None
         self._runs: dict[int, tuple[int, tuple[LaneRun, ...]]] = {}  # batch size → (host rows, their runs)
         self._final: int | None = None
+        self._num_threads = settings.threads or hooks.read_threads(cursor.source)
         self._lanes = (
             WorkerLanes(cursor.source, shared, entries, settings.workers, settings.timeout_seconds)
             if settings.workers and entries
-            else LaneGroup(cursor.source, shared, entries, settings.threads or 1)
+            else LaneGroup(cursor.source, shared, entries, self._num_threads)
         )
         self._auto: AutoReads | None = None
         self._max_threads = len(entries)
@@ -326,7 +327,7 @@ class LaneReader:
     def adapt(self, auto: AutoReads) -> None:
         """See :class:`meshfeed._src.streams.protocol.HostReader`."""
         self._auto = auto
-        auto.begin(ReadNumbers(int(self._settings.workers), self._settings.threads or 1))
+        auto.begin(ReadNumbers(int(self._settings.workers), self._num_threads))
         auto.keep("num_workers", "the lanes of a stream are open in this process, and moving one would open it again")
         if not isinstance(self._lanes, LaneGroup):
             auto.keep("num_threads", "worker processes read the lanes, each in one thread")

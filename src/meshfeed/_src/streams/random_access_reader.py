@@ -170,7 +170,7 @@ class RandomAccessReader:
         self._doing: tuple[str | tuple[int, RecordIds], float] = ("idle", time.monotonic())
         # Workers answer in the order of the requests.
         self.sequential = settings.workers > 0 or "num_workers" in settings.auto
-        num_threads = settings.threads or _read_threads(records.source)
+        num_threads = settings.threads or hooks.read_threads(records.source)
         self._reads = Reads(records, settings.workers, num_threads, timeout_seconds=settings.timeout_seconds)
 
     def adapt(self, auto: AutoReads) -> None:
@@ -305,8 +305,3 @@ class RandomAccessReader:
         if self._fetches is not None:
             self._fetches.close()
         self._reads.close()
-
-
-def _read_threads(source: object) -> int:
-    waits = find(source, hooks.WaitsForReads)
-    return 1 if waits is None else waits.read_threads

@@ -14,6 +14,7 @@ import pyarrow as pa
 from datasets import ClassLabel, Features, IterableDataset, Value
 
 from meshfeed._src.base import hooks
+from meshfeed._src.base.cpus import available_cpus
 from meshfeed._src.base.errors import SettingsError, SourceError, StateMismatchError
 from meshfeed._src.base.ownership import own
 from meshfeed._src.base.types import JsonValue, PyTree
@@ -49,6 +50,9 @@ from meshfeed._src.sources.window_shuffle import WindowShuffle, shuffle_windows,
 _log = logging.getLogger("meshfeed.sources.huggingface")
 _BLOCK_BYTES = 4 << 20
 _MAX_LISTED = 4
+_READ_THREADS = (
+    4  # of at most half the CPUs: pyarrow decodes lanes at the same time, but each row is placed under a lock
+)
 # Settings of nodes that change the stream.
 _SETTINGS = (
     *("batch_size", "batched", "drop_last_batch", "remove_columns", "input_columns", "with_indices", "column_names"),
@@ -117,6 +121,14 @@ class HuggingFaceStream:
             )
         return shuffle_windows(lane, window, (seed, epoch, lane_index))
 
+    @property
+    def read_threads(self) -> int | None:
+        """Threads that read by default, if pyarrow decodes the files and no function in Python runs on the rows."""
+        functions = any(map(internals.function_of, walk(self._tree)))
+        if not self._converts or functions or not self._is_table(self._tree):
+            return None
+        return max(1, min(_READ_THREADS, available_cpus() // 2))
+
     def check_lanes(self, num_lanes: int) -> None:
         """Checks that all lanes together give each record as often as the dataset does.
 
@@ -176,11 +188,15 @@ class HuggingFaceStream:
             identity["rows"] = rows
         return identity
 
-    def _lane(self, tree: Node, cut: LaneCut) -> TableLane | ExampleLane | StreamLane:
+    def _is_table(self, tree: Node) -> bool:
+        """Whether rows are read as Arrow tables, without becoming Python objects."""
         features = self._dataset.features
         decoded = any(require_decoding(features[name]) for name in self._columns or features) if features else False
-        if tree.iter_arrow is not None and not decoded:
-            lane = TableLane(tree, cut, self._columns, features)
+        return tree.iter_arrow is not None and not decoded
+
+    def _lane(self, tree: Node, cut: LaneCut) -> TableLane | ExampleLane | StreamLane:
+        if self._is_table(tree):
+            lane = TableLane(tree, cut, self._columns, self._dataset.features)
         else:
             lane = ExampleLane(internals.dataset_of(tree, self._dataset), cut, self._columns)
         exact = all(map(internals.has_exact_state, walk(tree)))

@@ -1,0 +1,24 @@
+"""How many CPUs this process may use."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import pathlib
+
+_QUOTAS = (  # of a container: control groups of version 2, and of version 1
+    ("/sys/fs/cgroup/cpu.max",),
+    ("/sys/fs/cgroup/cpu/cpu.cfs_quota_us", "/sys/fs/cgroup/cpu/cpu.cfs_period_us"),
+)
+
+
+def available_cpus() -> int:
+    """Returns the CPUs that this process may use, or the limit of its container, rounded up, if that is lower."""
+    known = hasattr(os, "sched_getaffinity")
+    counts = [len(os.sched_getaffinity(0)) if known else os.cpu_count() or 1]
+    for paths in _QUOTAS:
+        with contextlib.suppress(OSError, ValueError):  # there is no such file, or it contains "max"
+            quota, period = " ".join(pathlib.Path(path).read_text() for path in paths).split()
+            if int(quota) > 0:
+                counts.append(-(-int(quota) // int(period)))
+    return max(1, min(counts))
