@@ -512,13 +512,36 @@ def test_what_a_reader_does_is_described(monkeypatch: pytest.MonkeyPatch) -> Non
     assert seen[8] == "reading step 1 (records 8, 9, 10, 11, 12, 13, 14, 15; part-0, part-1) for 0.2 s"
     now[0] += 1.5
     assert readers[0].describe() == "waiting for room for 1.5 s"
-    readers[0]._doing = ((2, np.empty(0, np.int64)), now[0])
+    readers[0]._doing = ((2, [np.empty(0, np.int64)]), now[0])
     assert readers[0].describe() == "padding step 2 for 0.0 s"
+
+
+def test_steps_that_are_read_together_are_described_together() -> None:
+    seen = []
+
+    class Watched(meshfeed.sources.Memory):
+        fresh_arrays = True
+
+        def read_batch(self, record_ids: Any) -> Any:
+            seen.append(reader.describe().partition(" for")[0] if reader is not None else "")
+            return super().read_batch(record_ids)
+
+    reader = None
+    stream = RandomAccessStream(Watched({"x": np.arange(80)}), settings_of(prefetch=2))
+    stream.record_spec()
+    reader = open_reader(stream)
+    seen.clear()
+    for _ in range(3):
+        reader.next()
+    assert seen == [
+        "reading step 0 (records 0, 1, 2, 3, 4, 5, 6, 7)",
+        "reading steps 1 to 2 (records 8, 9, 10, 11, 12, 13, 14, 15, … (16 in all))",
+    ]
 
 
 def test_a_reader_of_a_source_without_files_names_none() -> None:
     reader = open_reader(RandomAccessStream(Records(lambda i: {"x": np.int64(i)}), settings_of()))
-    reader._doing = ((3, np.arange(24, 32)), random_access_reader.time.monotonic())
+    reader._doing = ((3, [np.arange(24, 32)]), random_access_reader.time.monotonic())
     assert reader.describe() == "reading step 3 (records 24, 25, 26, 27, 28, 29, 30, 31) for 0.0 s"
 
 

@@ -368,11 +368,10 @@ def store_errors(url: str, error: MakeError = CheckpointError) -> Iterator[None]
 
 def is_refused(problem: BaseException) -> bool:
     """Whether the exception of a client is about credentials: missing, incomplete, expired or without the right."""
-    status = getattr(problem, "status", None) or getattr(problem, "code", None)
     names = {kind.__name__ for kind in type(problem).__mro__}
     return (
         isinstance(problem, PermissionError)
-        or status in (401, 403, "401", "403")
+        or _status_of(problem) in (401, 403)
         or not names.isdisjoint(_REFUSED)
         or str(problem).startswith(_MISSING_CREDENTIALS)
     )
@@ -398,5 +397,5 @@ def _status_of(problem: BaseException) -> int | None:
     if status := metadata.get("HTTPStatusCode"):
         return status
     # One by one, since some are deprecated.
-    found = (getattr(problem, name, None) for name in ("status", "status_code", "code"))
-    return next((value for value in found if isinstance(value, int) and value), None)
+    found = (str(getattr(problem, name, "")) for name in ("status", "status_code", "code"))  # some are text
+    return next((int(value) for value in found if value.isdecimal() and int(value)), None)

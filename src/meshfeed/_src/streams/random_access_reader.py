@@ -68,6 +68,7 @@ class _Read(NamedTuple):
     part: _Part
     record_ids: RecordIds
     result: Callable[[], ReadRows] | None
+    joint_ids: Sequence[RecordIds] = ()  # of the steps that are read together when this one is collected, if several
 
 
 def batch_ids(order: RecordOrder, start: int, stop: int, balance: RowBalance | None) -> tuple[RecordIds, RecordIds]:
@@ -166,8 +167,9 @@ class RandomAccessReader:
         depth = 2 if settings.prefetch == "auto" else settings.prefetch
         self._max_joint = depth if records.joins and self._fetches is None else 1
         self._joint_share = 1.0  # of these limits that the last step took
-        # (step, record ids) while reading. Formatted lazily: formatting costs more than computing the order.
-        self._doing: tuple[str | tuple[int, RecordIds], float] = ("idle", time.monotonic())
+        # (step, record ids of it and of those read with it) while reading. Formatted lazily: formatting costs more than
+        # computing the order.
+        self._doing: tuple[str | tuple[int, Sequence[RecordIds]], float] = ("idle", time.monotonic())
         # Workers answer in the order of the requests.
         self.sequential = settings.workers > 0 or "num_workers" in settings.auto
         num_threads = settings.threads or hooks.read_threads(records.source)
@@ -206,7 +208,8 @@ class RandomAccessReader:
         alike = list(itertools.takewhile(lambda ids: ids[0] is found[0][0] and ids[1].size, found))
         joint = JointRead(self._records, [ids[1:] for ids in alike], found[0][0].columns)
         for number, (part, record_ids, _) in enumerate(alike):
-            self._pending[step + number] = _Read(part, record_ids, joint.rows_of(number))
+            joint_ids = () if number else [ids[1] for ids in alike]
+            self._pending[step + number] = _Read(part, record_ids, joint.rows_of(number), joint_ids)
 
     def next(self) -> HostBatch:
         """See :class:`meshfeed._src.streams.protocol.HostReader`."""
@@ -225,7 +228,7 @@ class RandomAccessReader:
             if asked not in self._pending and (self._last is None or asked < self._last):
                 self._pending[asked] = self._submit(asked)
         read = self._pending[step]
-        self._doing = ((step, read.record_ids), time.monotonic())
+        self._doing = ((step, read.joint_ids or [read.record_ids]), time.monotonic())
         batch = self._finish(step, read)
         self._pending.pop(step, None)  # only now: an interrupt before this line leaves the read to be collected again
         self._next_step = step + 1
@@ -252,7 +255,8 @@ class RandomAccessReader:
         """Makes ``step`` the next batch."""
         self._next_step = step
 
-    def _describe_read(self, step: int, record_ids: RecordIds) -> str:
+    def _describe_read(self, step: int, ids_of_steps: Sequence[RecordIds]) -> str:
+        record_ids, last = np.concatenate(ids_of_steps), step + len(ids_of_steps) - 1
         if not record_ids.size:
             return f"padding step {step}"
         paths = [file_of(self._records.source, int(record_id)) for record_id in record_ids[:_NAMED]]
@@ -261,7 +265,8 @@ class RandomAccessReader:
         ids = ", ".join(map(str, record_ids[:_NAMED]))
         more = f", … ({record_ids.size} in all)" if record_ids.size > _NAMED else ""
         files = f"; {', '.join(known)}" if known else ""
-        return f"{how} step {step} (record{'s' if record_ids.size > 1 else ''} {ids}{more}{files})"
+        steps = f"step {step}" if last == step else f"steps {step} to {last}"
+        return f"{how} {steps} (record{'s' if record_ids.size > 1 else ''} {ids}{more}{files})"
 
     def _finish(self, step: int, read: _Read) -> HostBatch:
         part, record_ids = read.part, read.record_ids
