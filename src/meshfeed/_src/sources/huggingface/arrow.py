@@ -259,10 +259,15 @@ class ColumnRows:
         chunks = which.tolist()
         if len(chunks) > _MOST_PER_CHUNK * len(set(chunks)):
             return None
-        views = {chunk: self._reader(chunk).whole for chunk in chunks}
-        first = views[chunks[0]]
-        if first is None or any(view is None or view.shape[1:] != first.shape[1:] for view in views.values()):
+        first = self._reader(chunks[0]).whole
+        if first is None:
             return None
+        views: dict[int, np.ndarray] = {}
+        for chunk in set(chunks):
+            view = self._reader(chunk).whole
+            if view is None or view.shape[1:] != first.shape[1:]:
+                return None
+            views[chunk] = view
         result = np.empty((len(chunks), *first.shape[1:]), first.dtype)
         for i, (chunk, row) in enumerate(zip(chunks, rows.tolist(), strict=True)):
             result[i] = views[chunk][row]
