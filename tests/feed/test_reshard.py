@@ -333,8 +333,9 @@ def test_it_works_after_an_error_and_from_a_state_of_this_host_alone(name: str) 
                 job.kill(host, feed)
                 return delivered
             error = error_of(lambda: [*feed])
-            assert isinstance(error, meshfeed.StalledError)
-            assert error.hosts == (2,)
+            # Or the other host has learned of it first, and has already set its state.
+            late = error.hosts if isinstance(error, meshfeed.StalledError) else None
+            assert late == (2,) or (isinstance(error, meshfeed.PeerError) and error.host == 1 - host)
             feed.set_state(state)  # the step that the training state belongs to
             feed.reshard(job.mesh(host, [0, 1]))
             with feed:
