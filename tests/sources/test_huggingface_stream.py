@@ -238,7 +238,7 @@ def test_groups_by_column_are_read_again(tmp_path):
     assert sorted(itertools.chain(*map(read_ids, lanes))) == list(range(40))
 
 
-@pytest.mark.parametrize(("cpus", "threads"), [(1, 1), (2, 1), (6, 3), (64, 4)])
+@pytest.mark.parametrize(("cpus", "threads"), [(1, 1), (2, 2), (3, 2), (6, 3), (64, 4)])
 def test_lanes_are_read_in_threads_where_pyarrow_decodes_them(parquet, monkeypatch, cpus, threads):
     monkeypatch.setattr("meshfeed._src.sources.huggingface.stream.available_cpus", lambda: cpus)
     assert hooks.read_threads(HuggingFace(parquet)) == threads

@@ -28,9 +28,7 @@ _UNEVEN = 0.1  # fraction of the time that the reader has no room: reading is fa
 _GAIN = 0.1  # a change is kept if the capacity grows by this fraction, or the stall can only have been halved by that
 _NOT_WORSE = 0.95  # and this ratio of delivered batches
 _SURE = 1.5  # below this ratio, the first numbers are measured once more; not if that would end worker processes
-_PARALLEL = (
-    0.75  # cores per thread from which more threads have used more cores: no lock of the interpreter limits them
-)
+_PARALLEL = 0.75  # cores per thread, from which no lock of the interpreter limits several threads
 _HOPELESS = 0.6  # a trial ends early below this ratio
 _LESS_STALLED = 0.8  # more prefetched batches are kept from this ratio of stalls on
 _CHANGED, _CHANGED_WINDOWS = 0.5, 10  # the pause ends early if the capacity is below this ratio in as many windows

@@ -50,9 +50,7 @@ from meshfeed._src.sources.window_shuffle import WindowShuffle, shuffle_windows,
 _log = logging.getLogger("meshfeed.sources.huggingface")
 _BLOCK_BYTES = 4 << 20
 _MAX_LISTED = 4
-_READ_THREADS = (
-    4  # of at most half the CPUs: pyarrow decodes lanes at the same time, but each row is placed under a lock
-)
+_READ_THREADS = 4  # at most: pyarrow decodes lanes at the same time, but their rows are placed under one lock
 # Settings of nodes that change the stream.
 _SETTINGS = (
     *("batch_size", "batched", "drop_last_batch", "remove_columns", "input_columns", "with_indices", "column_names"),
@@ -127,7 +125,8 @@ class HuggingFaceStream:
         functions = any(map(internals.function_of, walk(self._tree)))
         if not self._converts or functions or not self._is_table(self._tree):
             return None
-        return max(1, min(_READ_THREADS, available_cpus() // 2))
+        cpus = available_cpus()
+        return min(cpus, max(2, cpus // 2), _READ_THREADS)
 
     def check_lanes(self, num_lanes: int) -> None:
         """Checks that all lanes together give each record as often as the dataset does.
