@@ -51,13 +51,13 @@ def test_reads_that_wait_get_threads_and_no_processes() -> None:
     assert not any(numbers.num_workers for numbers in tried)
 
 
-@pytest.mark.parametrize(("cores_of_a_thread", "processes"), [(0.9, False), (0.6, True)])
-def test_decoding_that_uses_a_core_in_each_thread_gets_no_processes(cores_of_a_thread: float, processes: bool) -> None:
-    best, tried = climbed(
-        lambda n: 10.0 * (n.num_workers or n.num_threads), cores=lambda n: cores_of_a_thread * n.num_threads
-    )
+def test_processes_are_tried_only_where_there_can_be_more_of_them_than_threads() -> None:
+    best, tried = climbed(lambda n: 10.0 * n.readers, workers=16, cores=lambda n: float(n.readers))
     assert best == Numbers(0, 16, 2)
-    assert any(numbers.num_workers for numbers in tried) == processes
+    assert not any(numbers.num_workers for numbers in tried)
+    best, tried = climbed(lambda n: 10.0 * n.readers, workers=50, cores=lambda n: float(n.readers))
+    assert best == Numbers(50, 16, 2)
+    assert [numbers.num_workers for numbers in tried if numbers.num_workers] == [32, 50]
 
 
 def test_decoding_that_holds_the_lock_of_python_gets_processes() -> None:

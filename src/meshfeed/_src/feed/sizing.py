@@ -28,7 +28,6 @@ _UNEVEN = 0.1  # fraction of the time that the reader has no room: reading is fa
 _GAIN = 0.1  # a change is kept if the capacity grows by this fraction, or the stall can only have been halved by that
 _NOT_WORSE = 0.95  # and this ratio of delivered batches
 _SURE = 1.5  # below this ratio, the first numbers are measured once more; not if that would end worker processes
-_PARALLEL = 0.75  # cores per thread, from which no lock of the interpreter limits several threads
 _HOPELESS = 0.6  # a trial ends early below this ratio
 _LESS_STALLED = 0.8  # more prefetched batches are kept from this ratio of stalls on
 _CHANGED, _CHANGED_WINDOWS = 0.5, 10  # the pause ends early if the capacity is below this ratio in as many windows
@@ -120,16 +119,17 @@ def climb(now: Numbers, found: Window, can: Callable[[Numbers], bool], max_worke
     start, first = now, found
     changes: list[Callable[[Numbers], Numbers]] = [
         lambda n: n if n.num_workers else n._replace(num_threads=2 * n.num_threads),
-        lambda n: n._replace(num_workers=min(max(2, 2 * n.num_workers), max_workers)),
+        lambda n: n._replace(num_workers=min(max(2, 2 * n.readers), max_workers)),
         lambda n: n if n.num_workers else n._replace(num_threads=max(1, n.num_threads // 2)),
         lambda n: n._replace(num_workers=n.num_workers // 2),
     ]
     for fewer, change in enumerate(changes):
-        # Reads that wait for storage gain nothing from processes that threads do not give, and neither do those that run in
-        # parallel in threads, nor short ones.
-        threads_suffice = now.num_threads > start.num_threads and not 0.5 <= found.cores < _PARALLEL * now.num_threads
+        # Reads that wait for storage gain nothing from processes that threads do not give, and neither do short ones, nor any
+        # from as many processes as there are threads.
+        waits = found.cores < 0.5 and now.num_threads > start.num_threads
         short = found.work * 1e3 < _WORKER_MILLISECONDS and not now.num_workers
-        if (fewer >= 2 and now != start) or (fewer == 1 and (threads_suffice or short)):
+        no_more = not now.num_workers and 1 < max_workers <= now.num_threads
+        if (fewer >= 2 and now != start) or (fewer == 1 and (waits or short or no_more)):
             continue
         while found.stalled >= _STALLED and (other := change(now)) != now and can(other):
             tried = yield other, _HOPELESS * found.capacity
