@@ -12,6 +12,8 @@ from typing import Any
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 if "xla_force_host_platform_device_count" not in os.environ.get("XLA_FLAGS", ""):
     os.environ["XLA_FLAGS"] = (os.environ.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=8").strip()
+# Two threads per device: with one, a loop that never waits for a result aborts (docs/how-to/failures.md).
+os.environ["NPROC"] = str(max(16, int(os.environ.get("NPROC", 0))))
 if "xla_backend_optimization_level" not in os.environ["XLA_FLAGS"]:
     # Programs of tests run a few times only. Those of examples take a third less time, child processes included.
     os.environ["XLA_FLAGS"] += " --xla_backend_optimization_level=0"

@@ -20,6 +20,7 @@ from typing import Any
 sys.path += [str(pathlib.Path(__file__).parents[1] / name) for name in ("sources", "checkpoint", "convert", "model")]
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 os.environ.setdefault("XLA_FLAGS", "--xla_force_host_platform_device_count=8")
+os.environ.setdefault("NPROC", "16")  # two threads per device, see meshfeed._src.testing.hosts.cpu_environment
 
 import campaign
 import checkpoint_cases

@@ -204,6 +204,29 @@ def test_a_port_that_another_process_took_is_replaced(monkeypatch: pytest.Monkey
     assert ports == []
 
 
+_NEVER_WAITS = """
+import jax, numpy as np
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
+
+mesh = jax.make_mesh((8,), ("data",), axis_types=(AxisType.Auto,))
+everywhere = NamedSharding(mesh, PartitionSpec())
+step = jax.jit(lambda state, x: state + (x * state).sum() * 1e-9, out_shardings=everywhere)
+state = jax.device_put(np.float32(1), everywhere)
+x = jax.device_put(np.ones((64, 1_000), np.float32), NamedSharding(mesh, PartitionSpec("data")))
+for _ in range(4_000):
+    state = step(state, x)
+print(float(state) > 1)
+"""
+
+
+@pytest.mark.multihost
+def test_a_loop_that_never_waits_for_a_result_does_not_abort() -> None:
+    """It does after 40 s if XLA's pool has one thread per device, as it has by default on few CPUs."""
+    env = {**os.environ, **hosts.cpu_environment(8)}
+    ended = subprocess.run([sys.executable, "-c", _NEVER_WAITS], env=env, capture_output=True, text=True, timeout=120)
+    assert (ended.returncode, ended.stdout) == (0, "True\n"), ended.stderr
+
+
 def test_wrong_sizes_are_refused() -> None:
     with pytest.raises(SettingsError, match="num_hosts=0; it takes a positive int"):
         testing.HostPool(0)
