@@ -436,7 +436,7 @@ def feed_of(make: Any, seconds: float = 0.0, **settings: Any) -> Any:
     return meshfeed.Feed(source, mesh, global_batch_size=8, **keywords, **settings)
 
 
-@pytest.mark.parametrize(("make", "kills"), [(random_access, (10,)), (lanes, (20,))])
+@pytest.mark.parametrize(("make", "kills"), [(random_access, (10, 30)), (lanes, (20,))])
 def test_the_stream_is_that_of_no_workers_while_nodes_are_killed(
     make: Any, kills: tuple[int, ...], nodes: Nodes, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:

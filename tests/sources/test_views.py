@@ -31,6 +31,7 @@ from meshfeed.sources import (
     Packed,
     Padded,
     Sample,
+    ShuffleBuffer,
     Stream,
     Subset,
     Zip,
@@ -79,6 +80,14 @@ OTHERS = Memory(TOKENS)
 def test_the_threads_that_a_source_asks_for_read_what_is_made_of_it(make: Callable[[Any], Any]) -> None:
     assert hooks.read_threads(make(Waiting(TOKENS))) == 3
     assert hooks.read_threads(make(Memory(TOKENS))) == 1
+
+
+def test_the_threads_that_a_stream_asks_for_read_it_through_a_shuffle_buffer() -> None:
+    class WaitingStream(Stream):
+        read_threads = 3
+
+    assert hooks.read_threads(ShuffleBuffer(WaitingStream(lambda lane, lanes: iter(())), 4)) == 3
+    assert hooks.read_threads(ShuffleBuffer(Stream(lambda lane, lanes: iter(())), 4)) == 1
 
 
 def values(source: Any) -> list[int]:

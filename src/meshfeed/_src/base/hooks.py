@@ -516,10 +516,10 @@ def find(thing: object, hook: type[H]) -> H | None:
     return cast("H", thing)
 
 
-def read_threads(source: object) -> int:
-    """Returns the threads that read a source if the feed has no ``num_threads=``."""
-    reads = find(source, ReadsInThreads)
-    return 1 if reads is None else reads.read_threads
+def read_threads(*sources: object) -> int:
+    """Returns the threads that read sources if the feed has no ``num_threads=``: the most that one asks for, at least 1."""
+    asking = (find(source, ReadsInThreads) for source in sources)
+    return max((source.read_threads for source in asking if source is not None), default=1)
 
 
 def close(thing: object) -> None:

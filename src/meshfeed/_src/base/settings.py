@@ -508,8 +508,8 @@ class FeedSettings:
     num_threads: int | Literal["auto"] | None = setting(
         None, or_auto(optional(integer(1))), "an int of at least 1, None, or 'auto'"
     )
-    """threads that read and decode; None for one, for 4 if remote files are read without a cache, and for half the CPUs, 2 to
-    4, if pyarrow decodes the files of a Hugging Face stream. ``"auto"`` starts with that and measures, as for
+    """threads that read and decode. None: one; 4 for remote files that are read without a cache; half as many as there are
+    CPUs, but 2 to 4, for Hugging Face streams whose files pyarrow decodes. ``"auto"`` starts with that and measures, as for
     ``num_workers``."""
 
     retry: Retry = setting(Retry(), instance(Retry), "a meshfeed.Retry; meshfeed.Retry(attempts=1) disables retries")

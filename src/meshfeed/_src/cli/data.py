@@ -6,7 +6,6 @@ import contextlib
 import dataclasses
 import functools
 import glob
-import os
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -14,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from meshfeed._src.base.cpus import available_cpus
 from meshfeed._src.base.errors import MeshfeedError
 from meshfeed._src.cli.text import INTERRUPTED, at_least, counted, example, json_option, show, size_text
 
@@ -141,7 +141,7 @@ def _engine(workers: int | None, runner: str | None, options: tuple[str, ...]) -
 
     if runner is not None:
         return RunInBeam(runner, [f"--{option.removeprefix('--')}" for option in options])
-    return functools.partial(run_in_workers, num_workers=workers or len(os.sched_getaffinity(0)))
+    return functools.partial(run_in_workers, num_workers=workers or available_cpus())
 
 
 def _summary(result: Converted, encoding: str, seconds: float) -> Iterator[str]:

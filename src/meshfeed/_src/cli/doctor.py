@@ -195,7 +195,9 @@ def _limits() -> Iterator[Diagnosis]:
         )
     else:
         yield Diagnosis("open files", "ok", f"at most {soft:,}")
-    cores, allowed = os.cpu_count() or 1, len(os.sched_getaffinity(0))
+    from meshfeed._src.base.cpus import available_cpus
+
+    cores, allowed = os.cpu_count() or 1, available_cpus()
     fix = "Give the task more cores, such as srun --cpus-per-task, if reading is slow." if allowed < cores else ""
     yield Diagnosis("cores", "warning" if fix else "ok", f"{allowed} of {cores} CPU cores", fix)
 

@@ -140,9 +140,9 @@ class Feed(Inspection, Checkpointable):
       num_workers: processes that read and decode, or a :class:`Workers`, also on the machines of a Ray cluster. Does not
         change the stream. ``"auto"`` starts with none and measures, while the step waits for data, whether more are faster;
         ``feed.stats().tuned`` has the result.
-      num_threads: threads that read and decode; None for one, for 4 if remote files are read without a cache, and for half
-        the CPUs, 2 to 4, if pyarrow decodes the files of a Hugging Face stream. ``"auto"`` starts with that and measures, as
-        for ``num_workers``.
+      num_threads: threads that read and decode. None: one; 4 for remote files that are read without a cache; half as many as
+        there are CPUs, but 2 to 4, for Hugging Face streams whose files pyarrow decodes. ``"auto"`` starts with that and
+        measures, as for ``num_workers``.
       retry: how to retry failed reads.
       bad_records: None to raise; a :class:`SkipBad` to replace, count and record bad records.
       check_replicas: whether to compare digests of replicated rows between hosts on the first batches.

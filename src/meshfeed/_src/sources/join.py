@@ -209,10 +209,9 @@ class JoinedRecords:
         return [name for source in named if source is not None for name in source.file_names()]
 
     @property
-    def read_threads(self) -> int | None:
-        """Threads that read by default, if a source waits for a store."""
-        waiting = (hooks.find(source, hooks.ReadsInThreads) for source in (self._source, self._lookup.others))
-        return max((source.read_threads for source in waiting if source is not None), default=None)
+    def read_threads(self) -> int:
+        """See :class:`meshfeed._src.base.hooks.ReadsInThreads`: as the source that asks for most."""
+        return hooks.read_threads(self._source, self._lookup.others)
 
     def fingerprint(self) -> JsonValue:
         """Identity: those of both sources, and a digest of all keys."""

@@ -334,7 +334,7 @@ class _Mixture:
     @property
     def read_threads(self) -> int:
         """See :class:`meshfeed._src.base.hooks.ReadsInThreads`: as the component that asks for most."""
-        return max(map(hooks.read_threads, self.components.sources.values()))
+        return hooks.read_threads(*self.components.sources.values())
 
     def close(self) -> None:
         """Closes the components that have a ``close``."""

@@ -144,10 +144,9 @@ class Zip:
                 checks.check_records()
 
     @property
-    def read_threads(self) -> int | None:
-        """Threads that read by default, if a source waits for a store."""
-        waiting = (hooks.find(source, hooks.ReadsInThreads) for source in self._sources.values())
-        return max((source.read_threads for source in waiting if source is not None), default=None)
+    def read_threads(self) -> int:
+        """See :class:`meshfeed._src.base.hooks.ReadsInThreads`: as the source that asks for most."""
+        return hooks.read_threads(*self._sources.values())
 
     @property
     def shard_lengths(self) -> Callable[[], RecordIds]:

@@ -315,14 +315,14 @@ class LaneReader:
         self._spec: RecordSpec | None = None
         self._runs: dict[int, tuple[int, tuple[LaneRun, ...]]] = {}  # batch size → (host rows, their runs)
         self._final: int | None = None
-        self._num_threads = settings.threads or hooks.read_threads(cursor.source)
+        self._max_threads = max(1, len(entries))  # a thread reads a whole lane
+        self._num_threads = min(settings.threads or hooks.read_threads(cursor.source), self._max_threads)
         self._lanes = (
             WorkerLanes(cursor.source, shared, entries, settings.workers, settings.timeout_seconds)
             if settings.workers and entries
             else LaneGroup(cursor.source, shared, entries, self._num_threads)
         )
         self._auto: AutoReads | None = None
-        self._max_threads = len(entries)
 
     def adapt(self, auto: AutoReads) -> None:
         """See :class:`meshfeed._src.streams.protocol.HostReader`."""
@@ -340,7 +340,7 @@ class LaneReader:
     def _read(self, step: int) -> GroupRows:
         if isinstance(self._lanes, LaneGroup):
             if self._auto is not None and self._auto.wanted != self._auto.in_use:
-                self._lanes.set_threads(min(self._auto.wanted.num_threads, max(1, self._max_threads)))
+                self._lanes.set_threads(min(self._auto.wanted.num_threads, self._max_threads))
                 self._auto.in_use = self._auto.wanted
             return self._lanes.read(self._rows_per_lane(step))
         while self._asked <= step + 1:  # queue the next step too, so that workers read while this one is delivered
