@@ -15,6 +15,8 @@ import pytest
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 pytest.importorskip("setuptools", minversion="77")
 
+pytestmark = pytest.mark.slow  # builds the wheel
+
 
 def _run(command: list[str], cwd: pathlib.Path, **env: str) -> subprocess.CompletedProcess[str]:
     clean = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
@@ -63,7 +65,6 @@ def installed(wheel: pathlib.Path, tmp_path_factory: pytest.TempPathFactory) -> 
     return venv
 
 
-@pytest.mark.slow
 def test_it_holds_the_package_and_nothing_else(wheel: pathlib.Path) -> None:
     names = zipfile.ZipFile(wheel).namelist()
     modules = {str(path.relative_to(ROOT / "src")) for path in (ROOT / "src").rglob("*.py")}
@@ -101,7 +102,6 @@ def test_its_metadata_says_what_it_needs(wheel: pathlib.Path) -> None:
     assert "Requires-Python: >=3.11" in lines
 
 
-@pytest.mark.slow
 def test_it_imports_away_from_the_source_tree(installed: pathlib.Path, tmp_path: pathlib.Path) -> None:
     script = (
         "import meshfeed, meshfeed.sources, meshfeed.checkpoint, meshfeed.testing\n"

@@ -249,6 +249,7 @@ def test_what_a_plan_refuses_word_for_word() -> None:
     )
 
 
+@pytest.mark.slow
 @given(st.lists(st.tuples(st.integers(0, 30), st.integers(1, 6)).map(lambda pair: (pair[0], sum(pair))), max_size=5))
 def test_local_rows_are_where_the_rows_are_or_refused(ranges: list[tuple[int, int]]) -> None:
     plan = HostPlan(0, 40, merge_ranges(ranges))

@@ -113,6 +113,7 @@ def test_a_file_that_changed_before_its_first_byte_is_an_error(store: Store, tmp
         read(cache, url)
 
 
+@pytest.mark.slow
 def test_s3_goes_on_after_a_cut(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("s3fs")
     server = pytest.importorskip("moto.server")
