@@ -48,6 +48,7 @@ ROWS = (
     Row("compressed", "feed", "--cases compressed --rounds 3", 1.5, "0.9 of libzstd on one core"),
     Row("in-order", "feed", "--cases in-order --rounds 5", 1.5, "2 × tf.data, and read-ahead never slower than none"),
     Row("thousand", "feed", "--cases thousand --rounds 3", 1.5),
+    Row("cold", "cold", "--rounds 5", 1.5, "0.9 of the disk's rate of parallel reads"),
     Row("mixtures", "mixtures", "--rounds 3", 2.0, "10 × Grain's mix; 5 × with decoders of their own; 35 at 0.95 of 1"),
     Row("formats", "formats", "--rounds 3", 2.0, "0.85 of the source read alone"),
     Row("huggingface", "huggingface", "--rounds 3", 2.0, "1.3 × Hugging Face's iter(batch) and Grain; 0.9 of pyarrow"),

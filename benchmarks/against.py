@@ -1,10 +1,13 @@
 """Speed of this checkout's ``next(feed)`` and restores beside those of another checkout: processes that take turns.
 
 ``scripts/bench against --other ../older/src`` compares with a folder that contains the package ``meshfeed``; further
-folders for its ``PYTHONPATH`` follow after colons. Any version with ``MultiHostDataLoadIterator`` will do. Use it to
-check that a change costs nothing. On a machine that others use too, CPU time and the fastest rounds vary the least. A
-process keeps the memory layout that it has found, which alone makes it up to 10 % faster or slower than another of the
-same code; so both checkouts are started several times.
+folders for its ``PYTHONPATH`` follow after colons. ``--revision main`` takes the package of a commit instead. Any version
+with ``MultiHostDataLoadIterator`` will do. Use it to check that a change costs nothing. On a machine that others use too,
+CPU time and the fastest rounds vary the least. A process keeps the memory layout that it has found, which alone makes it
+up to 10 % faster or slower than another of the same code; so both checkouts are started several times.
+
+``--at-least 0.9`` ends with status 1 if a case is slower than that share of the other by every measure: medians, fastest
+rounds and CPU time. What is slower by one alone is noise of the machine.
 
 Cases: ``assembly`` (arrays in memory), ``lm`` (20,000 records of 2,048 int32, shuffled), ``in-order`` (not shuffled),
 ``compressed`` (zstd), ``million`` (1,000,000 records of 200 bytes, 512 a batch), ``mosaic`` (4 KB records, decoded one by
@@ -16,6 +19,7 @@ it has saved itself; ``ms`` is then one restore on the slowest host.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import math
 import os
 import pathlib
@@ -234,9 +238,34 @@ def compare(case: str, folder: str, paths: list[str], rounds: int, starts: int) 
     }
 
 
+MEASURES = ("× as fast", "fastest rounds", "median of pairs", "CPU time", "least CPU time")
+
+
+def slower(row: dict[str, Any], bound: float) -> bool:
+    """Whether this checkout is slower than ``bound`` times the other by every measure."""
+    return max(row[name] for name in MEASURES) < bound
+
+
+@contextlib.contextmanager
+def revision_built(revision: str, folder: str) -> Iterator[str]:
+    """The ``src`` of a commit, with its extension modules, in a worktree that is removed afterwards."""
+    path = os.path.join(folder, "revision")
+    git = ["git", "-C", str(ROOT), "worktree"]
+    subprocess.run([*git, "add", "--quiet", "--detach", path, revision], check=True)
+    try:
+        subprocess.run([sys.executable, "setup.py", "-q", "build_ext", "--inplace"], cwd=path, check=True)
+        yield os.path.join(path, "src")
+    finally:
+        subprocess.run([*git, "remove", "--force", path], check=True)
+
+
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     names = [*CASES, *(f"{name}0" for name in CASES), *RESTORES]
     parser.add_argument("--other", metavar="PATH", help="folder that contains the other package meshfeed")
+    parser.add_argument("--revision", metavar="COMMIT", help="compare with the package of this commit")
+    parser.add_argument(
+        "--at-least", type=float, metavar="RATIO", help="end with status 1 if a case is slower than this"
+    )
     parser.add_argument("--cases", nargs="+", choices=names, default=[*CASES, "assembly0", "lm0", "million0"])
     parser.add_argument("--rounds", type=int, default=42)
     parser.add_argument(
@@ -246,21 +275,27 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def measure(options: argparse.Namespace) -> Iterator[Table]:
-    if not options.other:
-        print("(left out: --other PATH names the folder of the package to compare with)")
+    if not (options.other or options.revision):
+        print("(left out: --other PATH names the folder of the package to compare with, --revision COMMIT its commit)")
         return
-    other = os.pathsep.join(str(pathlib.Path(path).resolve()) for path in options.other.split(os.pathsep))
-    with tempfile.TemporaryDirectory() as folder:
-        folder = options.data or folder
-        os.makedirs(folder, exist_ok=True)
+    with contextlib.ExitStack() as stack:
+        folder = stack.enter_context(tempfile.TemporaryDirectory())
+        if options.revision:
+            other = stack.enter_context(revision_built(options.revision, folder))
+        else:
+            other = os.pathsep.join(str(pathlib.Path(path).resolve()) for path in options.other.split(os.pathsep))
+        data = options.data or os.path.join(folder, "data")
+        os.makedirs(data, exist_ok=True)
         rows = []
         for case in options.cases:
-            rows.append(compare(case, folder, [str(ROOT / "src"), other], options.rounds, options.starts))
+            rows.append(compare(case, data, [str(ROOT / "src"), other], options.rounds, options.starts))
             print(rows[-1], flush=True)
+    named = options.revision or options.other
     yield Table(
-        f"this checkout, {ROOT / 'src'} beside {options.other}, {options.rounds} rounds in {options.starts} starts",
-        rows,
+        f"this checkout, {ROOT / 'src'} beside {named}, {options.rounds} rounds in {options.starts} starts", rows
     )
+    if options.at_least and (slow := [row["case"] for row in rows if slower(row, options.at_least)]):
+        raise SystemExit(f"slower than {options.at_least} of {named} by every measure: {', '.join(slow)}")
 
 
 if __name__ == "__main__":
