@@ -79,7 +79,7 @@ def ours(path: str, sharding: Any, **settings: Any) -> Way:
 
 
 def grain(path: str, sharding: Any) -> Way:
-    """Batches of Grain, which reads ahead with 16 threads, and up to 512 records."""
+    """Batches of Grain, which reads ahead with 16 threads, and up to 16 batches."""
     import grain
     from array_record.python import array_record_data_source
 
@@ -87,9 +87,9 @@ def grain(path: str, sharding: Any) -> Way:
         source: Any = array_record_data_source.ArrayRecordDataSource(path)
         records = grain.MapDataset.source(source).seed(0).shuffle().repeat()
         decoded = records.map(lambda record: np.frombuffer(record, np.int32))
-        return iter(decoded.batch(BATCH).to_iter_dataset(grain.ReadOptions(num_threads=16, prefetch_buffer_size=8)))
+        return iter(decoded.batch(BATCH).to_iter_dataset(grain.ReadOptions(num_threads=16, prefetch_buffer_size=16)))
 
-    return _peers.taking(make, _peers.putter(sharding), 9)
+    return _peers.taking(make, _peers.putter(sharding), 17)
 
 
 def measure(options: argparse.Namespace) -> Iterator[Table]:
@@ -104,6 +104,7 @@ def measure(options: argparse.Namespace) -> Iterator[Table]:
         ways: dict[str, Way] = {
             "meshfeed": ours(path, sharding),
             "meshfeed, 2 threads": ours(path, sharding, num_threads=2),
+            "meshfeed, 4 threads": ours(path, sharding, num_threads=4, prefetch=4),
             "meshfeed, no read-ahead": ours(path, sharding, prefetch=0),
         }
         ways |= {f"{number} threads": parallel(path, number) for number in options.threads}

@@ -295,16 +295,43 @@ def test_without_libzstd_compressed_files_are_left_to_the_library(folder: pathli
     assert ArrayRecord(path).read_raw(np.arange(30)) == records
 
 
+def uncache(path: str) -> None:
+    with open(path, "rb") as file:
+        os.fsync(file.fileno())
+        os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+
+
 @both
-def test_records_that_are_not_in_the_page_cache_are_read_by_several_threads(folder: pathlib.Path, options: str) -> None:
+@pytest.mark.parametrize("on_disk", [None, True, False])  # asked for all records at once, or read by several threads
+def test_records_that_are_not_in_the_page_cache(folder: pathlib.Path, options: str, on_disk: bool | None) -> None:
     records = random_bytes([int(size) for size in np.random.default_rng(0).integers(0, 20_000, 400)], values=20)
     path = write(folder / "cold", records, options)
-    rng = np.random.default_rng(1)
-    for rows in (rng.permutation(400), np.arange(400), rng.integers(0, 400, 700)):
-        with open(path, "rb") as file:
-            os.fsync(file.fileno())
-            os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
-        assert read_directly(path, 400, rows) == [records[row] for row in rows]
+    file, rng = some_file(path, 400), np.random.default_rng(1)
+    if on_disk is not None:
+        file.index.on_disk = on_disk
+    for rows in (rng.permutation(400), np.arange(400), rng.integers(0, 400, 700), np.arange(0)):
+        uncache(path)
+        assert read_direct([open_file(file)], None, np.asarray(rows, np.int64)) == [records[row] for row in rows]
+    assert file.index.on_disk in ((True, False, None) if on_disk is None else (on_disk,))
+    uncache(path)
+    assert read_directly(path, 400, np.arange(400)) == records
+
+
+@pytest.mark.parametrize("on_disk", [True, False])
+def test_a_damaged_record_that_is_not_in_the_page_cache_is_found(folder: pathlib.Path, on_disk: bool) -> None:
+    path = write(folder / "damaged", random_bytes([5_000] * 100), PLAIN)
+    file = some_file(path, 100)
+    file.index.on_disk = on_disk
+    offset = footer_of(path, 100)[0][70] + 2_000
+    with open(path, "r+b") as stored:
+        stored.seek(offset)
+        flipped = stored.read(1)[0] ^ 1
+        stored.seek(offset)
+        stored.write(bytes([flipped]))
+    uncache(path)
+    assert read_direct([open_file(file)], None, np.random.default_rng(0).permutation(100)) is None
+    with pytest.raises(AttributeError):
+        del file.index.on_disk
 
 
 def test_records_of_many_files_by_one_call(folder: pathlib.Path) -> None:

@@ -14,6 +14,7 @@
 
 #include <dlfcn.h>
 #include <errno.h>
+#include <fcntl.h>
 #include <pthread.h>
 #include <stdatomic.h>
 #include <stdbool.h>
@@ -41,8 +42,9 @@ enum {
   BLOCK_HEADER_BYTES = 24,
   CHUNK_HEADER_BYTES = 40,
   NEIGHBOR_BYTES = 1 << 18, /* one system call reads adjacent records up to this many bytes */
-  FIRST_THREADS = 16, /* enough for a local disk */
+  FIRST_THREADS = 16, /* for storage that is not a disk, at first */
   MAX_THREADS = 63,   /* for network file systems, which take milliseconds and serve many requests at once */
+  PATIENCE_MS = 10,   /* after which further threads read what a disk has been asked for and not given yet */
 };
 static const int64_t MAX_CHUNK_BYTES = INT64_C(1) << 30;
 
@@ -297,11 +299,13 @@ static workspace *get_workspace(size_t size, bool compressed) {
 
 /* Whether the file system can report which parts of a file are in the page cache. */
 enum { CAN_PROBE, IS_IN_MEMORY, CANNOT_PROBE };
+enum { NOT_ASKED, IS_ON_DISK, IS_ELSEWHERE };
 
 typedef struct {
   PyObject_HEAD
   bool compressed;
   atomic_int probe;
+  atomic_int storage;
   int64_t count;
   int64_t width;    /* bytes of every record, or 0 if they differ */
   int64_t *offsets; /* int64[count + 1]: starts of the chunks, and the end of the last one */
@@ -401,6 +405,25 @@ static bool is_in_memory(int fd) {
 #endif
 }
 
+/* Whether the file is on a disk of this machine, which fetches many ranges at once without threads that wait for them. */
+static bool is_on_disk(index_object *index, int fd) {
+#if defined(__linux__) && defined(POSIX_FADV_WILLNEED)
+  static const uint32_t magics[] = {0xEF53 /* ext2 to ext4 */, 0x58465342 /* XFS */, 0x9123683E /* Btrfs */,
+                                    0xF2F52010 /* F2FS */, 0x794C7630 /* overlayfs, of containers */};
+  if (atomic_load(&index->storage) == NOT_ASKED) {
+    struct statfs found;
+    bool known = false;
+    if (!fstatfs(fd, &found))
+      for (size_t i = 0; i < sizeof magics / sizeof *magics; i++) known |= (uint32_t)found.f_type == magics[i];
+    atomic_store(&index->storage, known ? IS_ON_DISK : IS_ELSEWHERE);
+  }
+  return atomic_load(&index->storage) == IS_ON_DISK;
+#else
+  (void)index, (void)fd;
+  return false;
+#endif
+}
+
 /* Reads `span` bytes if all are in the page cache; otherwise returns false without waiting for storage. */
 static bool read_cached(index_object *index, int fd, uint8_t *to, int64_t span, int64_t offset) {
 #if defined(RWF_NOWAIT)
@@ -443,25 +466,61 @@ static bool read_group(batch *b, int64_t i, bool only_cached, int64_t *end) {
   return true;
 }
 
-static void *read_pending(void *pointer) {
-  batch *b = pointer;
-  int64_t number, end;
-  while ((number = atomic_fetch_add(&b->next_pending, 1)) < b->num_pending) {
-    read_group(b, b->pending[number], false, &end);
-    if (atomic_fetch_add(&b->num_finished, 1) + 1 < b->num_pending) continue;
+/* Reads the next pending group; false if there is none left. */
+static bool read_next(batch *b) {
+  int64_t end, number = atomic_fetch_add(&b->next_pending, 1);
+  if (number >= b->num_pending) return false;
+  read_group(b, b->pending[number], false, &end);
+  if (atomic_fetch_add(&b->num_finished, 1) + 1 == b->num_pending) {
     pthread_mutex_lock(&b->lock);
     pthread_cond_signal(&b->finished);
     pthread_mutex_unlock(&b->lock);
   }
+  return true;
+}
+
+static void *read_pending(void *pointer) {
+  while (read_next(pointer)) {
+  }
   return NULL;
 }
 
-/* Waits until all pending groups have been read, but not longer than 2 ms, more than a local disk needs for a batch. */
+/* The time `milliseconds` from now. */
+static struct timespec in_ms(clockid_t clock, long milliseconds) {
+  struct timespec time;
+  clock_gettime(clock, &time);
+  time.tv_nsec += milliseconds * 1000000;
+  if (time.tv_nsec >= 1000000000) time.tv_sec++, time.tv_nsec -= 1000000000;
+  return time;
+}
+
+/* Has the disks fetch all pending groups at once and reads them one after another; false if some are not on a disk. */
+static bool read_from_disk(batch *b) {
+#if defined(POSIX_FADV_WILLNEED)
+  for (int64_t number = 0; number < b->num_pending; number++) {
+    int64_t file = file_at(b, b->pending[number]);
+    if (!is_on_disk(b->indexes[file], (int)b->fds[file])) return false;
+  }
+  for (int64_t number = 0; number < b->num_pending; number++) {
+    int64_t i = b->pending[number], file = file_at(b, i), span;
+    end_of_group(b, i, &span);
+    posix_fadvise((int)b->fds[file], b->indexes[file]->offsets[b->rows[i]], span, POSIX_FADV_WILLNEED);
+  }
+  struct timespec now, deadline = in_ms(CLOCK_MONOTONIC, PATIENCE_MS);
+  while (read_next(b)) { /* which waits for the first of them most */
+    clock_gettime(CLOCK_MONOTONIC, &now);
+    if (now.tv_sec > deadline.tv_sec || (now.tv_sec == deadline.tv_sec && now.tv_nsec > deadline.tv_nsec)) return false;
+  }
+  return true;
+#else
+  (void)b;
+  return false;
+#endif
+}
+
+/* Waits until all pending groups have been read, but not longer than 2 ms. */
 static void wait_briefly(batch *b) {
-  struct timespec deadline;
-  clock_gettime(CLOCK_REALTIME, &deadline);
-  deadline.tv_nsec += 2000000;
-  if (deadline.tv_nsec >= 1000000000) deadline.tv_sec++, deadline.tv_nsec -= 1000000000;
+  struct timespec deadline = in_ms(CLOCK_REALTIME, 2);
   pthread_mutex_lock(&b->lock);
   while (atomic_load(&b->num_finished) < b->num_pending && !pthread_cond_timedwait(&b->finished, &b->lock, &deadline)) {
   }
@@ -473,15 +532,19 @@ static int start_threads(batch *b, pthread_t *threads, int started, int64_t limi
   return started;
 }
 
-/* Reads cached groups first; the rest with several threads, because storage serves requests in parallel. */
+/* Reads cached groups first; the rest all at once, because storage serves requests in parallel. */
 static void read_batch(batch *b) {
-  int64_t end;
+  int64_t end, span;
+  bool ask = true; /* until one group is not cached: its disk is then asked for all that follow, which costs no more */
   for (int64_t i = 0; i < b->count; i = end) {
-    if (!read_group(b, i, true, &end)) b->pending[b->num_pending++] = i;
+    if (ask && read_group(b, i, true, &end)) continue;
+    if (!ask) end = end_of_group(b, i, &span);
+    b->pending[b->num_pending++] = i;
+    ask = ask && !is_on_disk(b->indexes[file_at(b, i)], (int)b->fds[file_at(b, i)]);
   }
-  if (!b->num_pending) return;
+  if (!b->num_pending || read_from_disk(b)) return;
   pthread_t threads[MAX_THREADS];
-  int64_t wanted = b->num_pending - 1; /* this thread reads too */
+  int64_t wanted = b->num_pending - atomic_load(&b->next_pending) - 1; /* this thread reads too */
   int started = start_threads(b, threads, 0, wanted < FIRST_THREADS ? wanted : FIRST_THREADS);
   if (started < wanted) {
     wait_briefly(b);
@@ -580,7 +643,26 @@ static PyObject *index_nbytes(PyObject *self, void *closure) {
   return PyLong_FromLongLong(8 * ((index->sizes ? 2 : 1) * index->count + 1));
 }
 
+static PyObject *index_on_disk(PyObject *self, void *closure) {
+  (void)closure;
+  int storage = atomic_load(&((index_object *)self)->storage);
+  if (storage == NOT_ASKED) Py_RETURN_NONE;
+  return PyBool_FromLong(storage == IS_ON_DISK);
+}
+
+static int set_index_on_disk(PyObject *self, PyObject *value, void *closure) {
+  (void)closure;
+  int truth = value ? PyObject_IsTrue(value) : -1;
+  if (!value) PyErr_SetString(PyExc_AttributeError, "on_disk cannot be deleted");
+  if (truth >= 0) atomic_store(&((index_object *)self)->storage, truth ? IS_ON_DISK : IS_ELSEWHERE);
+  return truth < 0 ? -1 : 0;
+}
+
 static PyGetSetDef index_properties[] = {
+    {"on_disk", index_on_disk, set_index_on_disk,
+     "Whether the file is on a disk of this machine, which is asked for many records at once; otherwise threads wait for\n"
+     "them. None until a record was not in the page cache.",
+     NULL},
     {"width", index_width, NULL, "Bytes of every record; 0 if they differ or there are none.", NULL},
     {"nbytes", index_nbytes, NULL, "Bytes of memory that offsets and sizes take.", NULL},
     {0},
