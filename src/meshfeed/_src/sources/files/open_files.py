@@ -14,6 +14,8 @@ import weakref
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from typing import Any, Generic, TypeVar
 
+import numpy as np
+
 from meshfeed._src.reading.fetch_policy import open_bytes
 from meshfeed._src.sources.files.shard import Shard, changed, local_copy
 from meshfeed._src.sources.files.shard_cache import ShardCache
@@ -71,6 +73,23 @@ class Descriptor:
             parts.append(part)
             start += len(part)
         return parts[0] if len(parts) == 1 else b"".join(parts)
+
+    def is_cached(self, offset: int) -> bool:
+        """Whether a byte is in the page cache; True if the system cannot tell."""
+        if not hasattr(os, "RWF_NOWAIT"):
+            return True
+        try:
+            os.preadv(self.number, [bytearray(1)], offset, os.RWF_NOWAIT)
+        except BlockingIOError:  # the read would wait for the disk
+            return False
+        except OSError:  # the file system does not support the flag
+            pass
+        return True
+
+    def fetch_ahead(self, starts: np.ndarray, stops: np.ndarray) -> None:
+        """Has the disk fetch byte ranges, int64[n], into the page cache, and does not wait for it."""
+        for start, stop in zip(starts.tolist(), stops.tolist(), strict=True):
+            os.posix_fadvise(self.number, start, stop - start, os.POSIX_FADV_WILLNEED)
 
 
 class Lru(Generic[K, V]):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import dataclasses
 import itertools
@@ -11,14 +12,14 @@ from typing import Generic, NamedTuple, Self, TypeVar, cast
 
 import numpy as np
 
-from meshfeed._src.base.errors import CorruptDataError
+from meshfeed._src.base.errors import CorruptDataError, MeshfeedError
 from meshfeed._src.base.types import JsonValue, RecordIds
 from meshfeed._src.reading.identity import probe_digest
 from meshfeed._src.reading.shared_probes import probe_once
 from meshfeed._src.sources.files import paths as file_paths
 from meshfeed._src.sources.files.direct import READ_THREADS, ByteRange, RemoteBytes, read_ranges
 from meshfeed._src.sources.files.manifest import lengths_by_file
-from meshfeed._src.sources.files.open_files import Descriptor, ShardPool, shared_pool
+from meshfeed._src.sources.files.open_files import Descriptor, ShardPool, files_per_call, shared_pool
 from meshfeed._src.sources.files.paths import is_url
 from meshfeed._src.sources.files.shard import Shard
 from meshfeed._src.sources.files.shard_cache import RemoteFile, ShardCache
@@ -234,13 +235,19 @@ class ShardReader(ShardSource[S], Generic[S, T]):
         Raises:
           IndexError, CorruptDataError, SourceError: as for :meth:`_read`.
         """
+        parts = self._parts(record_ids)
+        may_wait = len(record_ids) > 1 and not self._is_direct
 
         def read_rows(file: Checked[S, T], rows: np.ndarray, first: int) -> Sequence[R]:
-            return build(file, rows, first, read_spans(file.open(), *spans_of(file.index, rows)))
+            nonlocal may_wait
+            opened, (starts, stops) = file.open(), spans_of(file.index, rows)
+            if may_wait and isinstance(opened, Descriptor) and not opened.is_cached(int(starts[0])):
+                self._fetch_ahead(parts, spans_of)
+            may_wait = False  # the first range tells
+            return build(file, rows, first, read_spans(opened, starts, stops))
 
         if not self._is_direct:
-            return self._read(record_ids, read_rows)
-        parts = self._parts(record_ids)
+            return _in_order(parts, self._read_parts(parts, read_rows))
         # One request for each file in turn would cost a round trip per file.
         remote = [part for part in parts if is_url(self._shards.files[part.number].path)]
         local = [part for part in parts if not is_url(self._shards.files[part.number].path)]
@@ -258,6 +265,15 @@ class ShardReader(ShardSource[S], Generic[S, T]):
         return _in_order(
             remote + local, [*built, *(self._read_file(part.number, part.rows, read_rows) for part in local)]
         )
+
+    def _fetch_ahead(self, parts: Sequence[FilePart], spans_of: SpansOf[T]) -> None:
+        """Has the disk fetch all ranges at once, so that the reads together wait for one access and not for each."""
+        for part in parts[: files_per_call()]:
+            with contextlib.suppress(MeshfeedError, OSError):  # the read itself raises it
+                file = self._checked(self._shards.files[part.number])
+                opened = file.open()
+                if isinstance(opened, Descriptor):
+                    opened.fetch_ahead(*spans_of(file.index, part.rows))
 
     def _read_file(self, number: int, rows: np.ndarray, read_rows: ReadRows[S, T, R]) -> Sequence[R]:
         shard, first = self._shards.files[number], int(self._shards.starts[number])
