@@ -646,7 +646,7 @@ static PyObject *index_nbytes(PyObject *self, void *closure) {
 static PyObject *index_on_disk(PyObject *self, void *closure) {
   (void)closure;
   int storage = atomic_load(&((index_object *)self)->storage);
-  if (storage == NOT_ASKED) Py_RETURN_NONE;
+  if (storage == NOT_ASKED) return Py_NewRef(Py_None);
   return PyBool_FromLong(storage == IS_ON_DISK);
 }
 
