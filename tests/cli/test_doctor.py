@@ -24,6 +24,13 @@ def test_this_machine(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -
     assert "jax " in by_name["versions"]["text"]
     assert by_name[str(tmp_path / "*")]["text"].startswith("1 file, 1.049 MB")
 
+    monkeypatch.setenv("NPROC", "5")
+    lines = CliRunner().invoke(main.main, ["doctor"]).output.splitlines()
+    (line,) = (
+        number for number, text in enumerate(lines) if text.startswith("warning  devices: 3 cpu (cpu); with 5 threads")
+    )
+    assert "→ Set NPROC=6 in the environment." in " ".join(lines[line : line + 4])
+
     monkeypatch.setenv("JAX_PLATFORMS", "no_such_platform")
     result = CliRunner().invoke(main.main, ["doctor", str(tmp_path / "missing")])
     assert result.exit_code == 1

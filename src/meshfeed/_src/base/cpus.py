@@ -22,3 +22,13 @@ def available_cpus() -> int:
             if int(quota) > 0:
                 counts.append(-(-int(quota) // int(period)))
     return max(1, min(counts))
+
+
+def xla_threads() -> int:
+    """Returns the least number of threads in the pool of XLA's CPU devices: ``NPROC``, or the CPUs if that is not set.
+
+    The pool has at least one thread per device. With fewer than two, a program that never waits for a result aborts:
+    launches of later computations block the threads that the collective of the running one needs.
+    """
+    given = os.environ.get("NPROC", "")
+    return int(given) if given.isdigit() else available_cpus()

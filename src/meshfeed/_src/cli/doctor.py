@@ -21,6 +21,7 @@ from typing import Literal
 import click
 
 from meshfeed import __version__
+from meshfeed._src.base.cpus import available_cpus, xla_threads
 from meshfeed._src.cli.text import counted, example, json_option, show, size_text
 
 _NEEDED = ("jax", "jaxlib", "numpy", "grain", "array-record", "orbax-checkpoint", "tensorstore")
@@ -34,7 +35,7 @@ _EXTENSIONS = {
 _VARIABLES = re.compile(
     r"(SLURM_(JOB_ID|STEP_NUM_TASKS|NTASKS|PROCID|LOCALID|STEP_NODELIST|JOB_NODELIST)|OMPI_COMM_WORLD_(SIZE|RANK)|PMI_(SIZE|RANK)"
     r"|MV2_COMM_WORLD_(SIZE|RANK)|TPU_\w+|MEGASCALE_\w+|JOB_COMPLETION_INDEX|JOBSET_NAME|KUBERNETES_SERVICE_HOST"
-    r"|JAX_\w+|XLA_FLAGS|LIBTPU_INIT_ARGS|CUDA_VISIBLE_DEVICES|MESHFEED_\w+)"
+    r"|JAX_\w+|NPROC|XLA_FLAGS|LIBTPU_INIT_ARGS|CUDA_VISIBLE_DEVICES|MESHFEED_\w+)"
 )
 _RANKS = (
     "SLURM_PROCID",
@@ -141,6 +142,10 @@ def _query_devices() -> tuple[Diagnosis, str]:
         text += f"; this machine has {present[0]}, which JAX does not use"
         fix = "Install JAX for it: pip install 'jax[cuda13]' or 'jax[tpu]'."
         return Diagnosis("devices", "warning", text, fix), kind
+    threads = max(xla_threads(), local)
+    if kind == "cpu" and local > 1 and threads < 2 * local:
+        text += f"; with {threads} threads of XLA, a loop that never waits for a result may abort"
+        return Diagnosis("devices", "warning", text, f"Set NPROC={2 * local} in the environment."), kind
     return Diagnosis("devices", "ok", text), kind
 
 
@@ -195,8 +200,6 @@ def _limits() -> Iterator[Diagnosis]:
         )
     else:
         yield Diagnosis("open files", "ok", f"at most {soft:,}")
-    from meshfeed._src.base.cpus import available_cpus
-
     cores, allowed = os.cpu_count() or 1, available_cpus()
     fix = "Give the task more cores, such as srun --cpus-per-task, if reading is slow." if allowed < cores else ""
     yield Diagnosis("cores", "warning" if fix else "ok", f"{allowed} of {cores} CPU cores", fix)

@@ -33,7 +33,7 @@ from typing import Any, Self
 from meshfeed._src.base import child as child_process
 from meshfeed._src.base import serving
 from meshfeed._src.base.child import ChildProcess
-from meshfeed._src.base.cpus import available_cpus
+from meshfeed._src.base.cpus import xla_threads
 from meshfeed._src.base.errors import MeshfeedError, SettingsError
 from meshfeed._src.base.fork import Owner, finalize
 from meshfeed._src.base.frames import Frame
@@ -218,14 +218,10 @@ def free_port() -> int:
 
 
 def cpu_environment(num_devices: int) -> dict[str, str]:
-    """Returns environment variables that give a process ``num_devices`` CPU devices and no accelerator.
-
-    XLA's pool gets two threads per device. With one, a program that never waits for a result aborts: launches of later
-    computations block the threads that the collective of the running one needs.
-    """
+    """Returns environment variables that give a process ``num_devices`` CPU devices, with two threads each, and no others."""
     flags = [flag for flag in os.environ.get("XLA_FLAGS", "").split() if "host_platform_device_count" not in flag]
     flags.append(f"--xla_force_host_platform_device_count={num_devices}")
-    threads = max(2 * num_devices, int(os.environ.get("NPROC", available_cpus())))
+    threads = max(2 * num_devices, xla_threads())
     return {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": " ".join(flags), "NPROC": str(threads)}
 
 
