@@ -336,14 +336,14 @@ def test_followers_are_told_by_a_reducer_that_cannot_take_part(
     assert bool(told) == (bad == 0 and not refused)
 
 
-def test_a_failure_for_followers_replaces_those_of_generations_before_the_last() -> None:
+def test_a_failure_for_followers_replaces_those_of_generations_long_before() -> None:
     store = CountingStore()
-    for generation in range(1, 9):
+    for generation in range(1, 23):
         store.set(followers.follow_key("feed/train", generation), "{}")
-    followers.announce_failure(store, "feed/train", 4, OSError("no disk"))
-    gone = {followers.follow_key("feed/train", number) for number in range(1, 9)} - set(store.keys)
+    followers.announce_failure(store, "feed/train", 18, OSError("no disk"))
+    gone = {followers.follow_key("feed/train", number) for number in range(1, 23)} - set(store.keys)
     assert gone == {followers.follow_key("feed/train", number) for number in (1, 2)}
-    assert "no disk" in (store.try_get(followers.follow_key("feed/train", 4)) or "")
+    assert "no disk" in (store.try_get(followers.follow_key("feed/train", 18)) or "")
 
 
 @pytest.mark.parametrize("gone", [0, 1])

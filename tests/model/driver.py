@@ -532,7 +532,7 @@ class _Player:
 
     def _weights(self, event: Event, where: str, weights: Any, later: int | None) -> None:
         if event.present > self.phase.topology.hosts and self.case.config["fault"] not in ODD:
-            # Hosts that follow may be no more than two generations behind.
+            # Hosts that follow may be no more than 15 generations behind.
             self._wait_for_all(event, where)
         from_step = None if later is None else self.feed.step + later
         refused = self.host in event.refused

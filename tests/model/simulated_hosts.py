@@ -335,10 +335,10 @@ def _running(job: Job) -> list[str]:
 def _unexpected(keys: list[str]) -> list[str]:
     """Keys that feeds leave behind.
 
-    Those of a feed's last two generations are for hosts that follow it late, and the results of its last two meetings for
+    Those of a feed's last 16 generations are for hosts that follow it late, and the results of its last two meetings for
     those that call reshard late; one that failed is deleted once the same hosts have met.
     """
     of = {key: key.rpartition("/")[0] for key in keys if key.startswith("meshfeed/follow/")}
     of |= {key: key.rpartition("-on-")[0] + "/meet" for key in of if key.endswith("/meet/out")}
     counts = collections.Counter(of.values())
-    return [key for key in keys if key not in of or counts[of[key]] > 2]
+    return [key for key in keys if key not in of or counts[of[key]] > (2 if of[key].endswith("/meet") else 16)]

@@ -2,8 +2,8 @@
 
 Such a host reads nothing and no participant waits for it, so it takes no part in the agreement; it follows. The reducer
 writes a summary of all its announcements to one key per generation of the feed, and the followers poll it. If the
-participants cannot begin a generation, its key holds the error that they raise. The keys of a generation outlive it,
-because a follower may be late: they are deleted two generations later.
+participants cannot begin a generation, its key holds the error that they raise. The key of a generation outlives it, because
+a follower may be late: it is deleted 16 generations later, and a follower that is later still raises an error.
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ from meshfeed._src.base.errors import Failure, StalledError
 
 _STEPS = 8  # batches without rows that a follower makes ahead
 _KEPT_BAD_STEPS = 256  # steps with bad records whose counts a late follower still sees
+_KEPT_GENERATIONS = 16  # a failed reshard alone makes two or three before a follower has seen the first
 _PAUSE_SECONDS = 0.05
 _PAUSE_SECONDS_PER_HOST = 2.5e-4  # thousands of followers must not flood the coordinator
 
@@ -39,14 +40,19 @@ def announce_failure(store: KeyValueStore, scope: str, generation: int, error: B
     """Tells followers that the participants cannot begin a generation, because of ``error``."""
     failed = Announcement(0, 0, Stop(0, (Failure.exact(error),)))
     store.set(follow_key(scope, generation), json.dumps(failed.to_json()), overwrite=True)
-    _forget(store, scope, generation - 2)
+    _forget(store, scope, generation - _KEPT_GENERATIONS)
 
 
 def _forget(store: KeyValueStore, scope: str, generation: int) -> None:
     """Deletes the keys of a generation and those before: a generation that announced nothing has deleted no other's."""
-    for name in store.directory(follow_key(scope, 0).rpartition("/")[0]):
-        if name.isdecimal() and int(name) <= generation:
-            store.delete(follow_key(scope, int(name)))
+    for found in _generations(store, follow_key(scope, 0)):
+        if found <= generation:
+            store.delete(follow_key(scope, found))
+
+
+def _generations(store: KeyValueStore, key: str) -> list[int]:
+    """The generations that have a key beside ``key``."""
+    return [int(name) for name in store.directory(key.rpartition("/")[0]) if name.isdecimal()]
 
 
 class Summary:
@@ -78,7 +84,7 @@ class Summary:
         self._store.set(self._key, json.dumps(summary.to_json()), overwrite=True)
         if not self._begun:
             self._begun = True
-            _forget(self._store, self._scope, self._generation - 2)
+            _forget(self._store, self._scope, self._generation - _KEPT_GENERATIONS)
 
 
 class Follower:
@@ -139,8 +145,10 @@ class Follower:
             waited = time.monotonic() - since
             if waited >= self._timeout_seconds:
                 raise self._stalled(step, waited)
-            if waited >= ASIDE_SECONDS and (aside := find_aside(self._store, self._generation)) is not None:
-                raise Stop(step, (aside,)).exception()
+            if waited >= ASIDE_SECONDS:
+                if (aside := find_aside(self._store, self._generation)) is not None:
+                    raise Stop(step, (aside,)).exception()
+                self._check_kept(step, waited)
             time.sleep(self._pause)
         self.peer_wait_seconds += time.monotonic() - started
         return self._stop if self._stop is not None and step >= self._stop.step else None
@@ -163,6 +171,20 @@ class Follower:
             f"(timeout_seconds={self._timeout_seconds:g}). This host has no device in the sharding and follows the hosts "
             "that have: build the feed on them too, with the same name, and take the same number of steps on all of them; "
             f"or see the log of host {reducer}.",
+            hosts=(reducer,),
+            waited_seconds=waited,
+        )
+
+    def _check_kept(self, step: int, waited: float) -> None:
+        """Raises StalledError if the key of this generation has been deleted: nothing more will come."""
+        own, newest = int(self._key.rpartition("/")[2]), max(_generations(self._store, self._key), default=0)
+        if newest < own + _KEPT_GENERATIONS:
+            return
+        reducer = min(self._participants)
+        raise StalledError(
+            f"step {step}: host {reducer} has left this stream and begun {newest - own} others since, by reset, set_state, "
+            f"set_weights or reshard; this host, which follows, may be {_KEPT_GENERATIONS - 1} behind. Take the same steps "
+            "and make the same calls on all hosts.",
             hosts=(reducer,),
             waited_seconds=waited,
         )
