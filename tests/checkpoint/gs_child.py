@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import http
 import json
 import os
 
-from gcp_storage_emulator import server
+from gcp_storage_emulator import server, settings
 from gcp_storage_emulator.handlers import objects
 
 plain_download = objects.download
@@ -18,6 +19,17 @@ def download(request, response, storage, *args, **kwargs):
         response["x-goog-generation"] = entry["generation"]
     except Exception:
         pass  # the object is absent, as the response says
+
+
+def move(request, response, storage, *args, **kwargs):
+    """Renames an object. The emulator answers 501, which gcsfs asks again for 30 s before it copies and deletes."""
+    bucket = request.params["dest_bucket_name"] = request.params["bucket_name"]
+    objects.copy(request, response, storage)
+    if response.status == http.HTTPStatus.OK:
+        storage.delete_file(bucket, request.params["object_id"])
+
+
+MOVE = rf"^{settings.API_ENDPOINT}/b/(?P<bucket_name>[-.\w]+)/o/(?P<object_id>.+)/moveTo/o/(?P<dest_object_id>.+)$"
 
 
 def main() -> None:
@@ -58,6 +70,7 @@ def main() -> None:
 
 if __name__ == "__main__":
     objects.download = download
+    server.HANDLERS = ((MOVE, {server.POST: move}), *server.HANDLERS)
     emulator = server.create_server("localhost", 0, in_memory=True, default_bucket="bucket")
     emulator.start()
     url = f"http://localhost:{emulator._api._httpd.socket.getsockname()[1]}"
