@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import atexit
 import os
 import pathlib
+import shutil
 import sys
 import tempfile
 from collections.abc import Iterator
@@ -17,6 +19,11 @@ os.environ["NPROC"] = str(max(16, int(os.environ.get("NPROC", 0))))
 if "xla_backend_optimization_level" not in os.environ["XLA_FLAGS"]:
     # Programs of tests run a few times only. Those of examples take a third less time, child processes included.
     os.environ["XLA_FLAGS"] += " --xla_backend_optimization_level=0"
+# Many tests, and the processes that they start, compile the same programs: the first one keeps them for the others.
+if "JAX_COMPILATION_CACHE_DIR" not in os.environ:
+    os.environ["JAX_COMPILATION_CACHE_DIR"] = tempfile.mkdtemp(prefix="meshfeed-compiled-")
+    atexit.register(shutil.rmtree, os.environ["JAX_COMPILATION_CACHE_DIR"], ignore_errors=True)
+os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")
 
 import hypothesis
 import jax  # noqa: F401 (reads the environment now)
@@ -31,17 +38,10 @@ hypothesis.settings.load_profile("meshfeed")
 
 @pytest.fixture(scope="session", autouse=True)
 def _temporary_files(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """Temporary files of libraries and child processes go below the folder that pytest removes (AutoGraph keeps its).
-
-    So does what child processes compile, where later ones find it: many run the same program. This process has read its
-    environment already and compiles everything itself.
-    """
-    folder, base = tmp_path_factory.mktemp("tempfile"), tmp_path_factory.getbasetemp()
-    shared = base.parent if "PYTEST_XDIST_WORKER" in os.environ else base
+    """Temporary files of libraries and child processes go below the folder that pytest removes (AutoGraph keeps its)."""
+    folder = tmp_path_factory.mktemp("tempfile")
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("TMPDIR", str(folder))
-        patch.setenv("JAX_COMPILATION_CACHE_DIR", str(shared / "compiled"))
-        patch.setenv("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")
         patch.setattr(tempfile, "tempdir", None)
         yield
 
