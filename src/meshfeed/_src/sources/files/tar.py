@@ -341,7 +341,8 @@ def load(content: bytes | pathlib.Path, stamp: str, *, exact: bool = True) -> Ta
       exact: False if ``stamp`` is the beginning of the stamp.
     """
     try:
-        with np.load(io.BytesIO(content) if isinstance(content, bytes) else content) as saved:
+        # Opened here: NumPy leaves a file that it has opened itself open if it is damaged.
+        with io.BytesIO(content) if isinstance(content, bytes) else content.open("rb") as file, np.load(file) as saved:
             found, wanted = str(saved["stamp"]), f"{_VERSION}\n{stamp}"
             if found != wanted if exact else not found.startswith(wanted):
                 return None
