@@ -30,6 +30,8 @@ from meshfeed._src.state.state import digest_of
 T = TypeVar("T")
 R = TypeVar("R")
 
+_PROBED_FILES, _PROBED_RECORDS = 4, 4  # at most, of a batch and of each of these files
+
 OpenFile = Callable[[], "Descriptor | RemoteBytes"]
 """Returns the open file, and opens it again if it has been closed; a remote file that is read without a cache as it is."""
 
@@ -89,6 +91,11 @@ class ShardSource(Generic[S]):
     def read_threads(self) -> int | None:
         """Threads that read by default, if remote files are read without a cache."""
         return READ_THREADS if self._is_direct else None
+
+    @property
+    def _is_local(self) -> bool:
+        """Whether all files are on this machine, and not in a cache that may evict them."""
+        return self._cache is None and not self._is_direct
 
     def shard_lengths(self) -> RecordIds:
         """Returns the number of records of each file, int64[files]."""
@@ -265,6 +272,27 @@ class ShardReader(ShardSource[S], Generic[S, T]):
         return _in_order(
             remote + local, [*built, *(self._read_file(part.number, part.rows, read_rows) for part in local)]
         )
+
+    def _ask_disk(self, record_ids: np.ndarray, spans_of: SpansOf[T]) -> bool | None:
+        """See :class:`meshfeed._src.base.hooks.ReadsDisk`; asks for records of files that have been read before."""
+        if not self._is_local:
+            return None
+        parts = [part for part in self._parts(record_ids) if self._pool.all_checked([self._shards.files[part.number]])]
+        missing = not all(self._is_cached(part, spans_of) for part in parts[:: len(parts) // _PROBED_FILES + 1])
+        if missing:
+            self._fetch_ahead(parts, spans_of)
+        return missing
+
+    def _is_cached(self, part: FilePart, spans_of: SpansOf[T]) -> bool:
+        """Whether the page cache has the records of a part, as far as a few of them show."""
+        with contextlib.suppress(MeshfeedError, OSError):  # the read itself raises it
+            file = self._checked(self._shards.files[part.number])
+            opened = file.open()
+            if isinstance(opened, Descriptor):
+                starts, stops = spans_of(file.index, part.rows[:: len(part.rows) // _PROBED_RECORDS + 1])
+                # In the middle: the first page may also have the end of a record that was read.
+                return all(map(opened.is_cached, ((starts + stops) // 2).tolist()))
+        return True
 
     def _fetch_ahead(self, parts: Sequence[FilePart], spans_of: SpansOf[T]) -> None:
         """Has the disk fetch all ranges at once, so that the reads together wait for one access and not for each."""
