@@ -9,10 +9,10 @@ up to 10 % faster or slower than another of the same code; so both checkouts are
 ``--at-least 0.95`` ends with status 1 if a case is slower than that share of the other by every measure: medians, fastest
 rounds and CPU time. Of two checkouts of the same code, at least one measure was 0.99 or more in each of seven cases.
 
-Cases: ``assembly`` (arrays in memory), ``lm`` (20,000 records of 2,048 int32, shuffled), ``cold`` (the
-same, dropped from the page cache before each round), ``in-order`` (not shuffled),
-``compressed`` (zstd), ``million`` (1,000,000 records of 200 bytes, 512 a batch), ``mosaic`` (4 KB records, decoded one by
-one), ``mix`` (35 components) and ``overlap`` (a step after each batch). A ``0`` after the name: without read-ahead.
+Cases: ``assembly`` (arrays in memory), ``lm`` (20,000 records of 2,048 int32, shuffled), ``cold`` (the same,
+dropped from the page cache before each round), ``in-order`` (not shuffled), ``compressed`` (zstd), ``million`` (1,000,000
+records of 200 bytes, 512 a batch), ``mosaic`` (4 KB records, decoded one by one), ``mix`` (35 components) and ``overlap``
+(a step after each batch). A ``0`` after the name: without read-ahead.
 ``restore`` and the names that begin with it restore the arrays of ``benchmarks restore`` on 4 hosts, each checkout what
 it has saved itself; ``ms`` is then one restore on the slowest host.
 """
@@ -150,11 +150,12 @@ def feed_rounds(case: str, folder: str) -> Callable[[], tuple[float, float]]:
         prefetch=0 if case.endswith("0") else 2,
     )
     weights = np.ones((_data.TOKENS, 256), np.float32)
+    dropped = _lm_file(folder) if case.startswith("cold") else None
     step = jax.jit(lambda batch: (batch["tokens"].astype(np.float32) @ weights).sum())
 
     def round_of() -> tuple[float, float]:
-        if case.startswith("cold"):
-            cold.drop(_lm_file(folder))
+        if dropped:
+            cold.drop(dropped)
         wall, cpu = time.perf_counter(), time.process_time()
         found = None
         for _ in range(batches):
