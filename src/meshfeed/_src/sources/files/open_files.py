@@ -128,12 +128,13 @@ class Lru(Generic[K, V]):
     def find_all(self, keys: Sequence[K]) -> list[V] | None:
         """Returns the value of each key and marks them as used; None if one has none."""
         found: list[V] = []
+        get, use = self._values.get, self._values.move_to_end  # looked up once: a batch may have many files
         with self._lock:
             for key in keys:
-                value = self._values.get(key)
+                value = get(key)
                 if value is None:
                     return None
-                self._values.move_to_end(key)
+                use(key)
                 found.append(value[0])
         return found
 
