@@ -12,13 +12,15 @@ import resource
 import threading
 import weakref
 from collections.abc import Callable, Hashable, Iterable, Sequence
-from typing import Any, Generic, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 import numpy as np
 
 from meshfeed._src.reading.fetch_policy import open_bytes
 from meshfeed._src.sources.files.shard import Shard, changed, local_copy
-from meshfeed._src.sources.files.shard_cache import ShardCache
+
+if TYPE_CHECKING:
+    from meshfeed._src.sources.files.shard_cache import ShardCache
 
 _MAX_OPEN_FILES = 1024
 _MAX_FILES_PER_CALL = 32

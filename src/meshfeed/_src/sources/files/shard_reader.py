@@ -8,7 +8,7 @@ import dataclasses
 import itertools
 import types
 from collections.abc import Callable, Iterable, Sequence
-from typing import Generic, NamedTuple, Self, TypeVar, cast
+from typing import TYPE_CHECKING, Generic, NamedTuple, Self, TypeVar, cast
 
 import numpy as np
 
@@ -22,10 +22,12 @@ from meshfeed._src.sources.files.manifest import lengths_by_file
 from meshfeed._src.sources.files.open_files import Descriptor, ShardPool, files_per_call, shared_pool
 from meshfeed._src.sources.files.paths import is_url
 from meshfeed._src.sources.files.shard import Shard
-from meshfeed._src.sources.files.shard_cache import RemoteFile, ShardCache
 from meshfeed._src.sources.files.shards import S, Shards
 from meshfeed._src.sources.files.spans import read_spans
 from meshfeed._src.state.state import digest_of
+
+if TYPE_CHECKING:
+    from meshfeed._src.sources.files.shard_cache import RemoteFile, ShardCache
 
 T = TypeVar("T")
 R = TypeVar("R")
@@ -119,6 +121,10 @@ class ShardSource(Generic[S]):
         """Returns the files of these records, int64[n], that a cache fetches ahead; None if no file is read through one."""
         if self._cache is None or not self._cache.ahead_bytes or not self._has_copies:
             return None
+        from meshfeed._src.sources.files.shard_cache import (
+            RemoteFile,
+        )  # takes 10 ms, which no start without a cache pays
+
         numbers = np.unique(np.searchsorted(self._shards.ends, record_ids, side="right"))
         files = [self._shards.files[number] for number in numbers]
         return [
