@@ -9,9 +9,10 @@ up to 10 % faster or slower than another of the same code; so both checkouts are
 ``--at-least 0.95`` ends with status 1 if a case is slower than that share of the other by every measure: medians, fastest
 rounds and CPU time. Of two checkouts of the same code, at least one measure was 0.99 or more in each of seven cases.
 
-Cases: ``assembly`` (arrays in memory), ``lm`` (20,000 records of 2,048 int32, shuffled), ``in-order`` (not shuffled),
-``compressed`` (zstd), ``million`` (1,000,000 records of 200 bytes, 512 a batch), ``mosaic`` (4 KB records, decoded one by
-one), ``mix`` (35 components) and ``overlap`` (a step after each batch). A ``0`` after the name: without read-ahead.
+Cases: ``assembly`` (arrays in memory), ``lm`` (20,000 records of 2,048 int32, shuffled), ``cold`` (the same,
+dropped from the page cache before each round), ``in-order`` (not shuffled), ``compressed`` (zstd), ``million`` (1,000,000
+records of 200 bytes, 512 a batch), ``mosaic`` (4 KB records, decoded one by one), ``mix`` (35 components) and ``overlap``
+(a step after each batch). A ``0`` after the name: without read-ahead.
 ``restore`` and the names that begin with it restore the arrays of ``benchmarks restore`` on 4 hosts, each checkout what
 it has saved itself; ``ms`` is then one restore on the slowest host.
 """
@@ -33,7 +34,7 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks import _data, restore
+from benchmarks import _data, cold, restore
 from benchmarks._measure import Table, main, make_mesh, spread, with_cpu_devices
 
 ROOT = pathlib.Path(__file__).parent.parent
@@ -66,7 +67,11 @@ def memory(folder: str) -> Any:
 def lm(folder: str, layout: str = "uncompressed") -> Any:
     from meshfeed.sources import ArrayRecord
 
-    return ArrayRecord(_written(folder, f"lm-{layout}", 20_000, layout=layout), decode_batch=join_tokens)
+    return ArrayRecord(_lm_file(folder, layout), decode_batch=join_tokens)
+
+
+def _lm_file(folder: str, layout: str = "uncompressed") -> str:
+    return _written(folder, f"lm-{layout}", 20_000, layout=layout)
 
 
 def million(folder: str) -> Any:
@@ -93,6 +98,7 @@ def mix(folder: str) -> Any:
 CASES: dict[str, tuple[Callable[[str], Any], int, bool, int]] = {
     "assembly": (memory, 64, False, 200),
     "lm": (lm, 64, True, 40),
+    "cold": (lm, 64, True, 40),
     "in-order": (lm, 64, False, 40),
     "compressed": (lambda folder: lm(folder, "zstd"), 64, True, 40),
     "million": (million, 512, True, 40),
@@ -144,9 +150,12 @@ def feed_rounds(case: str, folder: str) -> Callable[[], tuple[float, float]]:
         prefetch=0 if case.endswith("0") else 2,
     )
     weights = np.ones((_data.TOKENS, 256), np.float32)
+    dropped = _lm_file(folder) if case.startswith("cold") else None
     step = jax.jit(lambda batch: (batch["tokens"].astype(np.float32) @ weights).sum())
 
     def round_of() -> tuple[float, float]:
+        if dropped:
+            cold.drop(dropped)
         wall, cpu = time.perf_counter(), time.process_time()
         found = None
         for _ in range(batches):

@@ -41,6 +41,7 @@ def dropping(path: str, way: Way) -> Way:
 def drop(path: str) -> None:
     """Removes the file from the page cache."""
     descriptor = os.open(path, os.O_RDONLY)
+    os.fsync(descriptor)  # what is not on the disk yet cannot be dropped
     os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
     os.close(descriptor)
 
@@ -98,9 +99,6 @@ def measure(options: argparse.Namespace) -> Iterator[Table]:
     sharding = NamedSharding(make_mesh(), PartitionSpec("data"))
     with tempfile.TemporaryDirectory(dir=options.folder) as folder:
         path = _data.write_array_record(os.path.join(folder, "cold"), _data.tokens(options.records, _data.TOKENS))
-        descriptor = os.open(path, os.O_RDONLY)
-        os.fsync(descriptor)  # what is not on the disk yet cannot be dropped
-        os.close(descriptor)
         ways: dict[str, Way] = {
             "meshfeed": ours(path, sharding),
             "meshfeed, 2 threads": ours(path, sharding, num_threads=2),

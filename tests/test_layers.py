@@ -75,6 +75,7 @@ LAZY = {
     "meshfeed._src.sources.host_batches": "Grain",
     "meshfeed._src.sources.parquet": "pyarrow",
     "meshfeed._src.sources.recognize": "the library of what was passed",
+    "meshfeed._src.sources.files.shard_reader": "the cache of remote files, which a start without one would pay for",
 }
 
 

@@ -526,3 +526,37 @@ def test_most_of_the_files_that_a_process_may_open_are_left_to_others(monkeypatc
     assert pool_of_files.max_open_files() == 256
     monkeypatch.setattr(pool_of_files.resource, "getrlimit", lambda _: (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
     assert pool_of_files.max_open_files() == 1024
+
+
+@pytest.mark.parametrize("num_records", [0, 1, 7, 3_000])
+@pytest.mark.parametrize(
+    "options",
+    [
+        PLAIN,
+        pytest.param(ZSTD, marks=needs_zstd),
+        "group_size:5,uncompressed",
+        "group_size:4,transpose:true,uncompressed",
+    ],
+)
+def test_records_are_counted_as_the_library_counts_them(options: str, num_records: int, tmp_path: pathlib.Path) -> None:
+    path = write(tmp_path / "x", random_bytes([size % 60 for size in range(num_records)]), options)
+    found = readers._read_metadata(path)
+    assert found is not None
+    assert found == readers._read_metadata_by_library(path)
+
+
+def test_the_library_counts_what_is_damaged_or_compressed_in_other_ways(tmp_path: pathlib.Path) -> None:
+    assert readers._read_metadata(write(tmp_path / "brotli", random_bytes([9] * 50), "group_size:1,brotli")) is None
+    whole = pathlib.Path(write(tmp_path / "whole", random_bytes([900] * 200), PLAIN)).read_bytes()
+    last = len(whole) - (1 << 16)
+    offset = readers._footer_offset(whole[last:])
+    assert offset is not None
+    places = [*range(last + 24, last + 64 + 12), *range(offset, offset + 200)]  # of the postscript, and of the footer
+    for place in places:
+        content = bytearray(whole)
+        content[place] ^= 1
+        (tmp_path / "flipped").write_bytes(content)
+        assert readers._read_metadata(str(tmp_path / "flipped")) is None, place
+    for content in (whole[:-1], whole + b"xx", whole[: 1 << 16], whole[1 << 16 :], b"", bytes(1 << 16)):
+        (tmp_path / "cut").write_bytes(content)
+        assert readers._read_metadata(str(tmp_path / "cut")) is None

@@ -605,6 +605,70 @@ def test_the_files_of_coming_steps_are_fetched(monkeypatch: pytest.MonkeyPatch) 
     assert planned == [list(dict.fromkeys(f"part-{one // 10}" for one in step)) for step in ids]
 
 
+class OnDisk(Numbers):
+    """Notes what a disk is asked for, and what is read."""
+
+    def __init__(self, count: int, *, missing: bool) -> None:
+        super().__init__(count)
+        self.missing = missing
+        self.events: list[tuple[str, int]] = []
+
+    def ask_disk(self, record_ids: np.ndarray) -> bool:
+        self.events += [("ask", record_id) for record_id in record_ids.tolist()]
+        return self.missing
+
+    def read_batch(self, record_ids: np.ndarray) -> Any:
+        self.events += [("read", record_id) for record_id in record_ids.tolist()]
+        return {"x": record_ids + 1}
+
+
+@pytest.mark.parametrize("options", [{}, {"prefetch": 2}, {"num_threads": 2}, {"num_workers": 1}], ids=str)
+@pytest.mark.parametrize("fresh", [False, True], ids=["a step in a read", "several steps in a read"])
+def test_a_disk_is_asked_for_the_next_read_before_a_step_is_read(options: dict[str, Any], fresh: bool) -> None:
+    source = OnDisk(76, missing=True)
+    source.fresh_arrays = fresh  # type: ignore[attr-defined]  # then small steps are read together
+    made = settings_of(end="pad", shuffle=True, **options)
+    stream = RandomAccessStream(source, made)
+    source.events.clear()
+    batches = [batch["x"].tolist() for batch in run(stream, [0]).batches]
+    asked = [record_id for event, record_id in source.events if event == "ask"]
+    if "num_workers" in options:  # each worker is a read ahead of the others
+        assert asked == []
+        return
+    at = {event: index for index, event in enumerate(source.events)}
+    assert len(asked) == len(set(asked)), "the disk is asked for a record once"
+    assert all(at["ask", record_id] < at["read", record_id] for record_id in asked)
+    assert len(batches) == 10
+    for step, following in itertools.pairwise([stream.record_ids(stream.start(), step) for step in range(10)][-6:]):
+        first_read = min(at["read", record_id] for record_id in step.tolist())
+        joint = any(at["read", record_id] < first_read for record_id in following.tolist())
+        assert joint or all(at.get(("ask", record_id), first_read) < first_read for record_id in following.tolist()), (
+            step
+        )
+    plain = run(RandomAccessStream(Numbers(76), settings_of(end="pad", shuffle=True)), [0])
+    assert batches == [batch["x"].tolist() for batch in plain.batches]
+
+
+def test_a_disk_is_asked_rarely_while_the_page_cache_has_the_records() -> None:
+    source = OnDisk(8 * 200, missing=False)
+    reader = open_reader(RandomAccessStream(source, settings_of(num_epochs=None)))
+    steps_asked = []
+    for step in range(300):
+        source.missing = step >= 200
+        source.events.clear()
+        reader.next()
+        steps_asked += [step] * any(event == "ask" for event, _ in source.events)
+    assert sum(step < 100 for step in steps_asked) < 22
+    assert sum(100 <= step < 200 for step in steps_asked) <= 13
+    assert sum(step >= 208 for step in steps_asked) == 92
+
+
+def test_a_single_step_asks_for_nothing() -> None:
+    source = OnDisk(40, missing=True)
+    open_reader(RandomAccessStream(source, settings_of())).next()
+    assert "ask" not in {event for event, _ in source.events}, "as a replay reads one step"
+
+
 def test_a_source_that_waits_for_a_store_is_read_by_several_threads() -> None:
     class Waits(Numbers):
         read_threads = 3

@@ -204,6 +204,18 @@ class CachesFiles(Protocol):
         """
 
 
+class ReadsDisk(Protocol):
+    """Reads files of this machine, whose disk serves reads faster if it gets those of the next batch early."""
+
+    def ask_disk(self, record_ids: RecordIds) -> bool | None:
+        """Has the disk fetch records, int64 ``[n]``, into the page cache for a later read; neither waits nor raises.
+
+        Returns:
+          Whether some were not in the page cache, as far as a few samples show. None for any ids if the source reads no
+          such file.
+        """
+
+
 class ReadsInThreads(Protocol):
     """Reads faster in several threads: it waits for a store, or decodes without the interpreter's lock."""
 
@@ -520,6 +532,12 @@ def read_threads(*sources: object) -> int:
     """Returns the threads that read sources if the feed has no ``num_threads=``: the most that one asks for, at least 1."""
     asking = (find(source, ReadsInThreads) for source in sources)
     return max((source.read_threads for source in asking if source is not None), default=1)
+
+
+def on_disk(source: object) -> ReadsDisk | None:
+    """Returns the source if it reads files of this machine, otherwise None."""
+    found = find(source, ReadsDisk)
+    return None if found is None or found.ask_disk(np.empty(0, np.int64)) is None else found
 
 
 def close(thing: object) -> None:

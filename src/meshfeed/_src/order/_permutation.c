@@ -8,8 +8,11 @@
 #include <Python.h>
 #include <stdint.h>
 
-#if defined(__x86_64__) && defined(__GLIBC__)
-// Compiled for three kinds of processor, one of which is chosen at load time: with their wider vectors, twice as fast.
+// Compiled for three kinds of processor, one of which is chosen at load time: with their wider vectors, two to four times as
+// fast. x86-64-v4 multiplies vectors of 64-bit numbers with one instruction, and AVX-512F alone does not.
+#if defined(__x86_64__) && defined(__GLIBC__) && !defined(__clang__) && __GNUC__ >= 12
+#define FOR_EACH_PROCESSOR __attribute__((target_clones("arch=x86-64-v4", "avx2", "default")))
+#elif defined(__x86_64__) && defined(__GLIBC__)
 #define FOR_EACH_PROCESSOR __attribute__((target_clones("avx512f", "avx2", "default")))
 #else
 #define FOR_EACH_PROCESSOR

@@ -147,6 +147,10 @@ class ConcatenatedRecords:
         """The files that hold these records and are read through a cache; None if no source has one."""
         return self._reader.cached_files(*self._located(record_ids))
 
+    def ask_disk(self, record_ids: RecordIds) -> bool | None:
+        """See :class:`meshfeed._src.base.hooks.ReadsDisk`."""
+        return self._reader.ask_disk(*self._located(record_ids))
+
     def file_of(self, record_id: int) -> str:
         """The source that holds a record, and the file if known."""
         numbers, ids = self._located([record_id])

@@ -172,7 +172,8 @@ class JoinedRecords:
         self._source, self._lookup = source, lookup
 
     def __getattr__(self, name: str) -> Any:
-        if name not in ("file_of", "shard_lengths", "lengths", "cached_files"):  # the other records do not change them
+        # What the other records do not change.
+        if name not in ("file_of", "shard_lengths", "lengths", "cached_files", "ask_disk"):
             raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
         return getattr(self.__dict__["_source"], name)
 

@@ -110,7 +110,8 @@ class JoinedReader:
     def _read_together(self, numbers: RecordIds, ids: RecordIds, rngs: Rngs | None, spec: RecordSpec) -> PyTree:
         """Reads with one call what reads alike; ``ids`` are those in the source of the call."""
         groups, batch = self._group_of[numbers], None
-        for call, rows in group_by(self._call_of[groups]):
+        one_call = [(0, np.arange(len(ids)))] if len(self._call_readers) == 1 else None
+        for call, rows in one_call or group_by(self._call_of[groups]):
             reader, of_call, mine = self._call_readers[call], ids[rows], groups[rows]
             several = self._groups_of_call[call] > 1
             if several and self._group_readers[mine[0]].decodes_batches:
@@ -195,6 +196,23 @@ class JoinedReader:
         """The sources that read files through a cache."""
         found = enumerate(map(caching, self._sources))
         return {number: source for number, source in found if source is not None}
+
+    def ask_disk(self, numbers: RecordIds, ids: RecordIds) -> bool | None:
+        """See :class:`meshfeed._src.base.hooks.ReadsDisk`."""
+        if not self._on_disk:
+            return None
+        ids, calls = ids + self._first_id[numbers], self._call_of[self._group_of[numbers]]
+        missing = False
+        for call, rows in group_by(calls):
+            if call in self._on_disk:
+                missing |= bool(self._on_disk[call].ask_disk(ids[rows]))
+        return missing
+
+    @functools.cached_property
+    def _on_disk(self) -> dict[int, hooks.ReadsDisk]:
+        """The sources of calls that read files of this machine."""
+        found = enumerate(hooks.on_disk(reader.source) for reader in self._call_readers)
+        return {call: source for call, source in found if source is not None}
 
     def row_lengths(self, numbers: RecordIds, ids: RecordIds) -> tuple[np.ndarray, np.ndarray]:
         """Returns the lengths of all segments of records, and the first segment of each record; reads nothing.

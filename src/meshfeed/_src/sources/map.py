@@ -132,7 +132,7 @@ class MappedRecords(_Mapped):
     _same_hooks = (
         *("first_record_id", "make_order", "check_record_ids", "replacement_id", "row_lengths", "shape_index"),
         *("num_sequence_shards", "shard_costs"),
-        *("cached_files", "file_of", "file_names", "read_threads", "shard_lengths"),
+        *("cached_files", "ask_disk", "file_of", "file_names", "read_threads", "shard_lengths"),
     )
 
     def __init__(self, source: Any, function: Callable[..., Any], batched: bool) -> None:

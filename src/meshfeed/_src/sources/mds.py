@@ -22,7 +22,7 @@ import numpy as np
 
 from meshfeed._src.base import memory
 from meshfeed._src.base.errors import CorruptDataError, MeshfeedError, SourceError, hides_own_frames
-from meshfeed._src.base.types import JsonValue, PyTree, public
+from meshfeed._src.base.types import JsonValue, PyTree, RecordIds, public
 from meshfeed._src.reading.identity import digest_raw
 from meshfeed._src.reading.stacking import RecordStack
 from meshfeed._src.sources.checks import chosen_columns
@@ -170,6 +170,10 @@ class MDS(ShardReader[MDSShard, np.ndarray]):
         for value, record_id in zip(values, ids.tolist(), strict=True):
             records.add({column.name: self._decode_value(column, value, record_id)}, record_id)
         return records.take()[0][column.name]
+
+    def ask_disk(self, record_ids: RecordIds) -> bool | None:
+        """See :class:`meshfeed._src.base.hooks.ReadsDisk`."""
+        return self._ask_disk(record_ids, _spans_of)
 
     def _samples(self, ids: np.ndarray) -> tuple[list[bytes], np.ndarray]:
         samples = self._read_by_spans(ids, _spans_of, _build)

@@ -488,6 +488,10 @@ class RandomMixture(_Mixture):
         """Returns the files that hold these records and are read through a cache; None if no component has one."""
         return self._reader.cached_files(*split_ids(record_ids))
 
+    def ask_disk(self, record_ids: RecordIds) -> bool | None:
+        """See :class:`meshfeed._src.base.hooks.ReadsDisk`."""
+        return self._reader.ask_disk(*split_ids(record_ids))
+
     def replacement_id(self, seed: int, epoch: int, record_id: int, attempt: int) -> int:
         """Id of the record that replaces a bad one: a different record of the same component."""
         number, own_id = split_ids(record_id)

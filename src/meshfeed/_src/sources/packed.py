@@ -308,6 +308,13 @@ class Packed:
             self._planned = self._packing.copy()  # keeps the blocks to come apart from those being read
         return source.cached_files(np.unique(self._planned.pieces_at(record_ids).documents))
 
+    def ask_disk(self, record_ids: RecordIds) -> bool | None:
+        """See :class:`meshfeed._src.base.hooks.ReadsDisk`: asks for the documents of sequences."""
+        source = hooks.on_disk(self._source)
+        if source is None or not len(record_ids):
+            return None if source is None else False
+        return source.ask_disk(np.unique(self._packing.pieces_at(record_ids).documents))
+
     def close(self) -> None:
         """Closes the documents."""
         hooks.close(self._source)

@@ -461,6 +461,11 @@ class Buckets:
         source = hooks.find(self._source, hooks.CachesFiles)
         return None if source is None else source.cached_files(np.asarray(record_ids, np.int64) % len(self._lengths))
 
+    def ask_disk(self, record_ids: RecordIds) -> bool | None:
+        """See :class:`meshfeed._src.base.hooks.ReadsDisk`."""
+        source = hooks.on_disk(self._source)
+        return None if source is None else source.ask_disk(np.asarray(record_ids, np.int64) % len(self._lengths))
+
     def check_record_ids(self, record_ids: RecordIds) -> None:
         """Raises SourceError for an id that does not exist."""
         end = len(self._lengths) * (1 + len(self.boundaries))

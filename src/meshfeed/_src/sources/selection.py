@@ -204,7 +204,7 @@ class View:
 
     fresh_arrays = True  # of read_batch and read_rows, which own what the source returns
     read_batch = _ByIds(owned=True)
-    read_raw, cached_files, row_lengths, shard_costs, shape_index, read_slices = (_ByIds() for _ in range(6))
+    read_raw, cached_files, ask_disk, row_lengths, shard_costs, shape_index, read_slices = (_ByIds() for _ in range(7))
     decode, decode_batch, reads_columns, read_threads, file_names, check_records, element_shapes = (
         _Same() for _ in range(7)
     )

@@ -20,7 +20,7 @@ import numpy as np
 import xxhash
 
 from meshfeed._src.base.errors import MeshfeedError, SettingsError, hides_own_frames
-from meshfeed._src.base.types import Decode, JsonValue, Record, public
+from meshfeed._src.base.types import Decode, JsonValue, Record, RecordIds, public
 from meshfeed._src.reading.identity import digest_raw
 from meshfeed._src.sources.decode import refuse_as_decode
 from meshfeed._src.sources.files import paths as file_paths
@@ -131,6 +131,10 @@ class WebDataset(ShardReader[TarShard, tar.TarIndex]):
           OSError: if a file cannot be read.
         """
         return self._read_by_spans(record_ids, tar.TarIndex.bounds, _build)
+
+    def ask_disk(self, record_ids: RecordIds) -> bool | None:
+        """See :class:`meshfeed._src.base.hooks.ReadsDisk`."""
+        return self._ask_disk(record_ids, tar.TarIndex.bounds)
 
     def stored_keys(self, key: str) -> Iterator[str] | None:
         """Returns the keys of all samples, from the indexes; see ``hooks.StoredKeys``."""

@@ -126,6 +126,13 @@ class Zip:
         cached = [found for found in map(caching, self._sources.values()) if found is not None]
         return [file for source in cached for file in source.cached_files(record_ids) or ()] if cached else None
 
+    def ask_disk(self, record_ids: RecordIds) -> bool | None:
+        """See :class:`meshfeed._src.base.hooks.ReadsDisk`."""
+        found = [
+            source.ask_disk(record_ids) for source in map(hooks.on_disk, self._sources.values()) if source is not None
+        ]
+        return any(found) if found else None
+
     def file_of(self, record_id: int) -> str | None:
         """The files that hold a record, or None if unknown."""
         found = {name: file_of(source, record_id) for name, source in self._sources.items()}

@@ -29,6 +29,8 @@ from meshfeed._src.streams.protocol import Cursor, HostBatch
 _NAMED = 8  # records of a read, in messages
 # What steps that are read together may take: with more bytes, a single call saves little; with more time, steps wait.
 _JOINT_BYTES, _JOINT_SECONDS = 1 << 20, 0.01
+# At most so many reads pass between two questions whether the page cache has the records, while it does.
+_READS_BETWEEN = 8
 
 
 @dataclasses.dataclass(frozen=True)
@@ -160,6 +162,10 @@ class RandomAccessReader:
         if files is not None and not elsewhere and files.cached_files(np.empty(0, np.int64)) is not None:
             self._fetches = FetchAhead(_files_of_steps(files, cursor, num_steps, host_rows, balance))
             weakref.finalize(self, self._fetches.close).atexit = False  # for a reader dropped without close
+        self._disk = None if self._fetches is not None else hooks.on_disk(records.source)
+        self._ids_ahead: dict[int, tuple[_Part, RecordIds, RecordIds]] = {}
+        self._asked_to = cursor.step  # the first step whose records no disk has been asked for
+        self._cached_answers, self._reads_until_asked = 0, 0
         self._specs: dict[int, RecordSpec] = {}
         self._compares = False  # whether several readers have read, each of which compares its own records
         self._part: _Part | None = None
@@ -189,6 +195,9 @@ class RandomAccessReader:
         return part
 
     def _ids(self, step: int) -> tuple[_Part, RecordIds, RecordIds]:
+        known = self._ids_ahead.pop(step, None)
+        if known is not None:
+            return known
         position, size = self._step_schedule.at(step)
         part = self._part_of(size)
         return part, *_ids_of(self._order, position, part, self._balance)
@@ -211,6 +220,26 @@ class RandomAccessReader:
             joint_ids = () if number else [ids[1] for ids in alike]
             self._pending[step + number] = _Read(part, record_ids, joint.rows_of(number), joint_ids)
 
+    def _ask_disk(self, stop: int, num_steps: int) -> None:
+        """Has the disk fetch ``num_steps`` steps from ``stop`` on, the first that no read has been submitted for.
+
+        Otherwise it would have nothing to do while the records that it has fetched are checked, decoded and transferred.
+        The longer the page cache had everything, the more reads pass until the next question, up to a limit.
+        """
+        self._reads_until_asked -= 1
+        if self._disk is None or self._reads_until_asked > 0 or self._reads.num_workers:  # workers are ahead already
+            return
+        end = stop + num_steps if self._last is None else min(stop + num_steps, self._last)
+        steps = range(max(stop, self._asked_to), end)
+        missing = False
+        for step in steps:
+            known = self._ids_ahead[step] = self._ids(step)
+            missing |= bool(self._disk.ask_disk(known[1]))
+        if steps:
+            self._asked_to = end
+            self._cached_answers = 0 if missing else min(self._cached_answers + 1, _READS_BETWEEN)
+            self._reads_until_asked = self._cached_answers
+
     def next(self) -> HostBatch:
         """See :class:`meshfeed._src.streams.protocol.HostReader`."""
         step = self._next_step
@@ -222,11 +251,14 @@ class RandomAccessReader:
             self._reads.follow(self._auto)
         ahead = self._reads.ahead
         self._compares = self._compares or ahead > 1
+        num_pending = len(self._pending)
         if ahead == 1 and step not in self._pending:
             self._submit_joint(step)
         for asked in range(step, step + ahead):
             if asked not in self._pending and (self._last is None or asked < self._last):
                 self._pending[asked] = self._submit(asked)
+        if len(self._pending) > num_pending and step > self._first_step:
+            self._ask_disk(max(self._pending) + 1, len(self._pending) - num_pending)
         read = self._pending[step]
         self._doing = ((step, read.joint_ids or [read.record_ids]), time.monotonic())
         batch = self._finish(step, read)

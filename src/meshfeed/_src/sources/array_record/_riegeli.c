@@ -45,6 +45,7 @@ enum {
   FIRST_THREADS = 16, /* for storage that is not a disk, at first */
   MAX_THREADS = 63,   /* for network file systems, which take milliseconds and serve many requests at once */
   PATIENCE_MS = 10,   /* after which further threads read what a disk has been asked for and not given yet */
+  PROBES = 4,         /* records of a batch that tell whether its file is in the page cache */
 };
 static const int64_t MAX_CHUNK_BYTES = INT64_C(1) << 30;
 
@@ -494,28 +495,44 @@ static struct timespec in_ms(clockid_t clock, long milliseconds) {
   return time;
 }
 
+/* Has the disk fetch the group at index i, and does not wait for it; returns the group's end. */
+static int64_t ask_for_group(const batch *b, int64_t i) {
+  int64_t file = file_at(b, i), span, end = end_of_group(b, i, &span);
+#if defined(POSIX_FADV_WILLNEED)
+  posix_fadvise((int)b->fds[file], b->indexes[file]->offsets[b->rows[i]], span, POSIX_FADV_WILLNEED);
+#endif
+  return end;
+}
+
 /* Has the disks fetch all pending groups at once and reads them one after another; false if some are not on a disk. */
 static bool read_from_disk(batch *b) {
-#if defined(POSIX_FADV_WILLNEED)
   for (int64_t number = 0; number < b->num_pending; number++) {
     int64_t file = file_at(b, b->pending[number]);
     if (!is_on_disk(b->indexes[file], (int)b->fds[file])) return false;
   }
-  for (int64_t number = 0; number < b->num_pending; number++) {
-    int64_t i = b->pending[number], file = file_at(b, i), span;
-    end_of_group(b, i, &span);
-    posix_fadvise((int)b->fds[file], b->indexes[file]->offsets[b->rows[i]], span, POSIX_FADV_WILLNEED);
-  }
+  for (int64_t number = 0; number < b->num_pending; number++) ask_for_group(b, b->pending[number]);
   struct timespec now, deadline = in_ms(CLOCK_MONOTONIC, PATIENCE_MS);
   while (read_next(b)) { /* which waits for the first of them most */
     clock_gettime(CLOCK_MONOTONIC, &now);
     if (now.tv_sec > deadline.tv_sec || (now.tv_sec == deadline.tv_sec && now.tv_nsec > deadline.tv_nsec)) return false;
   }
   return true;
-#else
-  (void)b;
-  return false;
-#endif
+}
+
+/* Has disks of this machine fetch the batch if one of a few of its records is not in the page cache; returns whether. */
+static bool ask_disk(const batch *b) {
+  bool missing = false;
+  for (int64_t probe = 0; b->count && probe < PROBES && !missing; probe++) {
+    int64_t i = probe * b->count / PROBES, file = file_at(b, i), span;
+    end_of_group(b, i, &span);
+    index_object *index = b->indexes[file];
+    uint8_t byte; /* from the middle: the first page may also have the end of a record that was read */
+    missing = is_on_disk(index, (int)b->fds[file]) &&
+              !read_cached(index, (int)b->fds[file], &byte, 1, index->offsets[b->rows[i]] + span / 2) &&
+              atomic_load(&index->probe) == CAN_PROBE;
+  }
+  for (int64_t i = 0; missing && i < b->count;) i = ask_for_group(b, i);
+  return missing;
 }
 
 /* Waits until all pending groups have been read, but not longer than 2 ms. */
@@ -741,18 +758,21 @@ static PyObject *make_records(batch *b) {
   return records;
 }
 
-/* Returns the records if there are no places, otherwise the number of the first one that cannot be read. */
-static PyObject *read_checked(batch *b, PyObject *indexes, int64_t num_bytes) {
+/* Returns the records if there are no places, otherwise the number of the first one that cannot be read. If `ask` is set,
+ * reads nothing, and returns whether the disk has to fetch some. */
+static PyObject *read_checked(batch *b, PyObject *indexes, int64_t num_bytes, bool ask) {
   PyObject *records = NULL;
+  bool missing = false;
   atomic_init(&b->bad, b->count);
   b->pending = malloc(sizeof(int64_t) * (size_t)(b->count + 1));
   if (!b->pending) PyErr_NoMemory();
   else if (get_indexes(b, indexes) && check_batch(b, PyTuple_Size(indexes), num_bytes)) {
     bool in_range = atomic_load(&b->bad) == b->count;
-    if (in_range && !b->places) records = make_records(b);
+    if (in_range && !b->places && !ask) records = make_records(b);
     if (in_range && !PyErr_Occurred()) {
       Py_BEGIN_ALLOW_THREADS
-      read_batch(b);
+      if (ask) missing = ask_disk(b);
+      else read_batch(b);
       Py_END_ALLOW_THREADS
     }
   }
@@ -760,19 +780,16 @@ static PyObject *read_checked(batch *b, PyObject *indexes, int64_t num_bytes) {
   free(b->pending);
   free(b->targets);
   if (PyErr_Occurred()) return NULL;
+  if (ask) return PyBool_FromLong(missing);
   if (b->places) return PyLong_FromLongLong(atomic_load(&b->bad));
   if (atomic_load(&b->bad) == b->count) return records;
   Py_XDECREF(records);
   return Py_NewRef(Py_None);
 }
 
-static PyObject *py_read(PyObject *module, PyObject *args) {
-  (void)module;
-  enum { FDS, FILES, ROWS, PLACES, ARRAYS };
-  PyObject *sequence, *arrays[ARRAYS], *target;
-  long long width;
-  if (!PyArg_ParseTuple(args, "OOOOOOL:read", &sequence, &arrays[FDS], &arrays[FILES], &arrays[ROWS], &arrays[PLACES], &target, &width))
-    return NULL;
+enum { FDS, FILES, ROWS, PLACES, ARRAYS };
+
+static PyObject *call(PyObject *sequence, PyObject *const arrays[ARRAYS], PyObject *target, long long width, bool ask) {
   PyObject *indexes = PySequence_Tuple(sequence); /* keeps the indexes alive if the sequence changes */
   if (!indexes) return NULL;
   Py_buffer views[ARRAYS] = {0}, out = {0};
@@ -792,12 +809,28 @@ static PyObject *py_read(PyObject *module, PyObject *args) {
     if (!alike || counts[FDS] != PyTuple_Size(indexes) || (in_place && width <= 0))
       PyErr_SetString(PyExc_ValueError, "arrays differ in length, or width is not positive");
     else
-      result = read_checked(&b, indexes, out.len);
+      result = read_checked(&b, indexes, out.len, ask);
     PyBuffer_Release(&out);
   }
   for (int i = 0; i < ARRAYS; i++) PyBuffer_Release(&views[i]);
   Py_DECREF(indexes);
   return result;
+}
+
+static PyObject *py_read(PyObject *module, PyObject *args) {
+  (void)module;
+  PyObject *sequence, *arrays[ARRAYS], *target;
+  long long width;
+  if (!PyArg_ParseTuple(args, "OOOOOOL:read", &sequence, &arrays[FDS], &arrays[FILES], &arrays[ROWS], &arrays[PLACES], &target, &width))
+    return NULL;
+  return call(sequence, arrays, target, width, false);
+}
+
+static PyObject *py_ask_disk(PyObject *module, PyObject *args) {
+  (void)module;
+  PyObject *sequence, *arrays[ARRAYS] = {[PLACES] = Py_None};
+  if (!PyArg_ParseTuple(args, "OOOO:ask_disk", &sequence, &arrays[FDS], &arrays[FILES], &arrays[ROWS])) return NULL;
+  return call(sequence, arrays, Py_None, 0, true);
 }
 
 static PyObject *py_read_chunk(PyObject *module, PyObject *args) {
@@ -879,6 +912,10 @@ static PyMethodDef functions[] = {
      "int64[n], the byte of `out` at which each record goes. width: bytes that each record must have.\n"
      "Returns n, or the first place whose record cannot be read; `out` is undefined then. If places is None, `out`\n"
      "and `width` are ignored: returns the records as a list of bytes, or None if one cannot be read."},
+    {"ask_disk", py_ask_disk, METH_VARARGS,
+     "ask_disk(indexes, fds, file_index, rows)\n--\n\n"
+     "Has disks of this machine fetch the records, for a later read, unless a few of them are all in the page cache.\n\n"
+     "Returns whether it had to. Waits for no disk. The arguments are those of read."},
     {0},
 };
 

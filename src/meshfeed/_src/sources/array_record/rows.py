@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from meshfeed._src.base import memory
-from meshfeed._src.base.errors import CorruptDataError, SourceError
+from meshfeed._src.base.errors import CorruptDataError, MeshfeedError, SourceError
+from meshfeed._src.base.types import RecordIds
 from meshfeed._src.sources.array_record import readers
 from meshfeed._src.sources.array_record.readers import (
     DirectFile,
@@ -115,6 +117,18 @@ class RecordFiles(ShardSource[ShardFile]):
             if not read_into(files, file_index, rows, places, out.reshape(-1), width=width):
                 return None
         return out
+
+    def ask_disk(self, record_ids: RecordIds) -> bool | None:
+        """See :class:`meshfeed._src.base.hooks.ReadsDisk`; asks for records of files that have been read before."""
+        if not self._is_local or not self._one_record_a_chunk or readers.riegeli is None:
+            return None
+        missing = False
+        for numbers, file_index, rows, _ in self._shards.parts(record_ids):
+            files = _direct(self._pool.all_checked([self._shards.files[number] for number in numbers]) or ())
+            if files:
+                with contextlib.suppress(MeshfeedError, OSError):  # the read raises it
+                    missing |= any(_calls(files, file_index, rows, ask=True))
+        return missing
 
     def _open_direct(
         self, numbers: list[int], file_index: np.ndarray | None, rows: np.ndarray
@@ -228,8 +242,13 @@ def _calls(
     places: np.ndarray | None = None,
     out: np.ndarray | None = None,
     width: int = 0,
+    *,
+    ask: bool = False,
 ) -> Iterator[Any]:
-    """Yields the records of each call of the extension, or their number if they go to ``places``; None if the call fails."""
+    """Yields the result of each call of the extension; None if it fails.
+
+    That is the records, or their number if they go to ``places``. With ``ask``, it is whether the disk has to fetch some.
+    """
     try:
         opened = [file.open() for file in files]  # kept until the end: the number of a closed file may be reused
     except SourceError:  # removed or changed: the library reports which
@@ -245,5 +264,8 @@ def _calls(
     for first in range(0, len(rows), _ROWS_PER_CALL):  # Ctrl-C takes effect only between calls
         part = slice(first, first + _ROWS_PER_CALL)
         index, to = (None if values is None else values[part] for values in (file_index, places))
+        if ask:
+            yield readers.riegeli.ask_disk(indexes, fds, index, rows[part])
+            continue
         found = readers.riegeli.read(indexes, fds, index, rows[part], to, out, width)
         yield found if to is None or found == len(to) else None

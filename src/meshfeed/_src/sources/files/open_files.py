@@ -12,13 +12,15 @@ import resource
 import threading
 import weakref
 from collections.abc import Callable, Hashable, Iterable, Sequence
-from typing import Any, Generic, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 import numpy as np
 
 from meshfeed._src.reading.fetch_policy import open_bytes
 from meshfeed._src.sources.files.shard import Shard, changed, local_copy
-from meshfeed._src.sources.files.shard_cache import ShardCache
+
+if TYPE_CHECKING:
+    from meshfeed._src.sources.files.shard_cache import ShardCache
 
 _MAX_OPEN_FILES = 1024
 _MAX_FILES_PER_CALL = 32
@@ -128,12 +130,13 @@ class Lru(Generic[K, V]):
     def find_all(self, keys: Sequence[K]) -> list[V] | None:
         """Returns the value of each key and marks them as used; None if one has none."""
         found: list[V] = []
+        get, use = self._values.get, self._values.move_to_end  # looked up once: a batch may have many files
         with self._lock:
             for key in keys:
-                value = self._values.get(key)
+                value = get(key)
                 if value is None:
                     return None
-                self._values.move_to_end(key)
+                use(key)
                 found.append(value[0])
         return found
 

@@ -7,7 +7,7 @@ import dataclasses
 import functools
 import os
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, ClassVar, Self, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, Self, TypeVar
 
 from meshfeed._src.base.errors import CorruptDataError, SettingsError, SourceError
 from meshfeed._src.base.types import JsonValue
@@ -16,7 +16,9 @@ from meshfeed._src.sources.files.direct import RemoteBytes
 from meshfeed._src.sources.files.formats import compression_of, reader_hint
 from meshfeed._src.sources.files.manifest import FileEntry, damaged
 from meshfeed._src.sources.files.paths import is_url
-from meshfeed._src.sources.files.shard_cache import ShardCache
+
+if TYPE_CHECKING:
+    from meshfeed._src.sources.files.shard_cache import ShardCache
 
 S = TypeVar("S", bound="Shard")
 

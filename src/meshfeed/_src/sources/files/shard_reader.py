@@ -8,7 +8,7 @@ import dataclasses
 import itertools
 import types
 from collections.abc import Callable, Iterable, Sequence
-from typing import Generic, NamedTuple, Self, TypeVar, cast
+from typing import TYPE_CHECKING, Generic, NamedTuple, Self, TypeVar, cast
 
 import numpy as np
 
@@ -22,13 +22,17 @@ from meshfeed._src.sources.files.manifest import lengths_by_file
 from meshfeed._src.sources.files.open_files import Descriptor, ShardPool, files_per_call, shared_pool
 from meshfeed._src.sources.files.paths import is_url
 from meshfeed._src.sources.files.shard import Shard
-from meshfeed._src.sources.files.shard_cache import RemoteFile, ShardCache
 from meshfeed._src.sources.files.shards import S, Shards
 from meshfeed._src.sources.files.spans import read_spans
 from meshfeed._src.state.state import digest_of
 
+if TYPE_CHECKING:
+    from meshfeed._src.sources.files.shard_cache import RemoteFile, ShardCache
+
 T = TypeVar("T")
 R = TypeVar("R")
+
+_PROBED_FILES, _PROBED_RECORDS = 4, 4  # at most, of a batch and of each of these files
 
 OpenFile = Callable[[], "Descriptor | RemoteBytes"]
 """Returns the open file, and opens it again if it has been closed; a remote file that is read without a cache as it is."""
@@ -90,6 +94,11 @@ class ShardSource(Generic[S]):
         """Threads that read by default, if remote files are read without a cache."""
         return READ_THREADS if self._is_direct else None
 
+    @property
+    def _is_local(self) -> bool:
+        """Whether all files are on this machine, and not in a cache that may evict them."""
+        return self._cache is None and not self._is_direct
+
     def shard_lengths(self) -> RecordIds:
         """Returns the number of records of each file, int64[files]."""
         return self._shards.lengths
@@ -112,6 +121,10 @@ class ShardSource(Generic[S]):
         """Returns the files of these records, int64[n], that a cache fetches ahead; None if no file is read through one."""
         if self._cache is None or not self._cache.ahead_bytes or not self._has_copies:
             return None
+        from meshfeed._src.sources.files.shard_cache import (
+            RemoteFile,
+        )  # takes 10 ms, which no start without a cache pays
+
         numbers = np.unique(np.searchsorted(self._shards.ends, record_ids, side="right"))
         files = [self._shards.files[number] for number in numbers]
         return [
@@ -265,6 +278,27 @@ class ShardReader(ShardSource[S], Generic[S, T]):
         return _in_order(
             remote + local, [*built, *(self._read_file(part.number, part.rows, read_rows) for part in local)]
         )
+
+    def _ask_disk(self, record_ids: np.ndarray, spans_of: SpansOf[T]) -> bool | None:
+        """See :class:`meshfeed._src.base.hooks.ReadsDisk`; asks for records of files that have been read before."""
+        if not self._is_local:
+            return None
+        parts = [part for part in self._parts(record_ids) if self._pool.all_checked([self._shards.files[part.number]])]
+        missing = not all(self._is_cached(part, spans_of) for part in parts[:: len(parts) // _PROBED_FILES + 1])
+        if missing:
+            self._fetch_ahead(parts, spans_of)
+        return missing
+
+    def _is_cached(self, part: FilePart, spans_of: SpansOf[T]) -> bool:
+        """Whether the page cache has the records of a part, as far as a few of them show."""
+        with contextlib.suppress(MeshfeedError, OSError):  # the read itself raises it
+            file = self._checked(self._shards.files[part.number])
+            opened = file.open()
+            if isinstance(opened, Descriptor):
+                starts, stops = spans_of(file.index, part.rows[:: len(part.rows) // _PROBED_RECORDS + 1])
+                # In the middle: the first page may also have the end of a record that was read.
+                return all(map(opened.is_cached, ((starts + stops) // 2).tolist()))
+        return True
 
     def _fetch_ahead(self, parts: Sequence[FilePart], spans_of: SpansOf[T]) -> None:
         """Has the disk fetch all ranges at once, so that the reads together wait for one access and not for each."""
