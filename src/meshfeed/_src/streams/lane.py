@@ -175,6 +175,29 @@ class Lane:
         finally:
             self._dropping = None
 
+    def go_to(self, entry: LaneEntry) -> None:
+        """Moves forward to a later state of the lane, or stays if it is there.
+
+        Raises:
+          SourceError: the data has become shorter.
+          Exception: any error of the source that remains after the retries.
+        """
+        near = entry.epoch == self._epoch and self._iterator is not None and not entry.ended
+        ahead = entry.taken - self._taken
+        self._epoch, self._taken, self._records, self._ended = entry.epoch, entry.taken, entry.records, entry.ended
+        self._snapshot, self._since = entry.state, entry.skip
+        if near:
+            try:
+                self._drop(cast("LaneIterator", self._iterator), ahead)
+                return
+            except Exception as error:  # the iterator is not called again
+                _log.debug("lane %d is opened again, since moving it forward failed: %s", self.lane_index, error)
+            finally:
+                self._dropping = None
+        self._close_broken()
+        if not self._ended:
+            call_with_retry(self._reopen, self._settings.retry, doing=f"opening lane {self.lane_index}")
+
     def _restore(self, iterator: LaneIterator) -> None:
         if self._snapshot is not None:
             if self._resumable is None:
@@ -362,6 +385,11 @@ class Lane:
     def length(self) -> int | None:
         """Records of the lane over all epochs if it has ended, else None."""
         return self._records if self._ended else None
+
+    @property
+    def reads_again(self) -> bool:
+        """Whether the lane, opened at its state, would read its records again from the beginning of its epoch."""
+        return self._iterator is not None and hooks.reads_again(self._iterator)
 
     def entry(self) -> LaneEntry:
         """Returns the lane's current state; takes a new snapshot of the source unless that is currently too expensive."""
