@@ -453,7 +453,7 @@ def test_threads_change_nothing(num_threads: int) -> None:
     assert [batch["x"].tolist() for batch in run(stream, [0]).batches] == wanted
     reader = open_reader(stream)
     assert without_seconds(reader) == "step 0: reading lane 0 (epoch 0, after record 0)"
-    threads = reader._lanes._threads
+    threads = reader._places._lanes._threads
     assert (0 if threads is None else len(threads._threads)) == {1: 0, 2: 2, 9: 4}[num_threads]
     reader.close()
 
@@ -463,7 +463,7 @@ def test_a_stream_says_how_many_threads_read_its_lanes() -> None:
     source.read_threads = 3
     for num_threads, found in ((None, 3), (2, 2)):
         reader = open_reader(LaneStream(source, settings_of(num_lanes=4, num_threads=num_threads)))
-        assert len(reader._lanes._threads._threads) == found
+        assert len(reader._places._lanes._threads._threads) == found
         reader.close()
 
 
