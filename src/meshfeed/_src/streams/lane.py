@@ -176,14 +176,14 @@ class Lane:
             self._dropping = None
 
     def go_to(self, entry: LaneEntry) -> None:
-        """Moves forward to a later state of the lane, or stays if it is there.
+        """Moves to another state of the lane: forward by dropping records, otherwise by opening it again.
 
         Raises:
           SourceError: the data has become shorter.
           Exception: any error of the source that remains after the retries.
         """
-        near = entry.epoch == self._epoch and self._iterator is not None and not entry.ended
         ahead = entry.taken - self._taken
+        near = entry.epoch == self._epoch and ahead >= 0 and self._iterator is not None and not entry.ended
         self._epoch, self._taken, self._records, self._ended = entry.epoch, entry.taken, entry.records, entry.ended
         self._snapshot, self._since = entry.state, entry.skip
         if near:

@@ -176,7 +176,9 @@ class LanePlaces:
     def _move(self, num_workers: int, step: int) -> None:
         if self._coming is not None and self._coming.num_workers != num_workers:
             self._drop_coming()
-        if num_workers == self._num_workers or step == self._first:  # no read has shown yet whether the lanes have a state
+        if (
+            num_workers == self._num_workers or step == self._first
+        ):  # no read has shown yet whether the lanes have a state
             return
         if self._coming is None:
             self._coming = _Coming(self._make(num_workers), num_workers)
@@ -210,9 +212,9 @@ class LanePlaces:
     def _drop_coming(self) -> None:
         coming, self._coming = self._coming, None
         if coming is not None:
+            coming.lanes.stop()
 
             def close() -> None:
-                coming.lanes.stop()
                 coming.thread.close()
                 coming.lanes.close()
 

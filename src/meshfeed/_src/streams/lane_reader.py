@@ -48,6 +48,7 @@ class LaneCursor(Cursor):
         ended = {**self.ended, **ended} if self.ended else ended
         return position + size - sum(max(0, each - length) for length in ended.values())
 
+
 def _warn_of_longer_lanes(lanes: Mapping[int, LaneRows], first: int, num_lanes: int, position: int) -> None:
     """Warns that a stream ends with its shortest lane, if other lanes of this host still have records."""
     longer = {lane: rows for lane, rows in lanes.items() if not rows.entry.ended}
