@@ -24,6 +24,8 @@ from jax.sharding import AxisType
 
 import meshfeed
 from meshfeed._src.feed.sizing import Numbers
+from meshfeed._src.streams.lane_group import LaneGroup
+from meshfeed._src.streams.lane_places import LanePlaces
 
 KINDS = [
     "random, prefetch 0",
@@ -33,6 +35,7 @@ KINDS = [
     "random, auto numbers, prefetch 2",
     "stream, prefetch 0",
     "stream, prefetch 2, threads",
+    "stream, auto places, prefetch 2",
     "restartable batches, prefetch 0",
     "restartable batches, prefetch 2",
     "resumable one-shot batches, prefetch 0",
@@ -64,6 +67,15 @@ class Resumable:
         self._taken = state
 
 
+class PlacesHere(ForcedNumbers):
+    """Opens lanes in this process in place of workers, which would start too late for a trial."""
+
+    def begin(self, reader: Any, *, alone: bool) -> None:
+        super().begin(reader, alone=alone)
+        places: LanePlaces = reader._places
+        places._make = lambda num_workers: LaneGroup(places._source, places._shared)  # type: ignore[method-assign]
+
+
 def make_feed(kind: str, num_batches: int) -> meshfeed.MultiHostDataLoadIterator:
     """Batch k holds the ids 8k to 8k + 7."""
     rows = {"id": np.arange(8 * num_batches, dtype=np.int32)}
@@ -78,6 +90,10 @@ def make_feed(kind: str, num_batches: int) -> meshfeed.MultiHostDataLoadIterator
         source = meshfeed.sources.Stream(
             lambda lane_index, num_lanes: ({"id": np.int32(8 * n + lane_index)} for n in range(num_batches))
         )
+        if "places" in kind:
+            options |= {"num_workers": "auto", "num_threads": "auto"}
+            lanes = [[{"id": np.int32(8 * n + lane)} for n in range(num_batches)] for lane in range(8)]
+            source = meshfeed.sources.Stream(lambda lane_index, num_lanes: Resumable(lanes[lane_index]))
     if "batches" in kind:
         batches: Any = [{"id": rows["id"][8 * n : 8 * n + 8]} for n in range(num_batches)]
         if "one-shot" in kind:
@@ -86,7 +102,10 @@ def make_feed(kind: str, num_batches: int) -> meshfeed.MultiHostDataLoadIterator
     mesh = jax.make_mesh((8,), ("data",), axis_types=(AxisType.Auto,))
     feed = meshfeed.MultiHostDataLoadIterator(source, mesh, global_batch_size=8, **options)
     if "auto" in kind:
-        ForcedNumbers(feed, [Numbers(0, 2, 3), Numbers(0, 1, 2), Numbers(0, 4, 1)])
+        if "places" in kind:
+            PlacesHere(feed, [Numbers(2, 1, 2), Numbers(0, 2, 2)], patient=True)
+        else:
+            ForcedNumbers(feed, [Numbers(0, 2, 3), Numbers(0, 1, 2), Numbers(0, 4, 1)])
     return feed
 
 

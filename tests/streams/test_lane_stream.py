@@ -553,8 +553,8 @@ def test_lanes_are_closed_when_one_cannot_be_opened() -> None:
     stream = LaneStream(Opening([1] * 4), settings_of(num_lanes=4))
     for num_threads in (1, 2):
         closed.clear()
+        group = LaneGroup(stream.source, stream.lane_settings(4), num_threads)
         with pytest.raises(KeyError, match="lane 2"):
-            group = LaneGroup(stream.source, stream.lane_settings(4), num_threads)
             group.go_to({3: LaneEntry(), **dict.fromkeys(range(3), LaneEntry())})
         assert closed == [0, 1]
 

@@ -295,6 +295,15 @@ def _close_workers(workers: list[_Worker[Any, Any]]) -> None:
 class Pool(Protocol):
     """Workers of any engine; see :class:`WorkerPool`."""
 
+    @property
+    def killed(self) -> bool:
+        """See :attr:`WorkerPool.killed`; False for an engine that replaces lost workers."""
+        ...
+
+    def is_ready(self) -> bool:
+        """See :meth:`WorkerPool.is_ready`."""
+        ...
+
     def submit(self, worker_index: int, request: Any) -> None:
         """See :meth:`WorkerPool.submit`."""
         ...
@@ -376,11 +385,11 @@ class WorkerReader:
     @property
     def killed(self) -> bool:
         """See :attr:`WorkerPool.killed`."""
-        return isinstance(self._pool, WorkerPool) and self._pool.killed
+        return self._pool.killed
 
     def is_ready(self) -> bool:
-        """See :meth:`WorkerPool.is_ready`; a pool of another engine starts its workers when it is made."""
-        return not isinstance(self._pool, WorkerPool) or self._pool.is_ready()
+        """See :meth:`WorkerPool.is_ready`."""
+        return self._pool.is_ready()
 
     def submit(
         self, step: int, record_ids: RecordIds, epochs: RecordIds, columns: ColumnSlices | None

@@ -122,13 +122,7 @@ class Lane:
         decodes = find(source, hooks.Decodes)
         self._decode = None if decodes is None else decodes.decode
         self._decode_rng = accepts_keyword(self._decode, "rng")
-        self._entry = entry
-        self._epoch = entry.epoch
-        self._taken = entry.taken
-        self._records = entry.records
-        self._ended = entry.ended
-        self._snapshot: JsonValue = entry.state
-        self._since = entry.skip
+        self._set_entry(entry)
         self._busy_since_snapshot = 0.0
         self._snapshot_cost = 0.0
         self._bad_in_a_row = 0
@@ -141,6 +135,14 @@ class Lane:
         self.spec: RecordSpec | None = None
         if not self._ended:
             call_with_retry(self._reopen, settings.retry, doing=f"opening lane {lane_index}")
+
+    def _set_entry(self, entry: LaneEntry) -> None:
+        self._epoch = entry.epoch
+        self._taken = entry.taken
+        self._records = entry.records
+        self._ended = entry.ended
+        self._snapshot: JsonValue = entry.state
+        self._since = entry.skip
 
     # ------------------------------------------------------------------ opening
 
@@ -184,8 +186,7 @@ class Lane:
         """
         ahead = entry.taken - self._taken
         near = entry.epoch == self._epoch and ahead >= 0 and self._iterator is not None and not entry.ended
-        self._epoch, self._taken, self._records, self._ended = entry.epoch, entry.taken, entry.records, entry.ended
-        self._snapshot, self._since = entry.state, entry.skip
+        self._set_entry(entry)
         if near:
             try:
                 self._drop(cast("LaneIterator", self._iterator), ahead)

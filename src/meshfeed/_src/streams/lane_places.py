@@ -66,6 +66,11 @@ class _Coming:
         self._going = self.thread.submit(self.lanes.go_to, dict(entries))
         return False
 
+    def close(self) -> None:
+        """Ends the thread, and closes the lanes."""
+        self.thread.close()
+        self.lanes.close()
+
 
 class LanePlaces:
     """Reads lanes, step by step, and follows the numbers of a feed with ``"auto"``. Called from one thread at a time.
@@ -210,15 +215,11 @@ class LanePlaces:
         auto.keep("num_workers", why)
 
     def _drop_coming(self) -> None:
-        coming, self._coming = self._coming, None
-        if coming is not None:
-            coming.lanes.stop()
-
-            def close() -> None:
-                coming.thread.close()
-                coming.lanes.close()
-
-            self._close_later(close)
+        """Safe to call again after an interrupt."""
+        if self._coming is not None:
+            self._coming.lanes.stop()
+            self._close_later(self._coming.close)
+            self._coming = None
 
     def _close_later(self, close: Callable[[], None]) -> None:
         """On another thread: iterators and processes may take long to close."""

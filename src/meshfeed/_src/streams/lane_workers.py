@@ -7,7 +7,7 @@ from typing import cast
 
 from meshfeed._src.base.settings import Workers, at_most
 from meshfeed._src.base.types import StreamSource
-from meshfeed._src.reading.workers import Pool, WorkerPool, open_pool, pickle_task
+from meshfeed._src.reading.workers import Pool, open_pool, pickle_task
 from meshfeed._src.streams.lane import LaneEntry, LaneSettings
 from meshfeed._src.streams.lane_group import GroupRows, LaneGroup
 
@@ -66,11 +66,11 @@ class WorkerLanes:
     @property
     def killed(self) -> bool:
         """See :attr:`meshfeed._src.reading.workers.WorkerPool.killed`."""
-        return isinstance(self._pool, WorkerPool) and self._pool.killed
+        return self._pool.killed
 
     def is_ready(self) -> bool:
         """See :meth:`meshfeed._src.reading.workers.WorkerPool.is_ready`."""
-        return not isinstance(self._pool, WorkerPool) or self._pool.is_ready()
+        return self._pool.is_ready()
 
     def go_to(self, entries: Mapping[int, LaneEntry]) -> None:
         """See :meth:`LaneGroup.go_to`; before the first read, and again after an error only with a new object."""
