@@ -19,13 +19,11 @@ from typing import Any
 
 import jax
 import numpy as np
-from forced_numbers import ForcedNumbers
+from forced_numbers import ForcedNumbers, PlacesHere
 from jax.sharding import AxisType
 
 import meshfeed
 from meshfeed._src.feed.sizing import Numbers
-from meshfeed._src.streams.lane_group import LaneGroup
-from meshfeed._src.streams.lane_places import LanePlaces
 
 KINDS = [
     "random, prefetch 0",
@@ -65,15 +63,6 @@ class Resumable:
 
     def set_state(self, state: int) -> None:
         self._taken = state
-
-
-class PlacesHere(ForcedNumbers):
-    """Opens lanes in this process in place of workers, which would start too late for a trial."""
-
-    def begin(self, reader: Any, *, alone: bool) -> None:
-        super().begin(reader, alone=alone)
-        places: LanePlaces = reader._places
-        places._make = lambda num_workers: LaneGroup(places._source, places._shared)  # type: ignore[method-assign]
 
 
 def make_feed(kind: str, num_batches: int) -> meshfeed.MultiHostDataLoadIterator:
