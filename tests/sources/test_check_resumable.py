@@ -14,7 +14,8 @@ import numpy as np
 import pytest
 from jax.sharding import AxisType
 
-sys.path[:0] = [str(Path(__file__).parent.parent / folder) for folder in ("multihost", "feed")]
+sys.path.insert(0, str(Path(__file__).parent.parent / "multihost"))
+sys.path.insert(0, str(Path(__file__).parent.parent / "feed"))
 
 import tf_pipelines
 from forced_numbers import PlacesHere
