@@ -26,7 +26,7 @@ from meshfeed._src.streams.lane_workers import WorkerLanes
 _log = logging.getLogger("meshfeed.lanes")
 _CLOSE_SECONDS = 5.0
 _SHOWN_CHARACTERS = 300
-_CATCHES_UP = 0.75  # a place that is not nearer by that ratio, after it has caught up once more, is waited for
+_CATCHES_UP = 0.75  # a place that comes no nearer than to this share of the steps that it was behind is waited for
 
 
 class _Coming:
@@ -42,7 +42,7 @@ class _Coming:
         self.thread = Threads(1, "meshfeed-move-lanes")
         self._going: Call[None] | None = None
         self._step = 0  # where it goes
-        self._behind: float | None = None  # steps, when it went there; None while it opens the lanes
+        self._behind: int | None = None  # steps, when it went there; None while it opens the lanes
 
     def is_near(self, step: int, entries: Mapping[int, LaneEntry]) -> bool:
         """Whether the lanes are open here and close to ``step``, at which they are at ``entries``; does not wait.
@@ -61,7 +61,7 @@ class _Coming:
             # Many readers do their work with the first record, so they are near only after they have dropped some.
             if before is not None and (behind <= 1 or behind > _CATCHES_UP * before):
                 return True
-            self._behind = float("inf") if before is None else behind
+            self._behind = behind
         self._step = step
         self._going = self.thread.submit(self.lanes.go_to, dict(entries))
         return False
