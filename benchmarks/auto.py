@@ -1,4 +1,4 @@
-"""``"auto"`` for workers, threads and prefetch, beside fixed numbers, over six kinds of data.
+"""``"auto"`` for workers, threads and prefetch, beside fixed numbers, over seven kinds of data.
 
 Each feed first gives 200 batches, and ``"auto"`` as many as it takes until it has settled; then they take turns. A figure is
 the median over rounds of batches per second without a training step: the loop waits all of the time, so ``"auto"`` has most
@@ -52,11 +52,35 @@ def parse(record: bytes) -> np.ndarray:
     return np.array([int(number) for number in record.split()], np.int32)
 
 
+TEXT = b" ".join(b"%d" % number for number in range(256))
+
+
 def open_lane(lane_index: int, num_lanes: int) -> Iterator[np.ndarray]:
-    """A lane that parses text for ever."""
-    text = b" ".join(b"%d" % number for number in range(256))
+    """A lane that parses text for ever, without a state."""
     while True:
-        yield parse(text)
+        yield parse(TEXT)
+
+
+class Lane:
+    """The same lane with a state."""
+
+    def __init__(self, lane_index: int, num_lanes: int) -> None:
+        self._records = 0
+
+    def __iter__(self) -> Iterator[np.ndarray]:
+        return self
+
+    def __next__(self) -> np.ndarray:
+        self._records += 1
+        return parse(TEXT)
+
+    def get_state(self) -> int:
+        """Records read."""
+        return self._records
+
+    def set_state(self, state: int) -> None:
+        """Continues after so many records."""
+        self._records = state
 
 
 def workloads(folder: str) -> dict[str, Callable[[], Any]]:
@@ -80,7 +104,8 @@ def workloads(folder: str) -> dict[str, Callable[[], Any]]:
             {name: meshfeed.sources.ArrayRecord(path, decode_batch=raw) for name, path in parts.items()},
             weights={name: 1.0 + i % 3 for i, name in enumerate(parts)},
         ),
-        "stream, decoded in Python": lambda: meshfeed.sources.Stream(open_lane),
+        "stream, decoded in Python": lambda: meshfeed.sources.Stream(Lane),
+        "stream without a state": lambda: meshfeed.sources.Stream(open_lane),
         "tiny records": lambda: {"x": np.arange(1_000_000, dtype=np.int32)},
     }
 

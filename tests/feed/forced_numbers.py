@@ -9,6 +9,8 @@ from typing import Any
 import meshfeed
 from meshfeed._src.feed.sizing import Numbers
 from meshfeed._src.reading.reads import AutoReads, ReadNumbers
+from meshfeed._src.streams.lane_group import LaneGroup
+from meshfeed._src.streams.lane_places import LanePlaces
 
 
 class ForcedNumbers:
@@ -54,3 +56,12 @@ class ForcedNumbers:
 
     def tuned(self) -> dict[str, Any]:
         return {}
+
+
+class PlacesHere(ForcedNumbers):
+    """Opens the lanes of a stream in this process in place of workers, which would start too late for a short run."""
+
+    def begin(self, reader: Any, *, alone: bool) -> None:
+        super().begin(reader, alone=alone)
+        places: LanePlaces = reader._places
+        places._make = lambda num_workers: LaneGroup(places._source, places._shared)  # type: ignore[method-assign]

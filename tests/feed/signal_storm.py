@@ -19,7 +19,7 @@ from typing import Any
 
 import jax
 import numpy as np
-from forced_numbers import ForcedNumbers
+from forced_numbers import ForcedNumbers, PlacesHere
 from jax.sharding import AxisType
 
 import meshfeed
@@ -33,6 +33,7 @@ KINDS = [
     "random, auto numbers, prefetch 2",
     "stream, prefetch 0",
     "stream, prefetch 2, threads",
+    "stream, auto places, prefetch 2",
     "restartable batches, prefetch 0",
     "restartable batches, prefetch 2",
     "resumable one-shot batches, prefetch 0",
@@ -78,6 +79,10 @@ def make_feed(kind: str, num_batches: int) -> meshfeed.MultiHostDataLoadIterator
         source = meshfeed.sources.Stream(
             lambda lane_index, num_lanes: ({"id": np.int32(8 * n + lane_index)} for n in range(num_batches))
         )
+        if "places" in kind:
+            options |= {"num_workers": "auto", "num_threads": "auto"}
+            lanes = [[{"id": np.int32(8 * n + lane)} for n in range(num_batches)] for lane in range(8)]
+            source = meshfeed.sources.Stream(lambda lane_index, num_lanes: Resumable(lanes[lane_index]))
     if "batches" in kind:
         batches: Any = [{"id": rows["id"][8 * n : 8 * n + 8]} for n in range(num_batches)]
         if "one-shot" in kind:
@@ -86,7 +91,10 @@ def make_feed(kind: str, num_batches: int) -> meshfeed.MultiHostDataLoadIterator
     mesh = jax.make_mesh((8,), ("data",), axis_types=(AxisType.Auto,))
     feed = meshfeed.MultiHostDataLoadIterator(source, mesh, global_batch_size=8, **options)
     if "auto" in kind:
-        ForcedNumbers(feed, [Numbers(0, 2, 3), Numbers(0, 1, 2), Numbers(0, 4, 1)])
+        if "places" in kind:
+            PlacesHere(feed, [Numbers(2, 1, 2), Numbers(0, 2, 2)], patient=True)
+        else:
+            ForcedNumbers(feed, [Numbers(0, 2, 3), Numbers(0, 1, 2), Numbers(0, 4, 1)])
     return feed
 
 

@@ -304,7 +304,7 @@ def test_workers_that_do_not_start_are_given_up(monkeypatch: pytest.MonkeyPatch)
     run = Run(lambda n: 0.05 / (n.num_workers or 1), start_seconds=1e9)
     tuned = run.take(3000)
     assert tuned["num_workers"] == 0
-    assert "num_workers stays at 0: worker processes did not start within 60 s" in tuned["reason"]
+    assert "num_workers stays at 0: the change took more than 60 s" in tuned["reason"]
 
 
 def test_a_source_without_processes_keeps_its_reason() -> None:

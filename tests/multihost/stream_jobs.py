@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import itertools
 import json
+import pathlib
+import sys
 from typing import Any
 
 import jax
@@ -11,7 +13,11 @@ import numpy as np
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
+sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[1] / "feed"))
+from forced_numbers import PlacesHere
+
 import meshfeed
+from meshfeed._src.feed.sizing import Numbers
 
 
 def value(lane: int, number: int, epoch: int) -> int:
@@ -113,11 +119,16 @@ def run(cases: list[dict[str, Any]]) -> list[tuple[int, int]]:
             timeout_seconds=60,
             **options,
         ) as feed:
+            forced = None
+            if options.get("num_workers") == "auto":  # hosts change their numbers at different steps
+                numbers = [Numbers(2, 1, 2), Numbers(0, 2, 1), Numbers(3, 1, 2), Numbers(0, 1, 3)]
+                forced = PlacesHere(feed, numbers[jax.process_index() % 4 :] + numbers)
             for step, batch in enumerate(feed):
                 assert step < len(expected), (case, step)
                 float(total(batch["x"]))
                 check(batch, expected[step], masked=masked)
             assert feed.step == len(expected), (case, feed.step, len(expected))
+            assert forced is None or {used.num_workers for used in forced.used} >= {0, 2}, forced.used
             real = sum(row is not None for batch in expected for row in batch)
             assert feed.position == real, (case, feed.position, real)
             try:

@@ -31,6 +31,7 @@ CASES: list[dict[str, Any]] = [
     {"lengths": [2, 2, 2, 3, 2, 2, 2, 2], "global_batch_size": 16, "end": "pad"},
     {"lengths": [5, 3, 4, 6, 3, 3, 3, 3], "global_batch_size": 16, "end": "pad", "num_epochs": 3},
     {"lengths": [5, 3, 4, 6, 3, 3, 3, 3], "global_batch_size": 16, "end": "drop", "num_epochs": 3, "num_threads": 3},
+    {"lengths": UNEVEN, "global_batch_size": 8, "end": "pad", "num_workers": "auto", "num_threads": "auto"},
     {"lengths": [13, 9], "global_batch_size": 8, "end": "pad"},
     {"lengths": [9], "global_batch_size": 8, "end": "pad", "stateful": False},
 ]

@@ -15,12 +15,15 @@ import pytest
 from jax.sharding import AxisType
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "multihost"))
+sys.path.insert(0, str(Path(__file__).parent.parent / "feed"))
 
 import tf_pipelines
+from forced_numbers import PlacesHere
 from format_files import FOLDER
-from source_pipelines import BATCH, NAMES, make_feed, write_files
+from source_pipelines import BATCH, NAMES, STREAMS, make_feed, write_files
 
 import meshfeed
+from meshfeed._src.feed.sizing import Numbers
 from meshfeed.testing import check_resumable
 
 
@@ -43,6 +46,40 @@ def test_sources_and_pipelines(name: str, folder: str) -> None:
     points = [] if name == "grain window shuffle" else [2, 5]
     found = check_resumable(lambda: make_feed(name, folder, num_epochs=epochs), max_steps=26, save_points=points)
     assert found == len(points) + 2
+
+
+def check_places(make: Callable[..., Any], changes: int) -> None:
+    """Compares a feed whose lanes change places every few steps with one that reads them where they are.
+
+    Args:
+      make: makes the feed.
+      changes: how often they do at least; 0 if they have no state and stay.
+    """
+
+    def values(feed: Any) -> list[Any]:
+        return [[np.asarray(leaf).tolist() for leaf in jax.tree.leaves(batch)] for batch in feed]
+
+    with make() as feed:
+        expected = values(feed)
+    with make(num_workers="auto", prefetch=0) as feed:
+        forced = PlacesHere(feed, [Numbers(2, 1, 0), Numbers(0, 1, 0), Numbers(3, 1, 0)])
+        found = []
+        for batch in feed:
+            found += values([batch])
+            coming = feed._pipeline._reader._places._coming
+            if coming is not None and coming._going is not None:
+                coming._going.wait()
+    assert found == expected
+    assert len(forced.used) > changes
+    assert ("num_workers" in forced.reads.unchangeable) == (not changes)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", STREAMS)
+def test_lanes_of_sources_and_pipelines_change_places(name: str, folder: str) -> None:
+    epochs = 1 if name in ONE_EPOCH else 4
+    changes = 0 if name == "stream without state" else min(epochs, 2)
+    check_places(lambda **options: make_feed(name, folder, num_epochs=epochs, **options), changes)
 
 
 def write_parquet(folder: Path) -> Path:
@@ -81,6 +118,15 @@ def test_tfds_and_tf_data(name: str, tf_folder: str) -> None:
         return tf_pipelines.make_feed(name, tf_folder, jax.devices(), num_epochs=2, **lanes)
 
     assert check_resumable(feed, max_steps=26, save_points=[3]) == 3
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", [name for name in tf_pipelines.NAMES if name not in tf_pipelines.RANDOM])
+def test_lanes_of_tfds_and_tf_data_change_places(name: str, tf_folder: str) -> None:
+    def feed(**options: Any) -> Any:
+        return tf_pipelines.make_feed(name, tf_folder, jax.devices(), num_epochs=4, num_lanes=2, **options)
+
+    check_places(feed, 0 if name == "generator" else 2)  # tf.data has no state of a generator
 
 
 @pytest.mark.parametrize("make", FORMATS.values(), ids=list(FORMATS))

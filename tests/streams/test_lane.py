@@ -438,6 +438,54 @@ def test_epochs_follow_one_another_without_a_gap() -> None:
     assert source.opened == opened, "a lane that has ended is not opened"
 
 
+def test_a_lane_moves_forward_without_opening_it_again() -> None:
+    for source in (Scripted(np.int64), Batched(np.int64)):
+        lane, other = open_lane(source, num_epochs=2), open_lane(source, num_epochs=2)
+        for num_records in (3, 1, 9):
+            expected = lane.take(num_records)
+            other.go_to(lane.entry())
+            assert other.entry() == lane.entry()
+        other.go_to(lane.entry())  # it is there
+        assert source.opened == 2
+        assert (expected.tree[-1], other.take(2).tree.tolist(), lane.take(2).tree.tolist()) == (12, [13, 14], [13, 14])
+
+
+def test_a_lane_moves_to_the_next_epoch_and_back_and_to_its_end() -> None:
+    source = Scripted(np.int64, 5)
+    lane, other = open_lane(source, num_epochs=2), open_lane(source, num_epochs=2)
+    lane.take(2)
+    early = lane.entry()
+    lane.take(5)
+    other.go_to(lane.entry())
+    assert (other.entry(), source.opened, source.closed) == (LaneEntry(7, 1, 2, skip=2), 4, 2)
+    assert other.take(1).tree.tolist() == [2]
+    other.go_to(early)
+    assert other.take(2).tree.tolist() == [2, 3]
+    lane.take(9)
+    other.go_to(lane.entry())
+    assert (other.take(1).count, other.length, other.entry()) == (0, 10, lane.entry())
+    assert source.opened == source.closed
+
+
+def test_a_move_that_fails_in_passing_opens_the_lane_again() -> None:
+    source = Scripted(failing({3: 1}, OSError("a blip")))
+    lane = open_lane(source)
+    lane.go_to(LaneEntry(records=6, taken=6, skip=6))
+    assert (lane.take(2).tree.tolist(), source.opened, source.closed) == ([6, 7], 2, 1)
+    assert "reading lane 3" in lane.describe()
+    with pytest.raises(SourceError, match="ended 10 records before"):
+        lane.go_to(LaneEntry(records=30, taken=30, skip=30))
+
+
+def test_a_lane_without_a_state_reads_again() -> None:
+    assert open_lane(Scripted(np.int64)).reads_again
+    assert not open_lane(WithState(0)).reads_again
+    wrapped = WithState(0)
+    wrapped.reads_again = True  # type: ignore[attr-defined]
+    source = type("Source", (), {"open": lambda self, lane_index, num_lanes: wrapped})()
+    assert open_lane(source).reads_again
+
+
 class Clock:
     """Time that passes only when told."""
 

@@ -20,9 +20,9 @@ from meshfeed._src.base.errors import SettingsError, SourceError, StateMismatchE
 from meshfeed._src.base.settings import BatchSchedule, SkipBad
 from meshfeed._src.plan.plan import HostRows
 from meshfeed._src.state.state import parse_state, seal
-from meshfeed._src.streams import lane_reader
+from meshfeed._src.streams import lane_group
 from meshfeed._src.streams.lane import LaneEntry
-from meshfeed._src.streams.lane_reader import LaneGroup
+from meshfeed._src.streams.lane_group import LaneGroup
 from meshfeed._src.streams.lane_stream import LaneStream
 
 CHANGED = "The state was changed or damaged; use an earlier checkpoint."
@@ -453,7 +453,7 @@ def test_threads_change_nothing(num_threads: int) -> None:
     assert [batch["x"].tolist() for batch in run(stream, [0]).batches] == wanted
     reader = open_reader(stream)
     assert without_seconds(reader) == "step 0: reading lane 0 (epoch 0, after record 0)"
-    threads = reader._lanes._threads
+    threads = reader._places._lanes._threads
     assert (0 if threads is None else len(threads._threads)) == {1: 0, 2: 2, 9: 4}[num_threads]
     reader.close()
 
@@ -463,7 +463,7 @@ def test_a_stream_says_how_many_threads_read_its_lanes() -> None:
     source.read_threads = 3
     for num_threads, found in ((None, 3), (2, 2)):
         reader = open_reader(LaneStream(source, settings_of(num_lanes=4, num_threads=num_threads)))
-        assert len(reader._lanes._threads._threads) == found
+        assert len(reader._places._lanes._threads._threads) == found
         reader.close()
 
 
@@ -477,7 +477,7 @@ def test_workers_change_nothing() -> None:
         assert without_seconds(reader) == "step 0: waiting for 2 workers to read lanes"
         batches = [reader.next() for _ in range(5)]
         assert [batch.tree["x"].tolist() for batch in batches] == wanted
-        assert list(batches[-1].entries) == ["0", "2", "1", "3"]
+        assert list(batches[-1].entries) == ["0", "1", "2", "3"]
         assert batches[0].times["read_seconds"] > 0
     finally:
         reader.close()
@@ -485,7 +485,7 @@ def test_workers_change_nothing() -> None:
 
 def test_each_of_two_threads_reads_a_lane(monkeypatch: pytest.MonkeyPatch) -> None:
     now = iter([5.0, 7.5])
-    monkeypatch.setattr(lane_reader.time, "perf_counter", lambda: next(now))
+    monkeypatch.setattr(lane_group.time, "perf_counter", lambda: next(now))
     names = set()
     both = threading.Barrier(2, timeout=60)
 
@@ -500,7 +500,8 @@ def test_each_of_two_threads_reads_a_lane(monkeypatch: pytest.MonkeyPatch) -> No
             return Watched(1000 * lane_index, 9)
 
     shared = stream_of([1, 1]).lane_settings(2)
-    group = LaneGroup(Source(), shared, {0: LaneEntry(), 1: LaneEntry()}, 2)
+    group = LaneGroup(Source(), shared, 2)
+    group.go_to({0: LaneEntry(), 1: LaneEntry()})
     assert group.read(3).seconds == 2.5
     assert names == {"meshfeed-lanes-0", "meshfeed-lanes-1"}
     group.close()
@@ -517,9 +518,10 @@ def test_the_files_of_coming_reads_are_fetched(monkeypatch: pytest.MonkeyPatch) 
             return Planned(1000 * lane_index, self.lengths[lane_index])
 
     made: list[Fetches] = []
-    monkeypatch.setattr(lane_reader, "FetchAhead", functools.partial(Fetches, made))
+    monkeypatch.setattr(lane_group, "FetchAhead", functools.partial(Fetches, made))
     shared = stream_of([1]).lane_settings(3)
-    group = LaneGroup(Source([9, 5, 9]), shared, {lane: LaneEntry() for lane in range(3)})
+    group = LaneGroup(Source([9, 5, 9]), shared)
+    group.go_to({lane: LaneEntry() for lane in range(3)})
     group.read(2)
     assert not made, "a replay may read only once"
     for _ in range(3):
@@ -528,7 +530,8 @@ def test_the_files_of_coming_reads_are_fetched(monkeypatch: pytest.MonkeyPatch) 
     assert made[0].reached_batches == [0, 1, 2]
     group.close()
     assert made[0].closed == 1
-    dropped = LaneGroup(Source([9, 5, 9]), shared, {0: LaneEntry()})
+    dropped = LaneGroup(Source([9, 5, 9]), shared)
+    dropped.go_to({0: LaneEntry()})
     for _ in range(2):
         dropped.read(2)
     del dropped
@@ -550,13 +553,9 @@ def test_lanes_are_closed_when_one_cannot_be_opened() -> None:
     stream = LaneStream(Opening([1] * 4), settings_of(num_lanes=4))
     for num_threads in (1, 2):
         closed.clear()
+        group = LaneGroup(stream.source, stream.lane_settings(4), num_threads)
         with pytest.raises(KeyError, match="lane 2"):
-            LaneGroup(
-                stream.source,
-                stream.lane_settings(4),
-                {3: LaneEntry(), **dict.fromkeys(range(3), LaneEntry())},
-                num_threads,
-            )
+            group.go_to({3: LaneEntry(), **dict.fromkeys(range(3), LaneEntry())})
         assert closed == [0, 1]
 
 

@@ -451,6 +451,15 @@ class Resumable(Protocol):
         """Continues after the record or batch at which ``state`` was taken."""
 
 
+class ReadsAgain(Protocol):
+    """A lane with a state that may lack the state of what it reads."""
+
+    @property
+    def reads_again(self) -> bool:
+        """Whether ``set_state`` would read records again from the beginning, as it is now."""
+        ...
+
+
 class Startable(Resumable, Protocol):
     """A feed that begins to read ahead before its first batch is requested."""
 
@@ -526,6 +535,12 @@ def find(thing: object, hook: type[H]) -> H | None:
         if value is None or (is_method and not callable(value)):
             return None
     return cast("H", thing)
+
+
+def reads_again(lane: object) -> bool:
+    """Returns whether a lane that continues elsewhere would be read again from its beginning."""
+    again = find(lane, ReadsAgain)
+    return find(lane, Resumable) is None or (again is not None and again.reads_again)
 
 
 def read_threads(*sources: object) -> int:

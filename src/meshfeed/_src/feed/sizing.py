@@ -43,7 +43,7 @@ _WORKER_BYTES = 400 << 20  # of a worker process, besides its batches
 _WINDOW_SECONDS, _WINDOW_BATCHES = 0.3, 8
 _LOOK_SECONDS = 0.005
 _LONG_WINDOW_SECONDS = 20.0  # ends a window of few, slow batches
-_START_SECONDS = 60.0  # for workers to start
+_START_SECONDS = 60.0  # for workers to start, and for lanes to move
 _TRIED = 16
 
 
@@ -286,7 +286,7 @@ class Sizer:
         reads = self._reads
         if reads.in_use != reads.wanted:
             if self._clock() > self._apply_until:
-                reads.keep("num_workers", f"worker processes did not start within {_START_SECONDS:.0f} s")
+                reads.keep("num_workers", f"the change took more than {_START_SECONDS:.0f} s")
             return False
         if self._now() != self._wanted:  # the reader cannot
             self._send(None)

@@ -257,6 +257,15 @@ class RayPool(Generic[Request, Answer]):
         _check_connected()
         return self._workers[worker_index]
 
+    @property
+    def killed(self) -> bool:
+        """False: lost actors are replaced."""
+        return False
+
+    def is_ready(self) -> bool:
+        """True: the actors are made with the pool."""
+        return True
+
     def stop(self) -> None:
         """Wakes a thread in :meth:`result` within a second. Thread-safe."""
         for worker in list(self._workers):

@@ -59,6 +59,11 @@ class AutoReads:
         self.wanted = self.wanted._replace(**{keyword: getattr(self.in_use, keyword)})
 
 
+def most_worker_bytes() -> int:
+    """Returns the size up to which a pickled source is sent to workers that ``"auto"`` starts."""
+    return int(host_memory_bytes() * _WORKER_SHARE)
+
+
 class _Group:
     """Workers that were started together.
 
@@ -203,8 +208,8 @@ class Reads:
         if self._threads is not None:
             self._threads.shutdown()  # a read that changes the source while it is pickled could break either
             self._replace_threads(self._num_threads)
-        limit = int(host_memory_bytes() * _WORKER_SHARE)
-        workers = WorkerReader(self._records, Workers(number), timeout_seconds=self._timeout_seconds, max_bytes=limit)
+        seconds, limit = self._timeout_seconds, most_worker_bytes()
+        workers = WorkerReader(self._records, Workers(number), timeout_seconds=seconds, max_bytes=limit)
         return _Group(workers, number)
 
     def _give_up_workers(self, why: str) -> None:

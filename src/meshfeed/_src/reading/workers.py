@@ -33,25 +33,32 @@ Request = TypeVar("Request")
 Answer = TypeVar("Answer")
 
 
-def pickle_task(make_task: Callable[[], object]) -> bytes:
+def pickle_task(make_task: Callable[[], object], max_bytes: int | None = None) -> bytes:
     """Pickles ``make_task`` for a worker, including closures and functions of the user's script.
 
     Args:
       make_task: a function without arguments.
+      max_bytes: maximum size of the pickled source; None for any.
 
     Raises:
-      SettingsError: ``make_task`` refers to an object that cannot be pickled.
+      SettingsError: ``make_task`` refers to an object that cannot be pickled, or is larger.
     """
     import cloudpickle
 
     try:
-        return cloudpickle.dumps(make_task)
+        task = cloudpickle.dumps(make_task)
     except Exception as error:
         raise SettingsError(
             f"num_workers starts worker processes, but the source or its decoder cannot be pickled for them: {error}. "
             "Leave open files, locks and device arrays out of them, or set num_workers=0.",
             setting="num_workers",
         ) from error
+    if max_bytes is not None and len(task) > max_bytes:
+        raise SettingsError(
+            f"the source takes {len(task):,} bytes in each worker process, more than {max_bytes:,}.",
+            setting="num_workers",
+        )
+    return task
 
 
 class WorkerPool(Generic[Request, Answer]):
@@ -288,6 +295,15 @@ def _close_workers(workers: list[_Worker[Any, Any]]) -> None:
 class Pool(Protocol):
     """Workers of any engine; see :class:`WorkerPool`."""
 
+    @property
+    def killed(self) -> bool:
+        """See :attr:`WorkerPool.killed`; False for an engine that replaces lost workers."""
+        ...
+
+    def is_ready(self) -> bool:
+        """See :meth:`WorkerPool.is_ready`."""
+        ...
+
     def submit(self, worker_index: int, request: Any) -> None:
         """See :meth:`WorkerPool.submit`."""
         ...
@@ -345,7 +361,7 @@ class WorkerReader:
       reader: the reader to send to each worker.
       num_workers: number of workers, and their engine.
       timeout_seconds: maximum wait for one result.
-      max_bytes: maximum size of the pickled source; None for any.
+      max_bytes: see :func:`pickle_task`.
 
     Raises:
       SettingsError: the source cannot be pickled, or is larger.
@@ -357,15 +373,9 @@ class WorkerReader:
         def make_task() -> Callable[[_Read], ReadRows]:
             return lambda request: reader.read(*request)
 
-        task = pickle_task(make_task)
-        if max_bytes is not None and len(task) > max_bytes:
-            raise SettingsError(
-                f"the source takes {len(task):,} bytes in each worker process, more than {max_bytes:,}.",
-                setting="num_workers",
-            )
         self._pool: Pool = open_pool(
             num_workers,
-            task,
+            pickle_task(make_task, max_bytes),
             name="the feed",
             describe=lambda request: f"reading {len(request[0])} records (first id {request[0][0]})",
         )
@@ -375,11 +385,11 @@ class WorkerReader:
     @property
     def killed(self) -> bool:
         """See :attr:`WorkerPool.killed`."""
-        return isinstance(self._pool, WorkerPool) and self._pool.killed
+        return self._pool.killed
 
     def is_ready(self) -> bool:
-        """See :meth:`WorkerPool.is_ready`; a pool of another engine starts its workers when it is made."""
-        return not isinstance(self._pool, WorkerPool) or self._pool.is_ready()
+        """See :meth:`WorkerPool.is_ready`."""
+        return self._pool.is_ready()
 
     def submit(
         self, step: int, record_ids: RecordIds, epochs: RecordIds, columns: ColumnSlices | None

@@ -329,6 +329,11 @@ class MappedLane:
         plans = hooks.find(self._lane, hooks.PlansFiles)
         return None if plans is None else plans.coming_files(num_records)
 
+    @property
+    def reads_again(self) -> bool:
+        """See :class:`meshfeed._src.base.hooks.ReadsAgain`."""
+        return hooks.reads_again(self._lane)
+
     def get_state(self) -> JsonValue:
         """Records read from the source, and its lane's state if it has one."""
         resumable = hooks.find(self._lane, hooks.Resumable)

@@ -782,6 +782,11 @@ class MixtureLane:
     def _all_read(self) -> bool:
         return all(component.epoch >= (self._num_epochs or 0) * component.repeat for component in self._deciding)
 
+    @property
+    def reads_again(self) -> bool:
+        """See :class:`meshfeed._src.base.hooks.ReadsAgain`: whether a component that has been read would."""
+        return any(component.reads_again for component in self._components)
+
     def get_state(self) -> JsonValue:
         """Position in the lane, and the state of each component that has been read."""
         return {
@@ -895,6 +900,11 @@ class ComponentLane:
                 "repeating it would never end. Use fewer lanes (num_lanes=), or give each lane data."
             )
         self.set_state([self.epoch + 1, 0, None, 0])
+
+    @property
+    def reads_again(self) -> bool:
+        """See :class:`meshfeed._src.base.hooks.ReadsAgain`; False if it is not open."""
+        return self._iterator is not None and hooks.reads_again(self._iterator)
 
     def get_state(self) -> JsonValue:
         """``[epoch, records taken, [the source's state] or None, records to skip from it]``."""

@@ -65,6 +65,9 @@ class Stream:
     def __repr__(self) -> str:
         return f"Stream({getattr(self._open, '__qualname__', type(self._open).__name__)})"
 
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_given": weakref.WeakSet()}  # iterators that are open belong to this process
+
     def open(self, lane_index: int, num_lanes: int, epoch: int = 0) -> StreamLane:
         """The records of lane ``lane_index`` of ``num_lanes``, from the beginning.
 

@@ -64,6 +64,11 @@ class TFDataLane:
         element = self._next_element()
         return self._tf.nest.map_structure(self._to_numpy, element)
 
+    @property
+    def reads_again(self) -> bool:
+        """See :class:`meshfeed._src.base.hooks.ReadsAgain`."""
+        return not self._can_checkpoint
+
     def get_state(self) -> JsonValue:
         """State after the last record returned: an iterator checkpoint and the number of records before it.
 

@@ -59,6 +59,11 @@ class WindowShuffle:
         row = self._take(1)[0]  # which may replace the records
         return self._records[row]
 
+    @property
+    def reads_again(self) -> bool:
+        """See :class:`meshfeed._src.base.hooks.ReadsAgain`."""
+        return hooks.reads_again(self._lane)
+
     def get_state(self) -> JsonValue:
         """State after the last record returned."""
         return {"window": self._window, "records": self._window_records, "done": self._done, "start": self._start}

@@ -122,13 +122,7 @@ class Lane:
         decodes = find(source, hooks.Decodes)
         self._decode = None if decodes is None else decodes.decode
         self._decode_rng = accepts_keyword(self._decode, "rng")
-        self._entry = entry
-        self._epoch = entry.epoch
-        self._taken = entry.taken
-        self._records = entry.records
-        self._ended = entry.ended
-        self._snapshot: JsonValue = entry.state
-        self._since = entry.skip
+        self._set_entry(entry)
         self._busy_since_snapshot = 0.0
         self._snapshot_cost = 0.0
         self._bad_in_a_row = 0
@@ -141,6 +135,14 @@ class Lane:
         self.spec: RecordSpec | None = None
         if not self._ended:
             call_with_retry(self._reopen, settings.retry, doing=f"opening lane {lane_index}")
+
+    def _set_entry(self, entry: LaneEntry) -> None:
+        self._epoch = entry.epoch
+        self._taken = entry.taken
+        self._records = entry.records
+        self._ended = entry.ended
+        self._snapshot: JsonValue = entry.state
+        self._since = entry.skip
 
     # ------------------------------------------------------------------ opening
 
@@ -174,6 +176,28 @@ class Lane:
             raise
         finally:
             self._dropping = None
+
+    def go_to(self, entry: LaneEntry) -> None:
+        """Moves to another state of the lane: forward by dropping records, otherwise by opening it again.
+
+        Raises:
+          SourceError: the data has become shorter.
+          Exception: any error of the source that remains after the retries.
+        """
+        ahead = entry.taken - self._taken
+        near = entry.epoch == self._epoch and ahead >= 0 and self._iterator is not None and not entry.ended
+        self._set_entry(entry)
+        if near:
+            try:
+                self._drop(cast("LaneIterator", self._iterator), ahead)
+                return
+            except Exception as error:  # the iterator is not called again
+                _log.debug("lane %d is opened again, since moving it forward failed: %s", self.lane_index, error)
+            finally:
+                self._dropping = None
+        self._close_broken()
+        if not self._ended:
+            call_with_retry(self._reopen, self._settings.retry, doing=f"opening lane {self.lane_index}")
 
     def _restore(self, iterator: LaneIterator) -> None:
         if self._snapshot is not None:
@@ -362,6 +386,11 @@ class Lane:
     def length(self) -> int | None:
         """Records of the lane over all epochs if it has ended, else None."""
         return self._records if self._ended else None
+
+    @property
+    def reads_again(self) -> bool:
+        """Whether the lane, opened at its state, would read its records again from the beginning of its epoch."""
+        return self._iterator is not None and hooks.reads_again(self._iterator)
 
     def entry(self) -> LaneEntry:
         """Returns the lane's current state; takes a new snapshot of the source unless that is currently too expensive."""

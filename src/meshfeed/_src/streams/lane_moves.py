@@ -13,7 +13,7 @@ from meshfeed._src.base.types import JsonValue, StreamSource
 from meshfeed._src.order.steps import parse_segments, position_at
 from meshfeed._src.state.state import FeedState
 from meshfeed._src.streams.lane import LaneEntry, LaneSettings
-from meshfeed._src.streams.lane_reader import LaneGroup
+from meshfeed._src.streams.lane_group import LaneGroup
 
 _CHUNK_RECORDS = 1024  # records that are held at once
 
@@ -58,8 +58,9 @@ def read_forward(
             behind.setdefault(records - entry.records, {})[lane] = entry
     forward = dict(entries)
     for missing, lanes in behind.items():
-        group = LaneGroup(source, settings, lanes, num_threads)
+        group = LaneGroup(source, settings, min(num_threads, len(lanes)))
         try:
+            group.go_to(lanes)
             with Dropping(f"lanes {sorted(lanes)} of other hosts", missing) as dropping:
                 for start in range(0, missing, _CHUNK_RECORDS):
                     count = min(_CHUNK_RECORDS, missing - start)
