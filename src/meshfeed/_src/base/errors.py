@@ -45,6 +45,8 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 DAMAGED_STATE = "The state was changed or damaged; use an earlier checkpoint."
 """The remedy of a StateMismatchError for a state that no version has saved."""
+DRAWS = "A function that draws random numbers must take them from its parameter rng."
+"""The remedy if the same records have a different content."""
 LEFT = "left"
 """The kind of a leave notice, published by a host that leaves early. The message states what it did and at which step."""
 _MAX_MESSAGE = 2000

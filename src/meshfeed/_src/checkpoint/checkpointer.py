@@ -580,7 +580,7 @@ def _continue(feed: Resumable, state: dict[str, JsonValue], agreement: Agreement
     failed = [host for host, report in sorted(reports.items()) if report is not None]
     if failed:  # on another host: undo it here
         feed.set_state(before)
-        reason = Failure.from_json(reports[failed[0]])
+        reason = str(Failure.from_json(reports[failed[0]])).rstrip(".")
         text = f"step {step}: host {failed[0]} cannot resume the feed: {reason}. The feeds of all hosts are unchanged."
         raise CheckpointError(text)
     return lambda: feed.set_state(before)

@@ -272,7 +272,7 @@ def _warn_of_longer_lanes(lanes: Mapping[int, LaneRows], first: int, num_lanes: 
         first,
         num_lanes,
         f"{lanes[first].entry.records:,}",
-        ", ".join(map(str, list(longer)[:8])) + (", …" if len(longer) > 8 else ""),
+        ", ".join(map(str, sorted(longer)[:8])) + (", …" if len(longer) > 8 else ""),
         f"{read - delivered:,}",
     )
 
