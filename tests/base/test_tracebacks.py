@@ -118,6 +118,16 @@ def test_what_a_decoder_of_meshfeed_refuses_ends_at_the_call(
     assert own(frames) == []
 
 
+def test_an_error_in_a_worker_shows_the_users_frames() -> None:
+    with make_feed(Damaged(), num_workers=1) as feed:
+        next(feed)
+        with pytest.raises(RuntimeError, match="the disk is on fire") as info:
+            next(feed)
+    assert own(list(traceback.extract_tb(info.value.__traceback__))) == []
+    (note,) = (note for note in info.value.__notes__ if "Traceback" in note)
+    assert [line.rpartition(" ")[2] for line in note.splitlines() if line.startswith("  File")] == ["__getitem__"]
+
+
 def test_a_checkpointer_that_cannot_save_on_leaving_ends_at_the_call(tmp_path: pathlib.Path) -> None:
     def leave() -> None:
         with make_feed({"x": np.zeros((16, 2))}) as feed, Checkpointer(tmp_path, save_interval_steps=2) as checkpoints:
