@@ -55,7 +55,8 @@ VARIABLE = "MESHFEED_FULL_TRACEBACK"
 _ROOT = str(pathlib.Path(__file__).resolve().parents[2]) + os.sep  # the package's folder
 _EXAMPLES = os.path.join(_ROOT, "_examples") + os.sep  # user code, which the demo runs
 _CARRIERS = ("concurrent.futures.", "contextlib.")
-_DELIBERATE = "_meshfeed_deliberate"
+_MADE = ("<string>", "<dynamic-code>")  # by dataclasses, and by cloudpickle in a worker; in the module's namespace
+_DELIBERATE = "meshfeed_deliberate"
 
 
 @public("meshfeed")
@@ -416,7 +417,7 @@ def _is_deliberate(error: BaseException, last: TracebackType) -> bool:
 
 def _is_own(frame: FrameType) -> bool:
     file = frame.f_code.co_filename
-    if file == "<string>":  # a method that dataclasses generated, in the namespace of the class's module
+    if file in _MADE:
         return str(frame.f_globals.get("__name__", "")).startswith("meshfeed._src.")
     return file.startswith(_ROOT) and not file.startswith(_EXAMPLES)
 
