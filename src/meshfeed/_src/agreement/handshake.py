@@ -288,12 +288,14 @@ class Handshake:
             called = (
                 ", and call set_weights on all of them after the same step, with the same weights" if staged else ""
             )
+            of_source = any(text.startswith("source.") for text in named)
             digested = any(text.partition(" ")[0].endswith(_DIGESTS) for text in named)
             what = (
                 f"A content is a digest of records: the files differ, or the functions that read them. {DRAWS} "
                 if digested
                 else ""
             )
+            what += "Every host needs the whole data, and reads only its own rows of it. " if of_source else ""
             raise AgreementError(
                 f"hosts differ in {', and in '.join(named)}. {what}Start all hosts with the same source, settings and state"
                 f"{called}."
