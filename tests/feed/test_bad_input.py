@@ -373,6 +373,22 @@ def test_a_feed_cannot_be_copied(call: Callable[[Any], Any]) -> None:
         call(feed)
 
 
+def test_an_error_that_skip_bad_does_not_cover_says_which_it_does() -> None:
+    def decode(record: dict[str, Any]) -> Any:
+        return record["label"] if record["x"] == 3 else record
+
+    source = meshfeed.sources.Map({"x": np.arange(64)}, decode)
+    with make_feed(source, bad_records=meshfeed.SkipBad(0.5)) as feed, pytest.raises(KeyError) as info:
+        next(feed)
+    assert any(
+        "replaces only damaged records and those whose decoder raises ValueError" in note
+        for note in info.value.__notes__
+    )
+    with make_feed(source) as feed, pytest.raises(KeyError) as info:
+        next(feed)
+    assert not any("bad_records" in note for note in info.value.__notes__)
+
+
 def test_a_record_with_other_keys_has_one_error() -> None:
     source = Records(lambda record_id: {"y" if record_id == 3 else "x": record_id})
     with (
