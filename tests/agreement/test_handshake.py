@@ -232,7 +232,8 @@ def test_digests_are_named_only_if_nothing_that_can_be_read_differs(job: Job) ->
     each = ", and in ".join(f'{name} (host 0: "a"; host 1: "b")' for name in digests[0])
     assert disagreement(job, digests) == (
         f"hosts differ in {each}. A content is a digest of records: the files differ, or the functions that read them. "
-        "Start all hosts with the same source, settings and state."
+        "A function that draws random numbers must take them from its parameter rng. Every host needs the "
+        "whole data, and reads only its own rows of it. Start all hosts with the same source, settings and state."
     )
 
 
@@ -241,8 +242,8 @@ def test_the_number_of_records_is_named_without_their_digests(job: Job) -> None:
         {"source.records": n, "source.content": str(n), "source.all_records": str(n), "seed": n} for n in (7, 8)
     ]
     assert disagreement(job, settings) == (
-        "hosts differ in source.records (host 0: 7; host 1: 8), and in seed (host 0: 7; host 1: 8). Start all hosts with "
-        "the same source, settings and state."
+        "hosts differ in source.records (host 0: 7; host 1: 8), and in seed (host 0: 7; host 1: 8). Every host needs "
+        "the whole data, and reads only its own rows of it. Start all hosts with the same source, settings and state."
     )
 
 
@@ -258,7 +259,8 @@ def test_hosts_that_do_not_come_are_named(here: int, job: Job) -> None:
     assert str(caught.value) == (
         f"agreeing on the settings of train: hosts 2, 3 did not arrive within 0 s (this is host {here} of 4). Check the "
         "log of that host: it has stopped, is still starting, or runs different code (without name=, feeds over the "
-        "same hosts are matched by their order of creation)."
+        "same hosts are matched by their order of creation; of several feeds, call start() of each first, or request their "
+        "first batches in the same order on all hosts)."
     )
     assert (one.round, one.in_force) == (1, False)
     late = make(4)[2]

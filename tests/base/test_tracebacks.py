@@ -15,6 +15,7 @@ from jax.sharding import AxisType
 
 import meshfeed
 from meshfeed._src.base.errors import VARIABLE, hides_own_frames
+from meshfeed.checkpoint import Checkpointer
 
 OWN = pathlib.Path(meshfeed.__file__).parent
 
@@ -99,6 +100,41 @@ def test_causes_are_trimmed_too() -> None:
         error = error.__cause__ or error.__context__
     assert own(chain) == []
     assert "open_lane" in [frame.name for frame in chain]
+
+
+@pytest.mark.parametrize(
+    ("source", "error"),
+    [
+        (meshfeed.sources.Map([b"no Example"] * 16, meshfeed.sources.DecodeExample({"x": "int32"})), ValueError),
+        (meshfeed.sources.Map([b"no image"] * 16, meshfeed.sources.DecodeImage(8)), ValueError),
+    ],
+    ids=["DecodeExample", "DecodeImage"],
+)
+@pytest.mark.parametrize("options", [{"prefetch": 0}, {}], ids=str)
+def test_what_a_decoder_of_meshfeed_refuses_ends_at_the_call(
+    source: Any, error: type[Exception], options: dict[str, Any]
+) -> None:
+    frames = frames_of(lambda: next(make_feed(source, **options)), error)
+    assert own(frames) == []
+
+
+def test_an_error_in_a_worker_shows_the_users_frames() -> None:
+    with make_feed(Damaged(), num_workers=1) as feed:
+        next(feed)
+        with pytest.raises(RuntimeError, match="the disk is on fire") as info:
+            next(feed)
+    assert own(list(traceback.extract_tb(info.value.__traceback__))) == []
+    (note,) = (note for note in info.value.__notes__ if "Traceback" in note)
+    assert [line.rpartition(" ")[2] for line in note.splitlines() if line.startswith("  File")] == ["__getitem__"]
+
+
+def test_a_checkpointer_that_cannot_save_on_leaving_ends_at_the_call(tmp_path: pathlib.Path) -> None:
+    def leave() -> None:
+        with make_feed({"x": np.zeros((16, 2))}) as feed, Checkpointer(tmp_path, save_interval_steps=2) as checkpoints:
+            checkpoints.save(0, {"w": np.zeros(2)}, feed)
+            checkpoints.save(1, {"w": print}, feed)
+
+    assert own(frames_of(leave, meshfeed.CheckpointError)) == []
 
 
 def test_a_fault_of_meshfeed_keeps_its_frames(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import pathlib
+import pickle
 from collections.abc import Callable
 from typing import Any
 
@@ -355,6 +357,46 @@ def test_stop_iteration_of_a_lane_where_no_data_ends_is_an_error(method: str, nu
     with feed, pytest.raises(meshfeed.SourceError, match=r"lane \d raised StopIteration outside of next\(\)") as info:
         list(feed)
     assert info.value.lane_index in (0, 1)
+
+
+def test_a_generator_has_one_epoch() -> None:
+    with pytest.raises(meshfeed.SettingsError, match="can be read only once") as info:
+        make_feed(({"x": np.zeros(16)} for _ in range(4)), num_epochs=2)
+    assert info.value.setting == "num_epochs"
+    with make_feed(({"x": np.zeros(16)} for _ in range(4)), num_epochs=None) as feed:  # one that may never end
+        next(feed)
+
+
+@pytest.mark.parametrize("call", [pickle.dumps, copy.copy, copy.deepcopy])
+def test_a_feed_cannot_be_copied(call: Callable[[Any], Any]) -> None:
+    with make_feed() as feed, pytest.raises(TypeError, match=r"cannot be pickled or copied.*get_state\(\)"):
+        call(feed)
+
+
+def test_an_error_that_skip_bad_does_not_cover_says_which_it_does() -> None:
+    def decode(record: dict[str, Any]) -> Any:
+        return record["label"] if record["x"] == 3 else record
+
+    source = meshfeed.sources.Map({"x": np.arange(64)}, decode)
+    with make_feed(source, bad_records=meshfeed.SkipBad(0.5)) as feed, pytest.raises(KeyError) as info:
+        next(feed)
+    assert any(
+        "replaces only damaged records and those whose decoder raises ValueError" in note
+        for note in info.value.__notes__
+    )
+    with make_feed(source) as feed, pytest.raises(KeyError) as info:
+        next(feed)
+    assert not any("bad_records" in note for note in info.value.__notes__)
+
+
+def test_a_record_with_other_keys_has_one_error() -> None:
+    source = Records(lambda record_id: {"y" if record_id == 3 else "x": record_id})
+    with (
+        make_feed(source) as feed,
+        pytest.raises(meshfeed.SourceError, match=r"record 3 has the leaves \['y'\]") as info,
+    ):
+        next(feed)
+    assert info.value.__suppress_context__
 
 
 @pytest.mark.parametrize("method", ["get_state", "set_state", "__iter__"])

@@ -418,6 +418,24 @@ def feeds_made_in_another_order() -> list[int]:
     return steps
 
 
+def feeds_read_in_another_order(start: bool) -> str:
+    """Two feeds whose first batches the hosts request in unlike orders, which works if both have been started."""
+    mesh = jax.make_mesh((jax.device_count(),), ("data",), axis_types=(AxisType.Auto,))
+    source = meshfeed.sources.Memory({"id": np.arange(64)})
+    feeds = [meshfeed.Feed(source, mesh, global_batch_size=8, timeout_seconds=120 if start else 3) for _ in range(2)]
+    try:
+        for feed in feeds if start else []:
+            feed.start()
+        for feed in feeds if jax.process_index() else reversed(feeds):
+            next(feed)
+    except meshfeed.StalledError as error:
+        return str(error)
+    finally:
+        for feed in feeds:
+            feed.close()
+    return ""
+
+
 def hangs(bad_host: int, num_workers: int, prefetch: int) -> dict[str, Any]:
     """One host's read hangs; what the others log of it."""
     windows.late_seconds = pipeline.late_seconds = lambda timeout: 2.0

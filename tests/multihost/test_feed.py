@@ -196,6 +196,12 @@ def test_feeds_of_one_name_over_unlike_hosts_do_not_meet(pools: Any) -> None:
     assert steps == [[40], [40, 40], [40, 40], [40]]
 
 
+@pytest.mark.parametrize("start", [True, False])
+def test_feeds_may_be_read_in_any_order_once_they_are_started(start: bool, pools: Any) -> None:
+    for result in pools[(2, 4)].run(feed_jobs.feeds_read_in_another_order, start):
+        assert result.value == "" if start else "of several feeds, call start() of each first" in result.value
+
+
 @pytest.mark.parametrize(("num_workers", "prefetch"), [(0, 2), (1, 2), (0, 0)])
 def test_a_host_that_hangs_is_shown_in_the_logs_of_the_others_with_records_file_and_stack(
     pools: Any, num_workers: int, prefetch: int

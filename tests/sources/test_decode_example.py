@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import pathlib
 import pickle
 from typing import Any
 
+import array_record_files
 import numpy as np
 import pytest
 
@@ -113,3 +115,14 @@ def test_what_is_no_example_is_a_bad_record(record: bytes) -> None:
 def test_invalid_features_are_a_settings_error(features: Any) -> None:
     with pytest.raises(meshfeed.SettingsError, match="DecodeExample got"):
         DecodeExample(features)
+
+
+def test_a_list_of_records_is_refused(tmp_path: pathlib.Path) -> None:
+    with pytest.raises(TypeError, match="Pass it as decode=, not as decode_batch="):
+        DecodeExample()([PACKED])  # type: ignore[arg-type]
+    array_record_files.write(tmp_path / "a.array_record", [PACKED])
+    for name in ("decode", "decode_batch"):
+        with pytest.raises(
+            meshfeed.SettingsError, match=rf"ArrayRecord got {name}=.*cannot be called as {name}\(record"
+        ):
+            meshfeed.sources.ArrayRecord(tmp_path / "a.array_record", **{name: lambda record, other: record})

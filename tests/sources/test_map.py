@@ -243,6 +243,18 @@ def test_errors_of_records_that_come_one_by_one_name_the_record(function: Any, e
     assert "record 0" in f"{raised.value} {getattr(raised.value, '__notes__', '')}"
 
 
+@pytest.mark.parametrize("make", [Map, functools.partial(Map, batched=True)])
+def test_a_function_of_two_records_is_refused_at_once(make: Any) -> None:
+    with pytest.raises(meshfeed.SettingsError, match=r"Map got function=.*\(record, rngg\).*'rngg'.*rng= if it draws"):
+        make(memory(), lambda record, rngg: record)
+    for function in (
+        lambda *records: records[0],
+        functools.partial(lambda a, record: record, 1),
+        lambda record, *, rng: record,
+    ):
+        make(memory(), function)
+
+
 def test_a_changed_function_is_another_source() -> None:
     with feed_of(Map(memory(), double)) as feed:
         state = feed.get_state()

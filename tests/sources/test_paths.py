@@ -55,6 +55,28 @@ def test_names_with_brackets(tmp_path: pathlib.Path) -> None:
     store.rm("/brackets", recursive=True)
 
 
+def test_names_with_braces(tmp_path: pathlib.Path) -> None:
+    make_files(tmp_path, *(f"s-{number:03}.x" for number in range(12)), "en/a1.x", "de/a1.x", "de/a2.x", "{1,2}/b.x")
+    assert found(tmp_path, "s-{000..002}.x") == ["s-000.x", "s-001.x", "s-002.x"]
+    assert found(tmp_path, "s-{009..011}.x") == ["s-009.x", "s-010.x", "s-011.x"]
+    assert found(tmp_path, "{en,de}/a{1..1}.x") == ["en/a1.x", "de/a1.x"]
+    assert found(tmp_path, "{en,de}/*.x") == ["en/a1.x", "de/a1.x", "de/a2.x"]
+    assert found(tmp_path, "{1,2}/*.x") == ["{1,2}/b.x"]  # a folder of that name
+    with pytest.raises(SourceError, match=r"no file '.*s-012\.x'"):
+        found(tmp_path, "s-{010..012}.x")
+    with pytest.raises(SourceError, match=r"no file '.*s-{a\.\.b}\.x'"):
+        found(tmp_path, "s-{a..b}.x")
+    store = fsspec.filesystem("memory")
+    for name in ("s-9.x", "s-10.x", "{a,b}.x"):
+        store.pipe(f"/braces/{name}", b"x")
+    assert expand_paths("memory://braces/s-{9..10}.x", source="test") == [
+        "memory://braces/s-9.x",
+        "memory://braces/s-10.x",
+    ]
+    assert expand_paths("memory://braces/{a,b}.x", source="test") == ["memory://braces/{a,b}.x"]
+    store.rm("/braces", recursive=True)
+
+
 def test_links(tmp_path: pathlib.Path) -> None:
     make_files(tmp_path, "data/a.x", "data/deep/b.x", "data/.hidden/c.x", "elsewhere/d.x")
     for link in ("one", "two", "deep/up", "deep/top"):  # glob follows each of them 40 times, in every order

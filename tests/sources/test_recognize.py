@@ -131,6 +131,7 @@ def test_grain():
         (None, "cannot feed from a NoneType"),
         (list, "cannot feed from a builtins.list. Call it first"),
         (open, "Call it first"),
+        (type("Records", (), {"__getitem__": lambda self, index: index})(), "and no __len__. Add"),
         ({1, 2}, "A set has no order"),
         ({"x": [1, 2]}, r"but leaf \['x'\]\[0\] is 1. Convert its values"),
         (

@@ -507,7 +507,8 @@ def test_data_that_differ_are_named_by_what_differs() -> None:
     assert difference(source, {**source, "content": "b"}) == (
         "source.content",
         "The content of records differs although the number of records and the names and sizes of the files are the same: up "
-        "to four records spread over the source are compared.",
+        "to four records spread over the source are compared. A function that draws random numbers must take them from its "
+        "parameter rng.",
     )
     assert difference(source, {**source, "files": {**files, "digest": "b"}}) == (
         "source.files.digest",
@@ -524,9 +525,10 @@ def test_data_that_differ_are_named_by_what_differs() -> None:
     assert difference(whole, changed) == (
         "source.sources[1].content",
         "The content of records differs although the number of records is the same: up to four records spread over the "
-        "source are compared.",
+        "source are compared. A function that draws random numbers must take them from its parameter rng.",
     )
     assert difference({"kind": "x", "content": "a"}, {"kind": "x", "content": "b"})[1] == (
-        "The content of records differs: up to four records spread over the source are compared."
+        "The content of records differs: up to four records spread over the source are compared. A function that draws "
+        "random numbers must take them from its parameter rng."
     )
     assert difference(whole, {**whole, "sources": [source]})[0] == "source.sources"

@@ -92,7 +92,8 @@ def test_batches_are_the_same_on_any_hosts_and_after_any_resume(data: st.DataObj
             {"shuffle": True},
             "shuffle",
             "shuffle=True, but a stream cannot be shuffled as a whole: its records are read in order. Shuffle in the source "
-            "(Grain's WindowShuffle, HuggingFace(shuffle_buffer=…)), or pass a random-access source.",
+            "(meshfeed.sources.ShuffleBuffer, Grain's WindowShuffle, HuggingFace(shuffle_buffer=…), Mixture(shuffle=True)), "
+            "or pass a random-access source.",
         ),
         (
             {"bad_records": SkipBad(0.5)},

@@ -67,6 +67,8 @@ def test_given_save_points_are_joined_by_the_first_and_the_last() -> None:
     assert check_resumable(Counter, save_points=[3]) == 3
     with pytest.raises(SettingsError, match=r"save_points=\[9\]: the run has 6 batches, so points are 0..6"):
         check_resumable(Counter, save_points=[3, 9])
+    with pytest.raises(SettingsError, match=r"make_feed=.*a function that makes a new feed"):
+        check_resumable(Counter())
     with pytest.raises(SettingsError, match="max_steps=0"):
         check_resumable(Counter, max_steps=0)
 

@@ -24,7 +24,7 @@ from meshfeed._src.agreement.followers import announce_failure
 from meshfeed._src.agreement.messages import ASIDE_SECONDS, aside_key, find_aside
 from meshfeed._src.base import coordination
 from meshfeed._src.base.coordination import KeyValueStore, call_briefly, format_differences
-from meshfeed._src.base.errors import LEFT, AgreementError, Failure, PeerError
+from meshfeed._src.base.errors import DRAWS, LEFT, AgreementError, Failure, PeerError
 from meshfeed._src.base.identities import ALL_RECORDS
 from meshfeed._src.base.reduction import Reduction, leave
 from meshfeed._src.base.settings import FeedSettings
@@ -288,12 +288,14 @@ class Handshake:
             called = (
                 ", and call set_weights on all of them after the same step, with the same weights" if staged else ""
             )
+            of_source = any(text.startswith("source.") for text in named)
             digested = any(text.partition(" ")[0].endswith(_DIGESTS) for text in named)
             what = (
-                "A content is a digest of records: the files differ, or the functions that read them. "
+                f"A content is a digest of records: the files differ, or the functions that read them. {DRAWS} "
                 if digested
                 else ""
             )
+            what += "Every host needs the whole data, and reads only its own rows of it. " if of_source else ""
             raise AgreementError(
                 f"hosts differ in {', and in '.join(named)}. {what}Start all hosts with the same source, settings and state"
                 f"{called}."
@@ -312,7 +314,8 @@ class Handshake:
                 lambda deadline: self._reduce(reduction, deadline, check),
                 timeout_seconds=timeout_seconds,
                 doing=self._doing,
-                hint=" (without name=, feeds over the same hosts are matched by their order of creation)",
+                hint=" (without name=, feeds over the same hosts are matched by their order of creation; of several "
+                "feeds, call start() of each first, or request their first batches in the same order on all hosts)",
                 tick=self._give_up_reducer(reduction, check),
             )
         except _GivenUp as given_up:

@@ -28,6 +28,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import difflib
+import dis
 import functools
 import importlib
 import inspect
@@ -44,6 +45,8 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 DAMAGED_STATE = "The state was changed or damaged; use an earlier checkpoint."
 """The remedy of a StateMismatchError for a state that no version has saved."""
+DRAWS = "A function that draws random numbers must take them from its parameter rng."
+"""The remedy if the same records have a different content."""
 LEFT = "left"
 """The kind of a leave notice, published by a host that leaves early. The message states what it did and at which step."""
 _MAX_MESSAGE = 2000
@@ -52,6 +55,8 @@ VARIABLE = "MESHFEED_FULL_TRACEBACK"
 _ROOT = str(pathlib.Path(__file__).resolve().parents[2]) + os.sep  # the package's folder
 _EXAMPLES = os.path.join(_ROOT, "_examples") + os.sep  # user code, which the demo runs
 _CARRIERS = ("concurrent.futures.", "contextlib.")
+_MADE = ("<string>", "<dynamic-code>")  # by dataclasses, and by cloudpickle in a worker; in the module's namespace
+_DELIBERATE = "meshfeed_deliberate"
 
 
 @public("meshfeed")
@@ -332,7 +337,8 @@ def _known(module: str, name: str) -> type[Exception] | None:
 def hide_own_frames(error: BaseException) -> None:
     """Removes meshfeed's frames from the traceback of ``error`` and of its causes and contexts.
 
-    An unexpected exception raised in meshfeed's own code keeps all frames, because it is probably a bug in meshfeed.
+    An exception that Python or a library raised in meshfeed's own code keeps all frames, because it is probably a bug in
+    meshfeed. One that a ``raise`` of meshfeed's raised, such as a decoder's ValueError, does not.
     Call this in an ``except`` clause that ends with a bare ``raise``, which adds no frame.
     """
     if os.environ.get(VARIABLE, "0") not in ("", "0"):
@@ -381,25 +387,37 @@ def suggests_keywords(function: F) -> F:
 
 def _trim(error: BaseException) -> None:
     kept: list[TracebackType] = []
-    hidden, last, entry = False, "", error.__traceback__
+    hidden, last, entry = False, None, error.__traceback__
     while entry is not None:
-        last = entry.tb_frame.f_code.co_filename
+        last = entry
         hidden = _is_own(entry.tb_frame) or (hidden and _is_carrier(entry.tb_frame))
         if not hidden:
             kept.append(entry)
         entry = entry.tb_next
-    # The decorators in this file raise only the TypeError for wrong arguments, which is the caller's error.
-    if hidden and last != __file__ and not isinstance(error, MeshfeedError | StopIteration):
-        return
+    if hidden and last is not None:
+        if not _is_deliberate(error, last):
+            return
+        error.__dict__[_DELIBERATE] = True  # an inner call removes the frames that show it
     shown = None
     for entry in reversed(kept):
         shown = TracebackType(shown, entry.tb_frame, entry.tb_lasti, entry.tb_lineno)
     error.__traceback__ = shown
 
 
+def _is_deliberate(error: BaseException, last: TracebackType) -> bool:
+    """Whether meshfeed raised ``error`` on purpose: it ended in one of its ``raise`` statements."""
+    if isinstance(error, MeshfeedError | StopIteration) or _DELIBERATE in error.__dict__:
+        return True
+    code = last.tb_frame.f_code
+    if code.co_filename == __file__:  # the decorators raise only the TypeError for wrong arguments
+        return True
+    raised = code.co_code[last.tb_lasti] == dis.opmap["RAISE_VARARGS"]
+    return raised and _is_own(last.tb_frame) and not isinstance(error, AssertionError)
+
+
 def _is_own(frame: FrameType) -> bool:
     file = frame.f_code.co_filename
-    if file == "<string>":  # a method that dataclasses generated, in the namespace of the class's module
+    if file in _MADE:
         return str(frame.f_globals.get("__name__", "")).startswith("meshfeed._src.")
     return file.startswith(_ROOT) and not file.startswith(_EXAMPLES)
 

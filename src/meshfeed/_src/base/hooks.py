@@ -14,7 +14,7 @@ from typing import Any, Protocol, Self, TypedDict, TypeVar, Unpack, cast
 
 import numpy as np
 
-from meshfeed._src.base.errors import MeshfeedError
+from meshfeed._src.base.errors import MeshfeedError, SettingsError
 from meshfeed._src.base.settings import ShardShuffle
 from meshfeed._src.base.threads import note_thread
 from meshfeed._src.base.types import (
@@ -591,6 +591,22 @@ def accepts_keyword(function: Callable[..., Any] | None, keyword: str, *, in_kwa
         or (in_kwargs and p.kind is p.VAR_KEYWORD)
         for p in parameters
     )
+
+
+def refuse_parameters(function: Callable[..., Any], what: str, whose: str, setting: str) -> None:
+    """Raises SettingsError if ``function`` cannot be called with one argument, ``what``, and ``rng=`` if it has that."""
+    try:
+        signature = inspect.signature(function)
+    except (TypeError, ValueError):  # some C callables have no signature
+        return
+    try:
+        signature.bind(None, **({"rng": None} if accepts_keyword(function, "rng") else {}))
+    except TypeError as error:
+        raise SettingsError(
+            f"{whose} got {setting}={getattr(function, '__qualname__', function)}{signature}, which cannot be called as "
+            f"{setting}({what}): {error}. Give it one parameter, and rng= if it draws random numbers.",
+            setting=setting,
+        ) from None
 
 
 def open_lane(source: StreamSource, lane_index: int, num_lanes: int, *, epoch: int, seed: int) -> LaneIterator:

@@ -316,6 +316,9 @@ class Rounds:
       doing: the operation, for the error message.
     """
 
+    hint = ""
+    """A clause in brackets for the error message."""
+
     def __init__(self, scope: str, participants: Sequence[int], *, timeout_seconds: float, doing: str) -> None:
         self.participants = participants
         self.doing = doing
@@ -355,7 +358,7 @@ class Rounds:
             return announcement
 
         reduction.publish(value)
-        return reduction.result(attempt, timeout_seconds=self._timeout_seconds, doing=self.doing)
+        return reduction.result(attempt, timeout_seconds=self._timeout_seconds, doing=self.doing, hint=self.hint)
 
     def close(self) -> None:
         """Deletes the remaining keys, once every participant has closed its rounds."""

@@ -14,7 +14,7 @@ import traceback
 from collections.abc import Callable
 from typing import Any, TypeAlias, TypedDict
 
-from meshfeed._src.base.errors import SourceError
+from meshfeed._src.base.errors import SourceError, hide_own_frames
 from meshfeed._src.base.frames import Packed, pack
 from meshfeed._src.base.stats import CACHES
 
@@ -87,6 +87,7 @@ def _messages(kind: int, function: Callable[..., object], *args: object) -> list
 
 
 def _describe(error: BaseException) -> ErrorDescription:
+    hide_own_frames(error)
     text = "".join(traceback.format_exception(error))
     pickled = None
     with contextlib.suppress(Exception):  # for example, an exception whose __init__ does not accept its args

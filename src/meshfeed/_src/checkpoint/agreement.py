@@ -56,6 +56,8 @@ class Agreement(Rounds):
       kind: what ``doing`` must have in common on all hosts, without the path, which may differ; by default all of it.
     """
 
+    hint = " (all hosts must call save, restore and close in the same order, not only host 0)"
+
     def __init__(self, doing: str, timeout_seconds: float, name: str | None = None, *, kind: str | None = None) -> None:
         scope = f"checkpoint/{next_use('checkpoint') if name is None else name}"
         super().__init__(scope, range(process_count()), timeout_seconds=timeout_seconds, doing=doing)

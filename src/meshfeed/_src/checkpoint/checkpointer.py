@@ -487,6 +487,7 @@ class Checkpointer:
             self._damaged.difference_update(damaged)
             self._manager.reload()  # Orbax caches the list of steps
 
+    @hides_own_frames
     def close(self) -> None:
         """Saves the last step if the interval skipped it, waits for pending saves, and releases threads.
 
@@ -543,6 +544,7 @@ class Checkpointer:
     def __enter__(self) -> Self:
         return self
 
+    @hides_own_frames
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         # After an exception, the training state and the feed may not belong together.
         if kind is not None and not self._closed and self._owner.is_here:
@@ -578,7 +580,7 @@ def _continue(feed: Resumable, state: dict[str, JsonValue], agreement: Agreement
     failed = [host for host, report in sorted(reports.items()) if report is not None]
     if failed:  # on another host: undo it here
         feed.set_state(before)
-        reason = Failure.from_json(reports[failed[0]])
+        reason = str(Failure.from_json(reports[failed[0]])).rstrip(".")
         text = f"step {step}: host {failed[0]} cannot resume the feed: {reason}. The feeds of all hosts are unchanged."
         raise CheckpointError(text)
     return lambda: feed.set_state(before)

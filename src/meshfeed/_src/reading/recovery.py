@@ -14,6 +14,9 @@ from meshfeed._src.reading.host_batch import join_batches
 
 BAD_RECORD = (CorruptDataError, ValueError)
 """Exceptions that indicate a damaged record rather than a failed read."""
+_NOT_REPLACED = (
+    "bad_records= replaces only damaged records and those whose decoder raises ValueError; raise that for a bad record"
+)
 _MAX_REPLACEMENTS = 1000  # bounds the time spent on a source that is damaged as a whole
 
 BadRecords = tuple[tuple[int, int, str], ...]
@@ -56,11 +59,16 @@ class Recovery:
         Removes ``failed[0]``, because it refers to frames.
         """
         try:
-            return self._read_in_pieces(failed, record_ids, epochs), ()
-        except BAD_RECORD:
-            if self._replacement is None:
-                raise
-            return self._read_one_by_one(self._replacement, record_ids, epochs)
+            try:
+                return self._read_in_pieces(failed, record_ids, epochs), ()
+            except BAD_RECORD:
+                if self._replacement is None:
+                    raise
+                return self._read_one_by_one(self._replacement, record_ids, epochs)
+        except Exception as error:
+            if self._replacement is not None and not isinstance(error, OSError):
+                error.add_note(_NOT_REPLACED)
+            raise
 
     def _read_in_pieces(self, failed: list[BaseException], record_ids: RecordIds, epochs: RecordIds) -> PyTree:
         """Reads 1, 2, 4, … records at a time; keeps those already read, and counts the attempts of each separately."""

@@ -158,7 +158,10 @@ class RecordStack:
         try:
             leaves = spec.treedef.flatten_up_to(record)  # takes a third of the time of flattening and comparing
         except ValueError:
-            self._check(spec, record, record_id)
+            try:
+                self._check(spec, record, record_id)
+            except SourceError as error:
+                raise error from None  # JAX's says less
             raise
         for number, leaf in enumerate(leaves):  # zip with strict takes as long as copying 1 KB
             if type(leaf) is not np.ndarray:

@@ -50,7 +50,7 @@ def pickle_task(make_task: Callable[[], object], max_bytes: int | None = None) -
     except Exception as error:
         raise SettingsError(
             f"num_workers starts worker processes, but the source or its decoder cannot be pickled for them: {error}. "
-            "Leave open files, locks and device arrays out of them, or set num_workers=0.",
+            "Leave open files, locks and device arrays out of them, such as in __getstate__, or set num_workers=0.",
             setting="num_workers",
         ) from error
     if max_bytes is not None and len(task) > max_bytes:

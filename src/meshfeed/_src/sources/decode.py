@@ -81,7 +81,10 @@ class DecodeExample:
 
         Raises:
           ValueError: the record is not an Example, lacks a feature, or a feature does not fit; names it.
+          TypeError: got a list of records.
         """
+        if isinstance(record, list | tuple):
+            raise TypeError(f"DecodeExample {_NOT_FOR_MANY}")
         found = parse_example(record, None if self._converts is None else self._converts.keys())
         if self._converts is None:
             return {name: _one(values) for name, values in found.items()}
@@ -300,6 +303,9 @@ def unpack_varints(packed: bytes) -> np.ndarray:
     return values
 
 
+_NOT_FOR_MANY = (
+    "decodes one record and was given a list. Pass it as decode=, not as decode_batch=; in Map, without batched=."
+)
 _NOT_FOR_ONE = "decodes a list of records and was given one. Pass it as decode_batch=, not as decode=."
 
 

@@ -33,7 +33,7 @@ _TAKES = """\
   open(lane_index, num_lanes);
 - batches of this host: a tf.data.Dataset, a Grain or torch DataLoader, any other iterable of pytrees of arrays
   (HostBatches);
-- files: meshfeed.sources.ArrayRecord(paths), MDS, Parquet, TensorStore, TFDS, Tokens or WebDataset."""
+- files: meshfeed.sources.ArrayRecord(paths), Folder, MDS, Parquet, TensorStore, TFDS, Tokens or WebDataset."""
 
 _TABLES = {
     "pandas": "meshfeed.sources.Memory({name: frame[name].to_numpy() for name in frame})",
@@ -97,6 +97,8 @@ def _by_interface(obj: Any) -> object:
         return obj
     if hasattr(obj, "__iter__") or hasattr(obj, "__next__"):
         return HostBatches(obj)
+    if hasattr(obj, "__getitem__"):
+        raise _refused(obj, "It has __getitem__ and no __len__. Add a __len__ that returns the number of records.")
     raise _refused(obj)
 
 

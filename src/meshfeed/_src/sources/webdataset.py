@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, SupportsIndex
 import numpy as np
 import xxhash
 
+from meshfeed._src.base import hooks
 from meshfeed._src.base.errors import MeshfeedError, SettingsError, hides_own_frames
 from meshfeed._src.base.types import Decode, JsonValue, Record, RecordIds, public
 from meshfeed._src.reading.identity import digest_raw
@@ -97,6 +98,8 @@ class WebDataset(ShardReader[TarShard, tar.TarIndex]):
                 f"WebDataset got decode={decode!r}. Expected a function of one record (a dict of bytes) that gives arrays.",
                 setting="decode",
             )
+        if decode is not None:
+            hooks.refuse_parameters(decode, "record", "WebDataset", "decode")
         self.decode = decode
         form = FileFormat(
             "WebDataset",

@@ -27,7 +27,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Self, cast
 
 from meshfeed._src.base import coordination
-from meshfeed._src.base.errors import DAMAGED_STATE, StateMismatchError, shorten
+from meshfeed._src.base.errors import DAMAGED_STATE, DRAWS, StateMismatchError, shorten
 from meshfeed._src.base.identities import as_saved
 from meshfeed._src.base.trees import OTHER
 from meshfeed._src.base.types import MAX_POSITION, JsonValue, public
@@ -328,7 +328,7 @@ def about_digest(field: str, saved: Mapping[str, JsonValue], current: Mapping[st
         ]
         also = f" although {' and '.join(same)} are the same" if len(same) > 1 else ""
         also = f" although {same[0]} is the same" if same == ["the number of records"] else also
-        return f"The content of records differs{also}: up to four records spread over the source are compared. "
+        return f"The content of records differs{also}: up to four records spread over the source are compared. {DRAWS} "
     return ""
 
 

@@ -7,6 +7,9 @@ import logging
 import time
 from collections.abc import Mapping
 
+import jax
+import numpy as np
+
 from meshfeed._src.base import hooks
 from meshfeed._src.base.errors import SourceError
 from meshfeed._src.base.settings import FeedSettings
@@ -63,7 +66,7 @@ def _warn_of_longer_lanes(lanes: Mapping[int, LaneRows], first: int, num_lanes: 
         first,
         num_lanes,
         f"{lanes[first].entry.records:,}",
-        ", ".join(map(str, list(longer)[:8])) + (", …" if len(longer) > 8 else ""),
+        ", ".join(map(str, sorted(longer)[:8])) + (", …" if len(longer) > 8 else ""),
         f"{read - delivered:,}",
     )
 
@@ -105,6 +108,7 @@ class LaneReader:
         self._spec: RecordSpec | None = None
         self._runs: dict[int, tuple[int, tuple[LaneRun, ...]]] = {}  # batch size → (host rows, their runs)
         self._final: int | None = None
+        self._beginnings: list[set[bytes]] = []  # of the first steps: the first record of each lane
         self._places = LanePlaces(cursor.source, settings, shared, entries, cursor.step, self._rows_per_lane)
 
     def adapt(self, auto: AutoReads) -> None:
@@ -121,6 +125,8 @@ class LaneReader:
         num_rows, runs = self._lane_runs(size)
         group = self._places.read(step)
         self._check_end(group.lanes, step)
+        if step < 2:
+            self._note_beginnings(group.lanes)
         self._step = step + 1
         tree, real, self._spec = place_rows(
             {lane: row.taken for lane, row in group.lanes.items()}, runs, num_rows, self._spec
@@ -144,6 +150,22 @@ class LaneReader:
             rows = self._host_rows.rows(size)
             self._runs[size] = len(rows), lane_runs(rows, size // self._num_lanes)
         return self._runs[size]
+
+    def _note_beginnings(self, lanes: Mapping[int, LaneRows]) -> None:
+        """Warns if all lanes of this host begin with the same two records, which differ from each other."""
+        if len(lanes) < 2 or not all(rows.taken.count for rows in lanes.values()):
+            return
+        trees = (rows.taken.tree for rows in lanes.values())
+        self._beginnings.append(
+            {b"".join(np.asarray(leaf[0]).tobytes() for leaf in jax.tree.leaves(tree)) for tree in trees}
+        )
+        if [len(records) for records in self._beginnings] == [1, 1] and self._beginnings[0] != self._beginnings[1]:
+            _log.warning(
+                "all %d lanes of this host begin with the same records, so each record comes as often as there are lanes. "
+                "open(lane_index, num_lanes) must return a part of the data for each lane: records lane_index, lane_index + "
+                "num_lanes, …, or files.",
+                len(lanes),
+            )
 
     def _check_end(self, lanes: Mapping[int, LaneRows], step: int) -> None:
         """Raises StopIteration if this host's lanes cannot fill ``step``; records the first step that is all padding."""

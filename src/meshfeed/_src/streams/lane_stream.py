@@ -54,8 +54,8 @@ class LaneStream:
         if settings.shuffle is not False:
             raise SettingsError(
                 f"shuffle={settings.shuffle!r}, but a stream cannot be shuffled as a whole: its records are read in order. "
-                "Shuffle in the source (Grain's WindowShuffle, HuggingFace(shuffle_buffer=…)), or pass a random-access "
-                "source.",
+                "Shuffle in the source (meshfeed.sources.ShuffleBuffer, Grain's WindowShuffle, "
+                "HuggingFace(shuffle_buffer=…), Mixture(shuffle=True)), or pass a random-access source.",
                 setting="shuffle",
             )
         if settings.bad_records is not None and find(source, hooks.Decodes) is None:

@@ -391,6 +391,12 @@ class LocalBatchStream:
                 "a BatchSchedule needs a source of records; an iterable of host batches has batches of one size.",
                 setting="global_batch_size",
             )
+        if (settings.num_epochs or 1) > 1 and not source.resumable:
+            raise SettingsError(
+                f"num_epochs={settings.num_epochs}, but {source!r} can be read only once. Pass an object whose __iter__ "
+                "makes a new iterator, or omit num_epochs.",
+                setting="num_epochs",
+            )
         if settings.load != "sharded":
             raise SettingsError(
                 f"load={settings.load!r} needs a source of records; each host makes its own rows of host batches.",

@@ -80,6 +80,8 @@ def check_resumable(
       >>> check_resumable(lambda: meshfeed.Feed({"x": np.arange(12)}, mesh, global_batch_size=4))  # states that were tried
       4
     """
+    if not callable(make_feed):
+        raise SettingsError(f"make_feed={make_feed!r}; it takes a function that makes a new feed.", setting="make_feed")
     if isinstance(max_steps, bool) or not isinstance(max_steps, int) or max_steps < 1:
         raise SettingsError(f"max_steps={max_steps!r}; it takes a positive int.", setting="max_steps")
     run = _Run(make_feed, max_steps)

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, SupportsIndex
 import jax
 import numpy as np
 
+from meshfeed._src.base import hooks
 from meshfeed._src.base.errors import SettingsError, hides_own_frames
 from meshfeed._src.base.types import Decode, DecodeBatch, JsonValue, Record, public
 from meshfeed._src.reading.identity import digest_raw
@@ -86,6 +87,8 @@ class ArrayRecord(RecordFiles):
                     f"{'one record (bytes)' if name == 'decode' else 'a list of records (bytes)'} that gives arrays.",
                     setting=name,
                 )
+            if function is not None:
+                hooks.refuse_parameters(function, "record" if name == "decode" else "records", "ArrayRecord", name)
         self.decode = decode
         self.decode_batch = decode_batch
         form = FileFormat("ArrayRecord", lambda name: inspect(name, cache), ShardFile.from_entry)

@@ -36,6 +36,7 @@ from meshfeed._src.base.types import JsonValue
 
 Paths: TypeAlias = "str | os.PathLike[str] | Iterable[str | os.PathLike[str]]"
 
+_BRACES = re.compile(r"\{([^{}]*)\}")
 _MAGIC = re.compile(r"[*?\[]")
 _RETRY = Retry()
 _ONCE = Retry(attempts=1)
@@ -107,9 +108,34 @@ def expand_paths(paths: Paths, *, source: str) -> list[str]:
             raise SourceError(
                 f"{source} got {path!r} for its files. Expected a path, a glob, a URL, or a list of them."
             )
-    names = [os.fspath(path) for path in given]
+    names = [name for path in given for name in _expand_braces(os.fspath(path), source)]
     found = in_threads(lambda name: _expand_url(name, source) if is_url(name) else _expand_local(name, source), names)
     return [path for group in found for path in group]
+
+
+def _expand_braces(name: str, source: str) -> list[str]:
+    """Expands ``{000..127}`` and ``{a,b}`` as a shell does, except in a name that exists."""
+    first = next((braces for braces in _BRACES.finditer(name) if _alternatives(braces[1])), None)
+    if first is None:
+        return [name]
+    literal = name[: first.end()] + name[first.end() :].partition("/")[0]  # up to the file or folder with the braces
+    if exists(literal, source=source) if is_url(name) else os.path.lexists(literal):
+        return [name]
+    texts = [""]
+    for number, part in enumerate(_BRACES.split(name)):  # text, content of braces, text, …
+        parts = (_alternatives(part) or [f"{{{part}}}"]) if number % 2 else [part]
+        texts = [text + part for text in texts for part in parts]
+    return texts
+
+
+def _alternatives(content: str) -> list[str]:
+    """Returns what braces with ``content`` stand for; nothing if they stand for themselves."""
+    ends = re.fullmatch(r"(\d+)\.\.(\d+)", content)
+    if ends is None:
+        return content.split(",") if "," in content else []
+    padded = any(end[0] == "0" and len(end) > 1 for end in ends.groups())
+    width = max(map(len, ends.groups())) if padded else 0
+    return [f"{number:0{width}}" for number in range(int(ends[1]), int(ends[2]) + 1)]
 
 
 def _expand_local(name: str, source: str) -> list[str]:

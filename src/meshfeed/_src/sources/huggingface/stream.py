@@ -210,8 +210,8 @@ class HuggingFaceStream:
         listed = "; ".join(cut.costs[:_MAX_LISTED])
         more = f"; and {len(cut.costs) - _MAX_LISTED} more" if len(cut.costs) > _MAX_LISTED else ""
         _log.warning(
-            "read amplification with %d lanes: %s%s. A number of files, or of Parquet row groups, that num_lanes "
-            "divides is read once.",
+            "read amplification with %d lanes: %s%s. A number of files, or of Parquet row groups, that num_lanes= "
+            "divides is read once, as are all files with one lane.",
             *(cut.num_lanes, listed, more),
         )
 
