@@ -32,7 +32,7 @@ from meshfeed._src.base.errors import CheckpointError
 from meshfeed._src.base.store_path import StorePath, children, make_path
 from meshfeed._src.base.threads import in_threads
 from meshfeed._src.base.types import JsonValue, PyTree, public
-from meshfeed._src.checkpoint.chunks import ChunkReader, database_of
+from meshfeed._src.checkpoint.chunks import ChunkReader, database_of, write_into
 from meshfeed._src.checkpoint.layout import Box, Grid, box_shape, slices
 from meshfeed._src.checkpoint.leaves import (
     CARRIERS,
@@ -433,22 +433,15 @@ class StoredArrays:
         store = self.open(name)
         return [size or 0 for size in store.chunk_layout.read_chunk.shape or ()] if store.rank else []
 
-    def start_read(self, leaf: SavedLeaf, box: Box) -> PendingRead:
-        """Starts reading a box; pass the result to :meth:`finish_read`."""
+    def start_read(self, leaf: SavedLeaf, box: Box, room: NDArray[np.generic] | None = None) -> PendingRead:
+        """Starts reading a box, into ``room`` if that takes values as they are stored; pass the result to finish_read."""
         store = self.open(leaf.name)
-        if self._chunks is not None:
-            return self._chunks.read(self._spec(leaf.name), store, leaf.name, box, None)
-        return store[slices(box)].read(order="C").result
-
-    def start_read_into(self, leaf: SavedLeaf, box: Box, room: NDArray[np.generic]) -> PendingRead | None:
-        """Like :meth:`start_read`, but into the caller's memory; returns None if the stored dtype is different."""
-        store = self.open(leaf.name)
-        if leaf.encoding in CARRIERS or store.dtype.numpy_dtype != room.dtype:
-            return None
+        stored_dtype = store.dtype.numpy_dtype
+        if room is None or leaf.encoding in CARRIERS or stored_dtype != room.dtype:
+            room = np.empty(box_shape(box), stored_dtype)
         if self._chunks is not None:
             return self._chunks.read(self._spec(leaf.name), store, leaf.name, box, room)
-        part = store[slices(box)][ts.d[:].translate_to[0]]
-        written = ts.array(room, copy=False, write=True, context=self._context).write(part)
+        written = write_into(room, store[slices(box)], self._context)
         return lambda: (written.result(), room)[1]
 
     def finish_read(self, leaf: SavedLeaf, box: Box, wait: PendingRead, verify: bool) -> NDArray[np.generic]:
