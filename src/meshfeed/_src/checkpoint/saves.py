@@ -6,8 +6,8 @@ import asyncio
 import dataclasses
 import math
 import time
-from collections.abc import Mapping, Sequence
-from typing import Protocol
+from collections.abc import Coroutine, Mapping, Sequence
+from typing import Any, Protocol, TypeVar
 
 import jax
 import numpy as np
@@ -16,12 +16,14 @@ from orbax.checkpoint import future as orbax_future
 
 from meshfeed._src.base.coordination import format_differences, process_count
 from meshfeed._src.base.errors import CheckpointError, MeshfeedError
+from meshfeed._src.base.threads import SingleCall
 from meshfeed._src.base.types import JsonValue, PyTree
 from meshfeed._src.checkpoint.agreement import Agreement
 from meshfeed._src.checkpoint.leaves import EncodedTree, describe_leaves
 from meshfeed._src.checkpoint.stored import digest
 from meshfeed._src.state.state import digest_of
 
+T = TypeVar("T")
 _CREATION_SECONDS, _POLL_SECONDS = 60.0, 0.01  # after that, writing names the folder that is missing
 
 
@@ -114,6 +116,15 @@ async def created(folder: epath.PathLike) -> epath.Path:
     return path
 
 
+def run_coroutine(coroutine: Coroutine[Any, Any, T], name: str) -> T:
+    """Runs a coroutine, on a thread of that name if the caller runs an event loop in this one, such as a notebook."""
+    try:
+        asyncio.get_running_loop()
+    except RuntimeError:
+        return asyncio.run(coroutine)
+    return SingleCall(lambda: asyncio.run(coroutine), name).result()
+
+
 _DESCRIBED_LEAVES = 10_000
 
 
@@ -196,16 +207,12 @@ class SkippedStep:
         return None
 
 
+@dataclasses.dataclass
 class CapturedState:
-    """The state of a feed at the time of a save.
+    """The state of a feed at the time of a save, in place of the feed."""
 
-    Args:
-      state: the result of the feed's ``get_state``.
-    """
-
-    def __init__(self, state: dict[str, JsonValue]) -> None:
-        self._state = state
+    state: dict[str, JsonValue]
 
     def get_state(self) -> dict[str, JsonValue]:
         """Returns the state."""
-        return self._state
+        return self.state
