@@ -23,21 +23,12 @@ _log = logging.getLogger("meshfeed.checkpoint")
 
 
 class OpenSaves:
-    """What a checkpointer has yet to save.
-
-    Args:
-      wait: waits for the save in the background, and raises its error.
-      directory: the checkpoint folder.
-
-    Attributes:
-      saving: the step that may be unfinished, or None.
-      skipped: the newest step that the interval skipped, which ``close`` will save, or None.
-    """
+    """What a checkpointer has yet to save. ``wait`` waits for the save in the background, and raises its error."""
 
     def __init__(self, wait: Callable[[], object], directory: epath.Path) -> None:
         self._wait, self._directory, self._owner = wait, directory, Owner()
-        self.saving: int | None = None
-        self.skipped: int | None = None
+        self.saving: int | None = None  # the step that may be unfinished
+        self.skipped: int | None = None  # the newest step that the interval skipped, which close will save
 
     def register(self) -> None:
         """Asks for :meth:`finish` at exit; the checkpointer itself may be collected before."""

@@ -57,12 +57,9 @@ def write_into(room: NDArray[np.generic], part: ts.TensorStore, context: ts.Cont
 
 
 class ChunkReader:
-    """Fetches and decodes chunks of the arrays below a folder in zarr's format, version 2, on threads.
+    """Fetches and decodes chunks of the arrays below a folder in zarr's format, version 2.
 
-    Args:
-      directory: the folder.
-      num_threads: each holds one read's bytes and decoded values.
-      context: TensorStore's, in whose memory chunks are decoded.
+    Each thread holds one read's bytes and decoded values. Chunks are decoded in the memory of TensorStore's context.
     """
 
     def __init__(self, directory: StorePath, num_threads: int, context: ts.Context) -> None:

@@ -49,15 +49,11 @@ class Target(NamedTuple):
 
 
 class HostPieces:
-    """This process's buffers for the pieces of one leaf; devices with the same box share one until they are placed.
-
-    Attributes:
-      read: the leaf and its pieces.
-      buffers: device → its piece, or the rows of it that were read last.
-    """
+    """This process's buffers for the pieces of one leaf; devices with the same box share one until they are placed."""
 
     def __init__(self, read: LeafRead) -> None:
         self.read = read
+        # Device → its piece, or the rows of it that were read last.
         self.buffers: dict[Device, NDArray[np.generic]] = {}
 
     def targets(self, rows: tuple[int, int] | None = None) -> list[Target]:
@@ -66,10 +62,7 @@ class HostPieces:
         A later call for other rows returns the same buffers, because fresh pages cost more than overwriting old ones.
         This is safe: arrays that aliased the buffers no longer exist, and every value is overwritten, except in rows
         that are not sent or are padding, because pieces are read in parts only if the leaf has the stored shape
-        (``rows_in_flight``).
-
-        Args:
-          rows: first row and number of rows of each piece to read now; None reads whole pieces.
+        (``rows_in_flight``). ``rows`` are the first row of each piece and the number of rows to read now.
         """
         load, shared = self.read.load, dict[Box, NDArray[np.generic]]()
         for device, box in load.boxes(process_index()).items():
@@ -120,14 +113,10 @@ def _units(leaf: SavedLeaf, targets: Iterable[Target]) -> list[_Unit]:
 
 
 class UnitReader:
-    """Reads units with a bounded number of bytes in flight, checks them, and counts the bytes.
+    """Reads units, checks them, and calls ``on_bytes`` with the number of bytes of each.
 
-    Args:
-      stored: the item.
-      verify: check digests.
-      bytes_in_flight: limit on the bytes requested from storage at once; at least one unit is always allowed.
-      on_bytes: called with the number of bytes of each unit that was read.
-      must_fit: parameter name → integer dtype in which its values must fit.
+    At most ``bytes_in_flight``, or one unit, are requested from storage at once. ``must_fit`` is parameter name → integer
+    dtype in which its values must fit.
     """
 
     def __init__(

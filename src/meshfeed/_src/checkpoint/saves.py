@@ -29,18 +29,12 @@ _CREATION_SECONDS, _POLL_SECONDS = 60.0, 0.01  # after that, writing names the f
 
 @dataclasses.dataclass(eq=False)
 class StepSave:
-    """One save by a ``Checkpointer``, which its items share. Other managers may save on some of the hosts only.
+    """One save by a ``Checkpointer``, which its items share. Other managers may save on some of the hosts only."""
 
-    Attributes:
-      identity: the id of the save, its step, feed_step and position, and its parts; stored with each part.
-      timeout_seconds: how long hosts wait for each other at the end.
-      started: this host's futures.
-      failures: why this host could not capture a part; the futures raise the same.
-    """
-
-    identity: Mapping[str, JsonValue]
-    timeout_seconds: float
-    started: list[orbax_future.Future] = dataclasses.field(default_factory=list)
+    identity: Mapping[str, JsonValue]  # id, step, feed_step, position and parts of the save; stored with each part
+    timeout_seconds: float  # how long hosts wait for each other at the end
+    started: list[orbax_future.Future] = dataclasses.field(default_factory=list)  # of this host
+    # Why this host could not capture a part; the futures raise the same.
     failures: list[BaseException] = dataclasses.field(default_factory=list)
 
     @property

@@ -59,11 +59,7 @@ def check_store_options(orbax_options: Mapping[str, object] | None) -> None:
 class StoreManager:
     """Saves steps of one checkpoint in the background, one at a time; all hosts call the same methods in the same order.
 
-    Args:
-      directory: the checkpoint's URL.
-      handlers: item → its handler.
-      options: Orbax's options, of which :func:`check_store_options` accepts some.
-      steps: the committed steps.
+    ``steps`` are the committed ones. Of Orbax's options, :func:`check_store_options` accepts some.
     """
 
     def __init__(
@@ -210,12 +206,7 @@ def _empty_folder(directory: StorePath) -> epath.Path:
 
 
 class _Uploads:
-    """Uploads this host's files of a step, chunks while others are still being written.
-
-    Args:
-      staging: the local folder of the step.
-      folder: its place in the store.
-    """
+    """Uploads this host's files of a step from a local folder, chunks while others are still being written."""
 
     def __init__(self, staging: epath.Path, folder: StorePath) -> None:
         self._staging, self._folder = staging, folder
