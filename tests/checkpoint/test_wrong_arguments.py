@@ -273,10 +273,14 @@ def test_arrays_that_are_gone_or_not_yet_there(tmp_path):
         ),
         ({"timeout_seconds": "soon"}, "timeout_seconds='soon'; it takes a positive number of seconds.$"),
         ({"timeout_seconds": 0}, "timeout_seconds=0"),
-        ({"replica_axis": 1.5}, "replica_axis=1.5; it takes the name or number"),
+        (
+            {"max_to_keep": {"w": "1" * 999}},
+            r"^max_to_keep=\{'w': .{,200}1\.\.\. \(dict\); it takes a positive int or None.$",
+        ),
+        ({"replica_axis": 1.5}, r"replica_axis=1.5 \(float\); it takes the name or number"),
         ({"array_options": {"colour": 1}}, "array_options: .*'colour'"),
         ({"orbax_options": {"colour": 1}}, "orbax_options: .*'colour'"),
-        ({"orbax_options": [1]}, "orbax_options=<builtins.list>; it takes a dict"),
+        ({"orbax_options": [1]}, r"orbax_options=\[1\] \(list\); it takes a dict"),
         (
             {"orbax_options": {"step_prefix": "run"}},
             "orbax_options={'step_prefix': 'run'}: the folder of a step is its",

@@ -18,10 +18,11 @@ from typing import Any, Literal, NamedTuple, TypeAlias, cast
 
 import numpy as np
 
-from meshfeed._src.base.errors import SettingsError
+from meshfeed._src.base.errors import SettingsError, shorten
 from meshfeed._src.base.types import public
 
 GC_EVERY = 100
+_SHOWN_VALUE = 200  # characters: a tree of arrays is long
 # One slash: what pathlib leaves of two. A colon: chained as in a::s3://. Two letters: "C:/" is a drive.
 _URL = re.compile(r"[A-Za-z][A-Za-z0-9+.:-]+:/")
 Check: TypeAlias = Callable[[Any], Any]
@@ -43,10 +44,11 @@ def checked(setting: str, value: object, check: Check, takes: str) -> Any:
         raise
     except (TypeError, ValueError, OverflowError):
         kind = "" if value is None or isinstance(value, str | bool) else f" ({type(value).__name__})"
-        raise SettingsError(f"{setting}={value!r}{kind}; it takes {takes}.", setting=setting) from None
+        shown = shorten(repr(value), _SHOWN_VALUE)
+        raise SettingsError(f"{setting}={shown}{kind}; it takes {takes}.", setting=setting) from None
 
 
-def integer(minimum: int, maximum: float = math.inf) -> Check:
+def integer(minimum: float, maximum: float = math.inf) -> Check:
     """Takes integers of any type in ``[minimum, maximum]`` except bool; returns int."""
 
     def check(value: Any) -> int:

@@ -15,7 +15,6 @@ from orbax.checkpoint import future as orbax_future
 from meshfeed._src.arrays.reshard import without_callers_settings
 from meshfeed._src.base.coordination import process_index
 from meshfeed._src.base.errors import CheckpointError, SettingsError
-from meshfeed._src.base.threads import SingleCall
 from meshfeed._src.base.types import public
 from meshfeed._src.checkpoint.layout import MIN_SLICE_BYTES
 from meshfeed._src.checkpoint.match import match_array
@@ -23,7 +22,7 @@ from meshfeed._src.checkpoint.options import RestoreOptions, split_options
 from meshfeed._src.checkpoint.orbax_internals import metadata_store, sharding_writer
 from meshfeed._src.checkpoint.plan import LeafRead, PlannedLeaf, RestorePlan
 from meshfeed._src.checkpoint.restore import Dispatch, open_item, restore, restore_agreement
-from meshfeed._src.checkpoint.saves import StepSave
+from meshfeed._src.checkpoint.saves import StepSave, run_coroutine
 from meshfeed._src.checkpoint.stored import ARRAYS_PART, StoredArrays, write_part
 from meshfeed._src.checkpoint.write import WriteOptions, plan_write
 
@@ -181,9 +180,7 @@ class ArrayHandler(ocp.type_handlers.ArrayHandler):
             )
             for read in reads
         ]
-        # On a separate thread, because the caller may already be inside an event loop.
-        deserialize = super().deserialize
-        return SingleCall(lambda: asyncio.run(deserialize(infos, args)), "meshfeed-restore").result()
+        return run_coroutine(super().deserialize(infos, args), "meshfeed-restore")
 
 
 class _AskedOnce:

@@ -13,7 +13,7 @@ import contextlib
 import functools
 import logging
 import threading
-from typing import Protocol
+from collections.abc import Callable
 
 from etils import epath
 
@@ -22,29 +22,13 @@ from meshfeed._src.base.fork import Owner
 _log = logging.getLogger("meshfeed.checkpoint")
 
 
-class Manager(Protocol):
-    """What saves steps in the background."""
-
-    def wait_until_finished(self) -> None:
-        """Waits for all saves, and raises their errors."""
-
-
 class OpenSaves:
-    """What a checkpointer has yet to save.
+    """What a checkpointer has yet to save. ``wait`` waits for the save in the background, and raises its error."""
 
-    Args:
-      manager: Orbax's manager, which saves in the background.
-      directory: the checkpoint folder.
-
-    Attributes:
-      saving: the step that may be unfinished, or None.
-      skipped: the newest step that the interval skipped, which ``close`` will save, or None.
-    """
-
-    def __init__(self, manager: Manager, directory: epath.Path) -> None:
-        self._manager, self._directory, self._owner = manager, directory, Owner()
-        self.saving: int | None = None
-        self.skipped: int | None = None
+    def __init__(self, wait: Callable[[], object], directory: epath.Path) -> None:
+        self._wait, self._directory, self._owner = wait, directory, Owner()
+        self.saving: int | None = None  # the step that may be unfinished
+        self.skipped: int | None = None  # the newest step that the interval skipped, which close will save
 
     def register(self) -> None:
         """Asks for :meth:`finish` at exit; the checkpointer itself may be collected before."""
@@ -63,7 +47,7 @@ class OpenSaves:
         skipped, self.skipped = self.skipped, None
         if saving is not None:
             try:
-                self._manager.wait_until_finished()
+                self._wait()
             except BaseException as error:  # including Ctrl-C: the program ends in any case
                 _log.error(_LOST, saving, self._directory, type(error).__name__, error)
         if skipped is not None:

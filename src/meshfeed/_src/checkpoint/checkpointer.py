@@ -27,6 +27,7 @@ from meshfeed._src.base.errors import (
 )
 from meshfeed._src.base.fork import Owner
 from meshfeed._src.base.hooks import CannotResume, Resumable, Startable, find
+from meshfeed._src.base.settings import checked, flag, instance, integer, optional
 from meshfeed._src.base.store_path import StorePath, is_in_store
 from meshfeed._src.base.types import JsonValue, PyTree, public
 from meshfeed._src.checkpoint.agreement import Agreement
@@ -52,7 +53,7 @@ from meshfeed._src.checkpoint.handlers import (
     check_feed,
 )
 from meshfeed._src.checkpoint.leaves import encode_tree
-from meshfeed._src.checkpoint.options import RestoreOptions, is_number, require, short
+from meshfeed._src.checkpoint.options import RestoreOptions, short
 from meshfeed._src.checkpoint.retention import retention_options
 from meshfeed._src.checkpoint.saves import CapturedState, HasState, SkippedStep, StepSave, check_same, number_of
 from meshfeed._src.checkpoint.step import (
@@ -173,10 +174,9 @@ class Checkpointer:
         array_options: dict[str, object] | None = None,
         orbax_options: dict[str, object] | None = None,
     ) -> None:
-        for name, count in (("save_interval_steps", save_interval_steps), ("max_to_keep", max_to_keep)):
-            proper = is_number(count) and count >= 1
-            require(proper or (name == "max_to_keep" and count is None), name, count, "a positive int")
-        require(isinstance(save_last, bool), "save_last", save_last, "True or False")
+        max_to_keep = checked("max_to_keep", max_to_keep, optional(integer(1)), "a positive int or None")
+        save_interval_steps = checked("save_interval_steps", save_interval_steps, integer(1), "a positive int")
+        self._save_last = checked("save_last", save_last, flag, "True or False")
         options = RestoreOptions(
             restore, replica_axis, primary_replica, memory_limit_bytes, verify=verify, timeout_seconds=timeout_seconds
         )
@@ -209,9 +209,8 @@ class Checkpointer:
             self._job_id = agreement.publish(lambda: secrets.token_hex(8))
         self._owner = Owner()
         self._saves = 0
-        self._save_last = save_last
         self._last: SkippedStep | None = None  # the newest step that the interval skipped since the last save
-        self._open = OpenSaves(self._manager, self._directory)
+        self._open = OpenSaves(self._manager.wait_until_finished, self._directory)
         self._damaged: set[int] = set()
         self._warned = False
         self._writes = False  # whether this job has saved
@@ -609,7 +608,7 @@ def check_train_state(train_state: PyTree, order: str) -> None:
 @contextlib.contextmanager
 def naming(setting: str, keywords: object) -> Iterator[None]:
     """Turns the TypeError with which Orbax rejects its keywords into a SettingsError that names the setting."""
-    require(keywords is None or isinstance(keywords, Mapping), setting, keywords, "a dict of keywords, or None")
+    checked(setting, keywords, optional(instance(Mapping)), "a dict of keywords, or None")
     try:
         yield
     except TypeError as error:

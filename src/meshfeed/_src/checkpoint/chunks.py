@@ -51,13 +51,15 @@ def database_of(directory: StorePath) -> dict[str, JsonValue]:
     }
 
 
-class ChunkReader:
-    """Fetches and decodes chunks of the arrays below a folder in zarr's format, version 2, on threads.
+def write_into(room: NDArray[np.generic], part: ts.TensorStore, context: ts.Context) -> ts.WriteFutures:
+    """Starts reading all values of ``part`` into the memory of ``room``, which has their shape and dtype."""
+    return ts.array(room, copy=False, write=True, context=context).write(part[ts.d[:].translate_to[0]])
 
-    Args:
-      directory: the folder.
-      num_threads: each holds one read's bytes and decoded values.
-      context: TensorStore's, in whose memory chunks are decoded.
+
+class ChunkReader:
+    """Fetches and decodes chunks of the arrays below a folder in zarr's format, version 2.
+
+    Each thread holds one read's bytes and decoded values. Chunks are decoded in the memory of TensorStore's context.
     """
 
     def __init__(self, directory: StorePath, num_threads: int, context: ts.Context) -> None:
@@ -84,9 +86,9 @@ class ChunkReader:
         return ts.open({**spec, "kvstore": kvstore}, open=True, read=True, context=self._context).result()
 
     def read(
-        self, spec: dict[str, JsonValue], store: ts.TensorStore, name: str, box: Box, room: NDArray[np.generic] | None
+        self, spec: dict[str, JsonValue], store: ts.TensorStore, name: str, box: Box, room: NDArray[np.generic]
     ) -> Callable[[], NDArray[np.generic]]:
-        """Starts reading a box; the result waits for the values, which are written to ``room`` if there is one."""
+        """Starts reading a box; the result waits until its values are in ``room``."""
         key = str(spec.get("metadata_key", _METADATA))
 
         def run() -> NDArray[np.generic]:
@@ -100,10 +102,7 @@ class ChunkReader:
             try:
                 part = self._memory(spec, prefix, content)[slices(box)]
                 content.clear()
-                if room is None:
-                    return part.read(order="C").result()
-                target = ts.array(room, copy=False, write=True, context=self._context)
-                target.write(part[ts.d[:].translate_to[0]]).result()
+                write_into(room, part, self._context).result()
                 return room
             finally:
                 memory = ts.KvStore.open({"driver": "memory", "path": prefix}, context=self._context).result()

@@ -94,12 +94,8 @@ def exchange(
 ) -> None:
     """Reads this host's share of the units, sends them, and fills the targets from all hosts' units.
 
-    Args:
-      wanted: leaves to send, the same on every host, and for each this host's buffers.
-      loads: host → bytes that it reads anyway.
-      reader: reads and checks units.
-      agreement: confirms each round before its collective.
-      limit_bytes: limit on memory in flight, for all rows of a round together.
+    ``wanted`` has the leaves to send, the same on every host, and for each this host's buffers. ``loads`` is host → bytes
+    that it reads anyway. The limit holds for all rows of a round together; each round is agreed on before its collective.
     """
     leaves = [leaf for leaf, _ in wanted]
     owned = assign_units([(leaf.units, leaf.stored_dtype.itemsize) for leaf in leaves], range(process_count()), loads)

@@ -93,11 +93,16 @@ def convert_state(
     Raises:
       CheckpointError: the feed cannot resume exactly; the message gives the reason.
     """
+    return _converted(directory, feed.get_state(), _batch_size(feed), step, unshuffled)
+
+
+def _converted(
+    directory: epath.PathLike, template: dict[str, JsonValue], size: int, step: int | None, unshuffled: bool
+) -> dict[str, JsonValue]:
+    """Returns a state for a new feed with the state ``template`` and the global batch size ``size``."""
     states, count = read_foreign_files(directory)
-    template = feed.get_state()
     if template.get("position"):
         raise CheckpointError("the feed has delivered batches; import a position with a new feed.")
-    size = _batch_size(feed)
     run = _OldRun(directory, states, count, step, template, size)
     if step is None and count is not None:
         raise run.refused(
@@ -331,20 +336,6 @@ def _as_grain_gave_it(state: JsonValue) -> JsonValue:
     return with_tuples(state)
 
 
-@dataclasses.dataclass
-class _Template:
-    """Stands in for a feed before its first batch when only its state and batch size are known."""
-
-    state: dict[str, JsonValue]
-    global_batch_size: int
-
-    def get_state(self) -> dict[str, JsonValue]:
-        return dict(self.state)
-
-    def config(self) -> dict[str, JsonValue]:
-        return {"global_batch_size": self.global_batch_size}
-
-
 def import_position(
     directory: epath.PathLike,
     template: epath.PathLike,
@@ -369,8 +360,7 @@ def import_position(
             f"{template} is not a template: {error} A template is the state of a new feed over the same records in the same "
             "order, before its first batch. Write one with json.dump(feed.get_state(), file)."
         ) from None
-    feed = _Template(state, global_batch_size)
-    imported = convert_state(directory, feed, step=step, unshuffled=unshuffled)
+    imported = _converted(directory, state, global_batch_size, step, unshuffled)
     folder = epath.Path(output)
     folder.mkdir(parents=True, exist_ok=True)
     document = state_files.make_document(imported, None, 0)  # holds all hosts' state, also for streams

@@ -504,13 +504,8 @@ def assign_units(
 ) -> dict[int, list[tuple[int, int]]]:
     """Assigns each unit, largest first, to the host with the fewest bytes to read so far.
 
-    Args:
-      grids: for each leaf, its units and bytes per value.
-      hosts: hosts that may read.
-      loads: bytes that each host reads anyway.
-
-    Returns:
-      host → its (leaf index, unit number) in the order of reading.
+    ``grids`` has each leaf's units and bytes per value; ``loads`` the bytes that each host reads anyway. Returns host → its
+    (leaf index, unit number) in the order of reading.
     """
     heap = [(loads.get(host, 0), host) for host in hosts]
     owned: dict[int, list[tuple[int, int]]] = {host: [] for _, host in heap}

@@ -12,10 +12,8 @@ unnoticed, so it is rejected.
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import functools
-import json
 import math
 from collections.abc import Callable, Hashable, Mapping
 from typing import Any, NamedTuple, TypeAlias, cast
@@ -287,7 +285,7 @@ def dtype_of(entry: Entry) -> np.dtype[np.generic]:
 
 def _parsed_dtype(text: JsonValue) -> np.dtype[np.generic]:
     """Inverts :func:`_dtype_text`."""
-    if isinstance(text, list):  # of fields; with unnamed ones for padding in the files of earlier versions
+    if isinstance(text, list):  # of fields, in the files of earlier versions; with unnamed ones for padding
         return np.lib.format.descr_to_dtype(cast("Any", [_descr_field(*field) for field in text]))
     if not isinstance(text, dict):
         return jnp.dtype(text)
@@ -305,27 +303,17 @@ def _descr_field(name: JsonValue, dtype: JsonValue, *shape: JsonValue) -> tuple[
 
 
 def _dtype_text(dtype: np.dtype[np.generic]) -> JsonValue:
-    """Returns a dtype as JSON: its name, the list of its fields, or if that list is not exact, its layout as a dict."""
-    if dtype.names is None:
-        return dtype.name if is_extension(dtype) or (native(dtype) and dtype.isnative) else dtype.str
-    with contextlib.suppress(ValueError):  # fields that overlap or are out of order
-        text = json.loads(json.dumps(dtype.descr))
-        if all(field[0] for field in text) and _parsed_dtype(text) == dtype:
-            return text
-    return _layout(dtype)
-
-
-def _layout(dtype: np.dtype[np.generic]) -> JsonValue:
+    """Returns a dtype as JSON: its name, or the layout of its fields as a dict."""
     if dtype.subdtype is not None:
         base, shape = dtype.subdtype
-        return {"base": _layout(base), "shape": list(shape)}
+        return {"base": _dtype_text(base), "shape": list(shape)}
     if dtype.names is None:
-        return _dtype_text(dtype)
+        return dtype.name if is_extension(dtype) or (native(dtype) and dtype.isnative) else dtype.str
     by_name = cast("Mapping[str, tuple[Any, ...]]", dtype.fields)
     fields = [by_name[name] for name in dtype.names]
     return {
         "names": list(dtype.names),
-        "formats": [_layout(field[0]) for field in fields],
+        "formats": [_dtype_text(field[0]) for field in fields],
         "offsets": [field[1] for field in fields],
         "titles": [field[2] if len(field) > 2 else None for field in fields],
         "itemsize": dtype.itemsize,

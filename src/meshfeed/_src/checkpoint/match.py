@@ -60,13 +60,7 @@ class Shaped(Protocol):
 
 
 def match_tree(stored: StoredArrays, abstract_tree: PyTree, *, partial: bool, strict: bool) -> RestorePlan:
-    """Plans the restore of an abstract tree, or of everything as it was saved if that is None.
-
-    Args:
-      stored: the item.
-      abstract_tree: see ``ArraysRestore``.
-      partial: ignore stored leaves that the tree lacks.
-      strict: reject shapes that differ from the stored ones.
+    """Plans the restore of an abstract tree, or of everything as it was saved if that is None; see ``ArraysRestore``.
 
     Raises:
       CheckpointError: the trees differ; the message names the leaves.

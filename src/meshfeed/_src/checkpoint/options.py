@@ -4,23 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 import math
-import types
 from collections.abc import Mapping
-from typing import Any, TypeGuard
+from typing import Any
 
 from meshfeed._src.base.errors import SettingsError
+from meshfeed._src.base.settings import Check, checked, flag, integer, number, one_of, optional
 from meshfeed._src.base.types import public
-
-
-def is_number(value: object, kind: type | types.UnionType = int) -> TypeGuard[float]:
-    """Returns whether ``value`` is of a numeric type; a bool is not."""
-    return isinstance(value, kind) and not isinstance(value, bool)
-
-
-def require(proper: bool, setting: str, value: object, takes: str) -> None:
-    """Rejects the value of a setting that is not ``proper``."""
-    if not proper:
-        raise SettingsError(f"{setting}={short(value)}; it takes {takes}.", setting=setting)
 
 
 def short(value: object) -> str:
@@ -30,8 +19,23 @@ def short(value: object) -> str:
     return text if text and len(text) <= 40 else f"<{type(value).__module__}.{type(value).__qualname__}>"
 
 
-_MODES = ("once", "single_replica", "every_host")
-_FRACTION = "a number above 0 and up to 1, or None (Orbax calls it broadcast_memory_scaling_factor)"
+def _axis(value: Any) -> str | int | None:
+    """Takes names and indices of axes."""
+    return value if value is None or isinstance(value, str) else integer(-math.inf)(value)
+
+
+_CHECKS: dict[str, tuple[Check, str]] = {
+    "restore": (one_of("once", "single_replica", "every_host"), "one of 'once', 'single_replica', 'every_host'"),
+    "replica_axis": (_axis, "the name or number of a mesh axis, or None"),
+    "primary_replica": (integer(0), "an index along replica_axis"),
+    "memory_limit_bytes": (optional(integer(1)), "a positive int (bytes) or None"),
+    "verify": (flag, "True or False"),
+    "timeout_seconds": (number(0, above=True), "a positive number of seconds"),
+    "memory_fraction": (
+        optional(number(0, 1, above=True)),
+        "a number above 0 and up to 1, or None (Orbax calls it broadcast_memory_scaling_factor)",
+    ),
+}
 
 # Constructor arguments of Orbax's SingleReplicaArrayHandler, and our names for them.
 _ORBAX_NAMES = {
@@ -77,19 +81,8 @@ class RestoreOptions:
     metadata_key: str | None = None
 
     def __post_init__(self) -> None:
-        axis, replica, limit = self.replica_axis, self.primary_replica, self.memory_limit_bytes
-        fraction, seconds = self.memory_fraction, self.timeout_seconds
-        is_axis = isinstance(axis, str | None) or is_number(axis)
-        is_limit = limit is None or (is_number(limit) and limit >= 1)
-        is_fraction = fraction is None or (is_number(fraction, int | float) and 0 < fraction <= 1)
-        is_duration = is_number(seconds, int | float) and math.isfinite(seconds) and seconds > 0
-        require(self.restore in _MODES, "restore", self.restore, f"one of {', '.join(map(repr, _MODES))}")
-        require(is_axis, "replica_axis", axis, "the name or number of a mesh axis, or None")
-        require(is_limit, "memory_limit_bytes", limit, "a positive int (bytes) or None")
-        require(is_number(replica) and replica >= 0, "primary_replica", replica, "an index along replica_axis")
-        require(isinstance(self.verify, bool), "verify", self.verify, "True or False")
-        require(is_duration, "timeout_seconds", seconds, "a positive number of seconds")
-        require(is_fraction, "memory_fraction", fraction, _FRACTION)
+        for name, (check, takes) in _CHECKS.items():
+            object.__setattr__(self, name, checked(name, getattr(self, name), check, takes))
 
 
 def split_options(options: tuple[Any, ...], keywords: Mapping[str, Any]) -> tuple[RestoreOptions, dict[str, Any]]:

@@ -174,12 +174,9 @@ def _block_frame(
 
 
 class BlockGather:
-    """Gathers one leaf block by block. Every process with a device in the leaf's mesh must create one.
+    """Gathers one leaf, whose plan is not direct, in blocks of ``rows`` rows of each piece.
 
-    Args:
-      plan: the leaf's plan; must not be direct.
-      dtype: the leaf's final dtype.
-      rows: rows of each piece per block.
+    Every process with a device in the leaf's mesh must create one.
     """
 
     def __init__(self, plan: LoadPlan, dtype: DTypeLike, rows: int) -> None:

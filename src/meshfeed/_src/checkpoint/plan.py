@@ -48,23 +48,16 @@ _BROADCAST_BYTES = 16 << 20
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class LeafRead:
-    """What is read of one leaf, and how.
-
-    Attributes:
-      leaf: the saved leaf.
-      dtype: dtype of the result.
-      load: sharding and shape of the result in stored form (key data for PRNG keys), and the pieces in which it is read. If
-        the shape differs from the stored one, the array is truncated or padded with zeros. Without a sharding, the result
-        is a numpy array on every process.
-      any_cast: let integers that do not fit in ``dtype`` wrap around instead of raising an error.
-      way: chosen by :func:`choose_ways`.
-    """
+    """What is read of one leaf, and how."""
 
     leaf: SavedLeaf
-    dtype: np.dtype[np.generic]
+    dtype: np.dtype[np.generic]  # of the result
+    # Sharding and shape of the result in stored form (key data for PRNG keys), and the pieces in which it is read. If the
+    # shape differs from the stored one, the array is truncated or padded with zeros. Without a sharding, the result is a
+    # numpy array on every process.
     load: LoadPlan
-    any_cast: bool = False
-    way: Way = "pieces"
+    any_cast: bool = False  # let integers that do not fit in dtype wrap around instead of raising an error
+    way: Way = "pieces"  # chosen by choose_ways
 
     @property
     def must_fit(self) -> bool:
@@ -149,12 +142,9 @@ class RestorePlan(NamedTuple):
 
 
 def choose_ways(reads: Sequence[LeafRead], options: RestoreOptions, *, remote: bool = False) -> list[LeafRead]:
-    """Returns the reads, in their order, with the way of each and the pieces in which it is read.
+    """Returns reads that are still direct, in their order, with the way of each and the pieces in which it is read.
 
-    Args:
-      reads: reads that are still direct.
-      options: the mode, and for "single_replica" the replica.
-      remote: whether Orbax's workers restore what they can.
+    With ``remote``, Orbax's workers restore what they can.
     """
     several = process_count() > 1 and options.restore != "every_host"
     here = [read for read in reads if not (remote and read.as_orbax)]

@@ -49,15 +49,11 @@ class Target(NamedTuple):
 
 
 class HostPieces:
-    """This process's buffers for the pieces of one leaf; devices with the same box share one until they are placed.
-
-    Attributes:
-      read: the leaf and its pieces.
-      buffers: device → its piece, or the rows of it that were read last.
-    """
+    """This process's buffers for the pieces of one leaf; devices with the same box share one until they are placed."""
 
     def __init__(self, read: LeafRead) -> None:
         self.read = read
+        # Device → its piece, or the rows of it that were read last.
         self.buffers: dict[Device, NDArray[np.generic]] = {}
 
     def targets(self, rows: tuple[int, int] | None = None) -> list[Target]:
@@ -66,10 +62,7 @@ class HostPieces:
         A later call for other rows returns the same buffers, because fresh pages cost more than overwriting old ones.
         This is safe: arrays that aliased the buffers no longer exist, and every value is overwritten, except in rows
         that are not sent or are padding, because pieces are read in parts only if the leaf has the stored shape
-        (``rows_in_flight``).
-
-        Args:
-          rows: first row and number of rows of each piece to read now; None reads whole pieces.
+        (``rows_in_flight``). ``rows`` are the first row of each piece and the number of rows to read now.
         """
         load, shared = self.read.load, dict[Box, NDArray[np.generic]]()
         for device, box in load.boxes(process_index()).items():
@@ -119,21 +112,11 @@ def _units(leaf: SavedLeaf, targets: Iterable[Target]) -> list[_Unit]:
     return [_unit(leaf, number, found[number]) for number in sorted(found)]
 
 
-class _Reading(NamedTuple):
-    unit: _Unit
-    values: PendingRead  # checked
-    placed: bool  # storage writes the values where they are wanted
-
-
 class UnitReader:
-    """Reads units with a bounded number of bytes in flight, checks them, and counts the bytes.
+    """Reads units, checks them, and calls ``on_bytes`` with the number of bytes of each.
 
-    Args:
-      stored: the item.
-      verify: check digests.
-      bytes_in_flight: limit on the bytes requested from storage at once; at least one unit is always allowed.
-      on_bytes: called with the number of bytes of each unit that was read.
-      must_fit: parameter name → integer dtype in which its values must fit.
+    At most ``bytes_in_flight``, or one unit, are requested from storage at once. ``must_fit`` is parameter name → integer
+    dtype in which its values must fit.
     """
 
     def __init__(
@@ -161,40 +144,32 @@ class UnitReader:
 
     def _read(self, units: Sequence[_Unit]) -> None:
         self._stored.open_soon(dict.fromkeys(unit.leaf.name for unit in units))
-        pending: collections.deque[_Reading] = collections.deque()
+        pending: collections.deque[tuple[_Unit, PendingRead]] = collections.deque()
         in_flight = 0
         with contextlib.closing(Threads(_THREADS, "meshfeed-digests")) as threads:
             for unit in units:
                 while pending and in_flight + unit.nbytes > self._limit:
-                    in_flight -= self._finish(pending.popleft())
-                pending.append(self._start(unit, threads))
+                    in_flight -= self._finish(*pending.popleft())
+                pending.append((unit, self._start(unit, threads)))
                 in_flight += unit.nbytes
             while pending:
-                self._finish(pending.popleft())
+                self._finish(*pending.popleft())
 
-    def _start(self, unit: _Unit, threads: Threads) -> _Reading:
-        values, placed = self._request(unit)
-        check = functools.partial(self._stored.finish_read, unit.leaf, unit.box, values, self._verify)
-        if self._verify and unit.nbytes >= _THREADED_BYTES:
-            check = threads.submit(check).result
-        return _Reading(unit, check, placed)
-
-    def _request(self, unit: _Unit) -> tuple[PendingRead, bool]:
-        leaf, box = unit.leaf, unit.box
-        first = unit.targets[0] if len(unit.targets) == 1 else None
+    def _start(self, unit: _Unit, threads: Threads) -> PendingRead:
+        leaf, box, room = unit.leaf, unit.box, None
         # Storage may write directly into a sole target that holds all of the unit without a cast.
-        if first and box and first.buffer.dtype == leaf.stored_dtype and intersect(first.box, box) == box:
-            placed = self._stored.start_read_into(leaf, box, first.buffer[slices(box, first.box)])
-            if placed is not None:
-                return placed, True
-        return self._stored.start_read(leaf, box), False
+        if len(unit.targets) == 1 and intersect(unit.targets[0].box, box) == box:
+            room = unit.targets[0].buffer[(*slices(box, unit.targets[0].box), ...)]  # `...`: a 0-d array stays one
+        values = self._stored.start_read(leaf, box, room)
+        check = functools.partial(self._stored.finish_read, leaf, box, values, self._verify)
+        return threads.submit(check).result if self._verify and unit.nbytes >= _THREADED_BYTES else check
 
-    def _finish(self, reading: _Reading) -> int:
-        unit = reading.unit
-        values = reading.values()
+    def _finish(self, unit: _Unit, checked: PendingRead) -> int:
+        values = checked()
         if unit.leaf.name in self._must_fit:  # while hosts still agree on errors
             check_fits(f"leaf {unit.leaf.name!r}", values, self._must_fit[unit.leaf.name])
         self._on_bytes(unit.nbytes)
-        for target in () if reading.placed else unit.targets:
-            target.fill(unit.box, values)
+        for target in unit.targets:
+            if not np.may_share_memory(values, target.buffer):  # else storage has written them there
+                target.fill(unit.box, values)
         return unit.nbytes

@@ -15,9 +15,6 @@ class NewestSteps:
     """Keeps the steps with the highest numbers, and the step just saved even if it is older than those.
 
     Orbax's own policy keeps the steps that were saved last, so saving an older step would remove a newer one.
-
-    Args:
-      count: how many of the newest steps to keep.
     """
 
     def __init__(self, count: int) -> None:
@@ -32,11 +29,9 @@ class NewestSteps:
 
 
 def retention_options(max_to_keep: int | None, orbax: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the keywords of Orbax's options for keeping ``max_to_keep`` of the newest steps.
+    """Returns the keywords of Orbax's options for keeping ``max_to_keep`` of the newest steps; None keeps all.
 
-    Args:
-      max_to_keep: number of newest steps to keep; None keeps all.
-      orbax: the user's keywords for Orbax's options, which take precedence.
+    ``orbax`` are the user's keywords for Orbax's options, which take precedence.
     """
     orbax = {"max_to_keep": max_to_keep, **orbax}
     count = orbax["max_to_keep"]

@@ -6,8 +6,8 @@ import asyncio
 import dataclasses
 import math
 import time
-from collections.abc import Mapping, Sequence
-from typing import Protocol
+from collections.abc import Coroutine, Mapping, Sequence
+from typing import Any, Protocol, TypeVar
 
 import jax
 import numpy as np
@@ -16,29 +16,25 @@ from orbax.checkpoint import future as orbax_future
 
 from meshfeed._src.base.coordination import format_differences, process_count
 from meshfeed._src.base.errors import CheckpointError, MeshfeedError
+from meshfeed._src.base.threads import SingleCall
 from meshfeed._src.base.types import JsonValue, PyTree
 from meshfeed._src.checkpoint.agreement import Agreement
 from meshfeed._src.checkpoint.leaves import EncodedTree, describe_leaves
 from meshfeed._src.checkpoint.stored import digest
 from meshfeed._src.state.state import digest_of
 
+T = TypeVar("T")
 _CREATION_SECONDS, _POLL_SECONDS = 60.0, 0.01  # after that, writing names the folder that is missing
 
 
 @dataclasses.dataclass(eq=False)
 class StepSave:
-    """One save by a ``Checkpointer``, which its items share. Other managers may save on some of the hosts only.
+    """One save by a ``Checkpointer``, which its items share. Other managers may save on some of the hosts only."""
 
-    Attributes:
-      identity: the id of the save, its step, feed_step and position, and its parts; stored with each part.
-      timeout_seconds: how long hosts wait for each other at the end.
-      started: this host's futures.
-      failures: why this host could not capture a part; the futures raise the same.
-    """
-
-    identity: Mapping[str, JsonValue]
-    timeout_seconds: float
-    started: list[orbax_future.Future] = dataclasses.field(default_factory=list)
+    identity: Mapping[str, JsonValue]  # id, step, feed_step, position and parts of the save; stored with each part
+    timeout_seconds: float  # how long hosts wait for each other at the end
+    started: list[orbax_future.Future] = dataclasses.field(default_factory=list)  # of this host
+    # Why this host could not capture a part; the futures raise the same.
     failures: list[BaseException] = dataclasses.field(default_factory=list)
 
     @property
@@ -112,6 +108,15 @@ async def created(folder: epath.PathLike) -> epath.Path:
     while "://" not in str(path) and not path.exists() and time.monotonic() < deadline:
         await asyncio.sleep(_POLL_SECONDS)
     return path
+
+
+def run_coroutine(coroutine: Coroutine[Any, Any, T], name: str) -> T:
+    """Runs a coroutine, on a thread of that name if the caller runs an event loop in this one, such as a notebook."""
+    try:
+        asyncio.get_running_loop()
+    except RuntimeError:
+        return asyncio.run(coroutine)
+    return SingleCall(lambda: asyncio.run(coroutine), name).result()
 
 
 _DESCRIBED_LEAVES = 10_000
@@ -196,16 +201,12 @@ class SkippedStep:
         return None
 
 
+@dataclasses.dataclass
 class CapturedState:
-    """The state of a feed at the time of a save.
+    """The state of a feed at the time of a save, in place of the feed."""
 
-    Args:
-      state: the result of the feed's ``get_state``.
-    """
-
-    def __init__(self, state: dict[str, JsonValue]) -> None:
-        self._state = state
+    state: dict[str, JsonValue]
 
     def get_state(self) -> dict[str, JsonValue]:
         """Returns the state."""
-        return self._state
+        return self.state

@@ -7,9 +7,7 @@ and no host needs those of the others. Once all hosts have uploaded, host 0 merg
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
-import dataclasses
 import datetime
 import hashlib
 import json
@@ -19,7 +17,7 @@ import re
 import shutil
 import tempfile
 import time
-from collections.abc import Callable, Coroutine, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import orbax.checkpoint as ocp
@@ -31,9 +29,9 @@ from orbax.checkpoint import future as orbax_future
 from meshfeed._src.base.coordination import process_count, process_index
 from meshfeed._src.base.errors import CheckpointError, MeshfeedError, SettingsError
 from meshfeed._src.base.store_path import StorePath
-from meshfeed._src.base.threads import Background, Call, SingleCall, Threads
+from meshfeed._src.base.threads import Background, Call, Threads
 from meshfeed._src.checkpoint.agreement import Agreement
-from meshfeed._src.checkpoint.saves import StepSave
+from meshfeed._src.checkpoint.saves import StepSave, run_coroutine
 from meshfeed._src.checkpoint.step import ARRAYS, find_steps
 from meshfeed._src.checkpoint.store_steps import begin_step, commit_step, remove_step
 from meshfeed._src.checkpoint.stored import write_files_part
@@ -58,23 +56,10 @@ def check_store_options(orbax_options: Mapping[str, object] | None) -> None:
             )
 
 
-@dataclasses.dataclass
-class _Step:
-    """What policies know of a step."""
-
-    step: int
-    time: datetime.datetime
-    metrics: dict[str, Any] | None = None
-
-
 class StoreManager:
     """Saves steps of one checkpoint in the background, one at a time; all hosts call the same methods in the same order.
 
-    Args:
-      directory: the checkpoint's URL.
-      handlers: item → its handler.
-      options: Orbax's options, of which :func:`check_store_options` accepts some.
-      steps: the committed steps.
+    ``steps`` are the committed ones. Of Orbax's options, :func:`check_store_options` accepts some.
     """
 
     def __init__(
@@ -108,9 +93,7 @@ class StoreManager:
         )
 
     def save(self, step: int, args: ocp.args.Composite, force: bool = False) -> bool:
-        """Captures a step, and begins to write it. Returns False if the interval skips it and it is not forced."""
-        if not force and not self.should_save(step):
-            return False
+        """Captures a step, and begins to write it; ``force`` is for Orbax's manager, since the caller asks what is due."""
         self.wait_until_finished()
         items: dict[str, Any] = dict(args.items())
         save: StepSave = items[ARRAYS].step_save
@@ -120,7 +103,7 @@ class StoreManager:
             (staging / name).mkdir()
             if name == ARRAYS:
                 (staging / name / _MADE_BY_HOST_0).mkdir()
-            futures += _run(self._handlers[name].async_save(staging / name, item)) or []
+            futures += run_coroutine(self._handlers[name].async_save(staging / name, item), "meshfeed-save") or []
         self._thread = Background(lambda: self._write(save, staging, list(items), futures, started), "meshfeed-save")
         self._thread.start()
         return True
@@ -181,7 +164,8 @@ class StoreManager:
         if policy is None:
             return []
         now = datetime.datetime.now(tz=datetime.UTC)
-        infos = [_Step(step, now) for step in (*(step for step in self._steps if step != saved), saved)]
+        steps = [*(step for step in self._steps if step != saved), saved]
+        infos = [ocp.checkpoint_manager.CheckpointInfo(step, now, None) for step in steps]
         kept = policy.should_preserve(infos, context=policies.PreservationContext())
         return [info.step for info, keep in zip(infos, kept, strict=True) if not keep]
 
@@ -206,16 +190,6 @@ def _preempted(step: int) -> bool:
         return False
 
 
-def _run(coroutine: Coroutine[Any, Any, Any]) -> Any:
-    """Runs a coroutine, also under a caller that runs an event loop in this thread, such as a notebook."""
-    try:
-        asyncio.get_running_loop()
-    except RuntimeError:
-        return asyncio.run(coroutine)
-    run: Callable[[], Any] = lambda: asyncio.run(coroutine)  # noqa: E731
-    return SingleCall(run, "meshfeed-save").result()
-
-
 def _empty_folder(directory: StorePath) -> epath.Path:
     """Returns an empty folder for what this host saves in ``directory``, the same one again after a kill."""
     digest = hashlib.sha256(str(directory).encode()).hexdigest()[:16]
@@ -232,12 +206,7 @@ def _empty_folder(directory: StorePath) -> epath.Path:
 
 
 class _Uploads:
-    """Uploads this host's files of a step, chunks while others are still being written.
-
-    Args:
-      staging: the local folder of the step.
-      folder: its place in the store.
-    """
+    """Uploads this host's files of a step from a local folder, chunks while others are still being written."""
 
     def __init__(self, staging: epath.Path, folder: StorePath) -> None:
         self._staging, self._folder = staging, folder

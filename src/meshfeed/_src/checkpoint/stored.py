@@ -32,7 +32,7 @@ from meshfeed._src.base.errors import CheckpointError
 from meshfeed._src.base.store_path import StorePath, children, make_path
 from meshfeed._src.base.threads import in_threads
 from meshfeed._src.base.types import JsonValue, PyTree, public
-from meshfeed._src.checkpoint.chunks import ChunkReader, database_of
+from meshfeed._src.checkpoint.chunks import ChunkReader, database_of, write_into
 from meshfeed._src.checkpoint.layout import Box, Grid, box_shape, slices
 from meshfeed._src.checkpoint.leaves import (
     CARRIERS,
@@ -47,8 +47,7 @@ from meshfeed._src.checkpoint.leaves import (
     saved_leaf,
     tree_of,
 )
-from meshfeed._src.state.files import DamagedStateError, readable_path, write_json
-from meshfeed._src.state.state import digest_of
+from meshfeed._src.state.files import DamagedStateError, read_sealed, readable_path, sealed, write_json
 
 
 def digest_of_bytes(data: bytes | memoryview) -> str:
@@ -86,7 +85,7 @@ ARRAYS_PART = "arrays-"  # and the process
 RESTORE_EARLIER = "Restore an earlier step."
 
 _MANIFEST = "manifest"
-_VERSION = 1
+_FORMAT, _VERSION = "meshfeed_arrays", 1
 _SMALL_FILE_BYTES = 1 << 20
 _WRITTEN_LATER = "_CHECKPOINT_METADATA"  # Orbax's Checkpointer rewrites it after all handlers have finished
 
@@ -111,9 +110,7 @@ def write_part(item: epath.PathLike, part: str, digests: Mapping[str, Mapping[in
     """
     folder = make_path(item) / FOLDER
     folder.mkdir(parents=True, exist_ok=True)
-    # Normalize first (tuples, keys), because a reader computes the digest of the parsed JSON.
-    bare = json.loads(json.dumps({"meshfeed_arrays": _VERSION, "digests": digests, **content}))
-    write_json(folder / f"{part}.json", {**bare, "digest": digest_of(bare)})
+    write_json(folder / f"{part}.json", sealed({_FORMAT: _VERSION, "digests": digests, **content}))
 
 
 def read_json(path: epath.Path) -> JsonValue:
@@ -125,17 +122,10 @@ def read_json(path: epath.Path) -> JsonValue:
 
 
 def _read_part(path: epath.Path) -> dict[str, JsonValue]:
-    content = read_json(path)
-    digest = content.pop("digest", None) if isinstance(content, dict) else None
-    if digest is None or digest_of(content) != digest:
-        text = f"{path}: its digest does not match its content. {RESTORE_EARLIER}"
-        raise DamagedCheckpointError(text, path=str(path))
-    version = content.get("meshfeed_arrays", _VERSION + 1)
-    if version > _VERSION:
-        raise CheckpointError(
-            f"{path}: has format {version}, but this version of meshfeed reads up to {_VERSION}. Upgrade meshfeed."
-        )
-    return content
+    try:
+        return read_sealed(path, _FORMAT, _VERSION, "manifest of arrays")
+    except DamagedStateError as error:
+        raise DamagedCheckpointError(str(error), path=error.path) from None
 
 
 def read_manifest(item: epath.PathLike) -> Manifest | None:
@@ -433,22 +423,15 @@ class StoredArrays:
         store = self.open(name)
         return [size or 0 for size in store.chunk_layout.read_chunk.shape or ()] if store.rank else []
 
-    def start_read(self, leaf: SavedLeaf, box: Box) -> PendingRead:
-        """Starts reading a box; pass the result to :meth:`finish_read`."""
+    def start_read(self, leaf: SavedLeaf, box: Box, room: NDArray[np.generic] | None = None) -> PendingRead:
+        """Starts reading a box, into ``room`` if that takes values as they are stored; pass the result to finish_read."""
         store = self.open(leaf.name)
-        if self._chunks is not None:
-            return self._chunks.read(self._spec(leaf.name), store, leaf.name, box, None)
-        return store[slices(box)].read(order="C").result
-
-    def start_read_into(self, leaf: SavedLeaf, box: Box, room: NDArray[np.generic]) -> PendingRead | None:
-        """Like :meth:`start_read`, but into the caller's memory; returns None if the stored dtype is different."""
-        store = self.open(leaf.name)
-        if leaf.encoding in CARRIERS or store.dtype.numpy_dtype != room.dtype:
-            return None
+        stored_dtype = store.dtype.numpy_dtype
+        if room is None or leaf.encoding in CARRIERS or stored_dtype != room.dtype:
+            room = np.empty(box_shape(box), stored_dtype)
         if self._chunks is not None:
             return self._chunks.read(self._spec(leaf.name), store, leaf.name, box, room)
-        part = store[slices(box)][ts.d[:].translate_to[0]]
-        written = ts.array(room, copy=False, write=True, context=self._context).write(part)
+        written = write_into(room, store[slices(box)], self._context)
         return lambda: (written.result(), room)[1]
 
     def finish_read(self, leaf: SavedLeaf, box: Box, wait: PendingRead, verify: bool) -> NDArray[np.generic]:

@@ -48,53 +48,32 @@ from meshfeed._src.checkpoint.stored import digest
 
 @dataclasses.dataclass(frozen=True)
 class WriteOptions:
-    """What an Orbax handler's settings say about the writing of arrays.
+    """What an Orbax handler's settings say about the writing of arrays."""
 
-    Attributes:
-      share: whether replicas share the writing of an array.
-      min_slice_bytes: the least bytes of a shared slice; None chooses, see ``choose_cut``.
-      replica_id: the replica that this process writes; None means the one it holds.
-      metadata_key: name of TensorStore's metadata files.
-      has_dispatcher: whether Orbax's workers write; there are then no digests.
-    """
-
-    share: bool
-    min_slice_bytes: int | None
-    replica_id: int | None
-    metadata_key: str | None
-    has_dispatcher: bool
+    share: bool  # replicas share the writing of an array
+    min_slice_bytes: int | None  # the least bytes of a shared slice; None chooses, see choose_cut
+    replica_id: int | None  # the replica that this process writes; None means the one it holds
+    metadata_key: str | None  # name of TensorStore's metadata files
+    has_dispatcher: bool  # Orbax's workers write; there are then no digests
 
 
 class ArrayWrite(NamedTuple):
-    """How one parameter is written.
+    """How one parameter is written."""
 
-    Attributes:
-      array: what Orbax writes.
-      args: Orbax's settings for it.
-      sharding: the sharding with which Orbax restores the parameter.
-      entry: its entry in the manifest; None if Orbax will reject the array.
-      digests: the digests of what this process writes, if any.
-    """
-
-    array: jax.Array
+    array: jax.Array  # what Orbax writes
     args: ocp.type_handlers.SaveArgs
-    sharding: Sharding
-    entry: Entry | None = None
-    digests: ShardDigests | None = None
+    sharding: Sharding  # with which Orbax restores the parameter
+    entry: Entry | None = None  # in the manifest; None if Orbax will reject the array
+    digests: ShardDigests | None = None  # of what this process writes
 
 
 def plan_write(
     name: str, value: jax.Array, args: ocp.type_handlers.SaveArgs, options: WriteOptions, *, early: bool, pinned: bool
 ) -> ArrayWrite:
-    """Cuts an array for saving. All processes of its sharding must call it in the same order.
+    """Cuts the array of a parameter for saving. All processes of its sharding must call it in the same order.
 
-    Args:
-      name: the parameter.
-      value: its array.
-      args: Orbax's settings for it.
-      options: the handler's settings.
-      early: copy to the host now, so that the caller may donate the array; else while it is written.
-      pinned: copy to page-locked memory of the host, if the devices have it.
+    With ``early``, it is copied to the host now, so that the caller may donate it; else while it is written. With ``pinned``,
+    it is copied to page-locked memory of the host, if the devices have it.
     """
     if process_count() > 1 and value.is_fully_addressable:
         return ArrayWrite(value, args, value.sharding)  # Orbax rejects it with a clear message
@@ -207,14 +186,8 @@ class ShardDigests:
     """Host copies of the slices of one array that this process writes, and their digests.
 
     Orbax's own transfer fills the same per-shard cache, so each slice is copied from the device once, and on CPU not at
-    all.
-
-    Args:
-      array: the array to save.
-      cell: shape of the boxes that get a digest.
-      replica_id: the replica that this process writes; None means the one it holds.
-      early: copy to the host now; otherwise only when :meth:`compute` runs.
-      is_copy: the array is a copy that only the save has.
+    all. A digest is of a box of the shape ``cell``. Without ``early``, slices are copied only when :meth:`compute` runs. An
+    array that ``is_copy`` is a copy that only the save has.
     """
 
     def __init__(

@@ -26,11 +26,11 @@ from meshfeed._src.base.hooks import Resumable
 from meshfeed._src.base.store_path import StorePath, make_path
 from meshfeed._src.base.stores import open_store
 from meshfeed._src.base.types import JsonValue
-from meshfeed._src.state.state import digest_of, merge_states
+from meshfeed._src.state.state import digest_of, merge_states, seal
 
 STATE_FILE = "state.json"
 _PART_PREFIX = "part-"
-_VERSION = 1
+_FORMAT, _VERSION = "meshfeed_iterator", 1
 
 Directory: TypeAlias = str | os.PathLike[str]
 JsonObject: TypeAlias = Mapping[str, JsonValue]
@@ -55,9 +55,12 @@ class DamagedStateError(CheckpointError, CorruptDataError):
 
 def make_document(state: JsonObject, identity: JsonObject | None, process: int) -> dict[str, JsonValue]:
     """Returns the JSON document for ``state``, with its digest."""
-    bare = {"meshfeed_iterator": _VERSION, "identity": identity, "part": process, "state": state}
-    bare = json.loads(json.dumps(bare))  # the digest of what a reader will parse
-    return {**bare, "digest": digest_of(bare)}
+    return sealed({_FORMAT: _VERSION, "identity": identity, "part": process, "state": state})
+
+
+def sealed(content: JsonObject) -> dict[str, JsonValue]:
+    """Returns JSON of ``content`` with its digest, for :func:`read_sealed`."""
+    return seal(json.loads(json.dumps(content)))  # the digest of what a reader will parse
 
 
 def _is_shared(state: JsonObject) -> bool:
@@ -129,27 +132,38 @@ def write_state(
         write_json(make_path(directory) / file_name(state, process), make_document(state, identity, process))
 
 
-def _read_document(path: epath.Path) -> dict[str, JsonValue]:
-    remedy = "The file is damaged or was changed by hand; restore an earlier step."
+def read_sealed(path: epath.Path, form: str, version: int, what: str) -> dict[str, JsonValue]:
+    """Returns the content of a JSON file that :func:`sealed` made.
+
+    Args:
+      path: the file.
+      form: the field that has the version of the file's format.
+      version: the newest version that can be read.
+      what: describes the content, for errors.
+
+    Raises:
+      DamagedStateError: the file differs from what was written.
+      CheckpointError: a newer version of meshfeed wrote it.
+    """
 
     def damaged(problem: str) -> DamagedStateError:
+        remedy = "The file is damaged or was changed by hand; restore an earlier step."
         return DamagedStateError(f"{path}: {problem}. {remedy}", path=str(path))
 
     try:
         document = json.loads(path.read_text())
     except ValueError as error:
-        raise damaged(f"not JSON ({error}), expected a state of a feed") from None
-    if not isinstance(document, dict) or "meshfeed_iterator" not in document:
-        raise damaged("not the state of a feed")
+        raise damaged(f"not JSON ({error}), expected a {what}") from None
+    if not isinstance(document, dict) or form not in document:
+        raise damaged(f"not the {what}")
     document = cast("dict[str, JsonValue]", document)
     bare = {key: value for key, value in document.items() if key != "digest"}
     # Before the version check: a flipped bit in the version must not ask for an upgrade.
     if digest_of(bare) != document.get("digest"):
         raise damaged(f"digest is {digest_of(bare)}, expected {document.get('digest')}")
-    if document["meshfeed_iterator"] > _VERSION:
+    if document[form] > version:
         raise CheckpointError(
-            f"{path}: has format {document['meshfeed_iterator']}, but this version of meshfeed reads up to {_VERSION}. "
-            "Upgrade meshfeed."
+            f"{path}: has format {document[form]}, but this version of meshfeed reads up to {version}. Upgrade meshfeed."
         )
     return bare
 
@@ -180,7 +194,7 @@ def read_document(directory: Directory) -> dict[str, JsonValue]:
             f"{directory}: no iterator state, expected {STATE_FILE}. Restore without a feed, or read files of MaxText "
             "and Grain with `meshfeed import-position`."
         )
-    documents = [_read_document(path) for path in paths]
+    documents = [read_sealed(path, _FORMAT, _VERSION, "state of a feed") for path in paths]
     if len(documents) == 1:
         return documents[0]
     for path, document in zip(paths, documents, strict=True):
@@ -217,7 +231,7 @@ def read_json(path: epath.Path) -> dict[str, JsonValue]:
             f"{path} holds no JSON object{problem}. Pass a file with json.dumps(feed.get_state()), or a checkpoint folder."
         )
     document = cast("dict[str, JsonValue]", value)
-    return cast("dict[str, JsonValue]", document["state"]) if "meshfeed_iterator" in document else document
+    return cast("dict[str, JsonValue]", document["state"]) if _FORMAT in document else document
 
 
 def merge_files(directory: Directory) -> None:
