@@ -29,7 +29,7 @@ MAY_IMPORT = {
     "feed": "agreement arrays base pictures plan reading sources state streams",
     "checkpoint": "arrays base state",
     "monitoring": "base feed pictures",
-    "remote": "base feed pictures plan state",
+    "remote": "arrays base feed pictures plan state",
     "simulation": "agreement base order pictures reading sources streams",
     "maxtext": "arrays base feed plan remote sources state streams",
     "testing": "base",

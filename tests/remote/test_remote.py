@@ -136,6 +136,32 @@ def test_the_whole_interface(mesh: Mesh, tmp_path: pathlib.Path) -> None:
     assert not {name for name in missing if not name.startswith("_")}
 
 
+@pytest.mark.parametrize(
+    "settings", [lambda: jax.disable_jit(True), lambda: jax.transfer_guard_host_to_device("disallow")]
+)
+def test_settings_of_the_thread_do_not_reach_the_hosts(settings: Any) -> None:
+    permuted = np.array(jax.devices())[[2, 0, 3, 1]].reshape(2, 2)
+    sharding = NamedSharding(Mesh(permuted, ("data", "model"), axis_types=AUTO), P(("data", "model")))
+    with meshfeed.Feed(make_memory(), sharding, **RANDOM) as local:
+        wanted = [next(local) for _ in range(2)]
+    with settings(), RemoteFeed(make_memory, sharding, **RANDOM) as remote:
+        found = [next(remote) for _ in range(2)]
+    assert [digest(batch) for batch in found] == [digest(batch) for batch in wanted]
+    assert found[0]["x"].sharding == wanted[0]["x"].sharding
+
+
+def test_stats_go_on_after_reshard(mesh: Mesh) -> None:
+    with RemoteFeed(make_memory, NamedSharding(mesh, P("data")), **RANDOM) as feed:
+        next(feed)
+        first = feed.stats()
+        for spec in (P("model"), P(("data", "model"))):
+            feed.reshard(NamedSharding(mesh, spec))
+            next(feed)
+        assert feed.stats().batches == 3
+        assert feed.stats().records == 48
+        assert feed.stats(since=first).batches == 2
+
+
 @pytest.mark.parametrize("case", ["random access", "stream"])
 def test_batches_go_from_the_cpus_to_the_devices_beside_them(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
     devices = np.array(jax.devices())  # the first four stand for accelerators, the others for the CPUs beside them

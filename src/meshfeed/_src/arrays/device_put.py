@@ -289,7 +289,7 @@ class DevicePut:
 
     def allowed(self) -> contextlib.AbstractContextManager[object]:
         """Context in which a guard against implicit transfers permits these transfers, which are intended."""
-        return jax.transfer_guard_host_to_device("allow") if _is_guarded() else contextlib.nullcontext()
+        return allowed_transfers()
 
     def public_call(
         self,
@@ -306,6 +306,11 @@ class DevicePut:
         """Returns the array of a host with no device in the sharding: no addressable shards."""
         with x64_types(self.x64):  # make_array_from_callback calls for a block even here if the array is replicated
             return jax.make_array_from_single_device_arrays(global_shape, sharding, [], dtype=dtype)
+
+
+def allowed_transfers() -> contextlib.AbstractContextManager[object]:
+    """Context in which a guard against implicit transfers permits those to the devices."""
+    return jax.transfer_guard_host_to_device("allow") if _is_guarded() else contextlib.nullcontext()
 
 
 def _is_guarded() -> bool:

@@ -12,13 +12,14 @@ controller to the hosts (:func:`make_payload`).
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 import math
 import operator
 import secrets
 import struct
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import cloudpickle
@@ -26,6 +27,8 @@ import jax
 import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec, Sharding
 
+from meshfeed._src.arrays.device_put import allowed_transfers
+from meshfeed._src.arrays.reshard import without_callers_settings
 from meshfeed._src.base import coordination
 from meshfeed._src.base.errors import Failure, MeshfeedError, PeerError, SettingsError
 from meshfeed._src.base.fork import Owner, finalize
@@ -248,6 +251,16 @@ def colocated_mesh(mesh: Mesh) -> Mesh:
         ) from error
 
 
+@contextlib.contextmanager
+def _own_settings() -> Iterator[None]:
+    """Context for calls to the hosts and transfers from them, which JAX's settings on this thread are not about.
+
+    Without ``jit``, ``device_put`` leaves an array on the devices in their old order.
+    """
+    with without_callers_settings(), allowed_transfers():
+        yield
+
+
 class RemoteClient:
     """Calls the :class:`Endpoint` on the hosts of ``mesh``, a mesh of accelerators.
 
@@ -278,7 +291,8 @@ class RemoteClient:
             Mesh(np.array(devices), ("host",), axis_types=(AxisType.Auto,)), PartitionSpec("host")
         )
         make: Any = colocated_python.colocated_python_class(Endpoint)
-        self._held = held = {"endpoint": make(payload)}
+        with _own_settings():
+            self._held = held = {"endpoint": make(payload)}
         # Also at exit: JAX fails to delete a colocated object once its own modules are being torn down.
         self._finalizer = finalize(self, held.clear)
         self._owner = Owner()
@@ -287,7 +301,8 @@ class RemoteClient:
         self._ordinals: dict[int, int] = {}
         self._spec_known = False
         self.header = Header(0)
-        self._check(self._held["endpoint"].begin(self._request(0)))
+        with _own_settings():
+            self._check(self._held["endpoint"].begin(self._request(0)))
 
     def _request(self, ordinal: int) -> jax.Array:
         if ordinal not in self._requests:
@@ -303,8 +318,9 @@ class RemoteClient:
         data = json.dumps([name, args], default=operator.methodcaller("tolist")).encode()  # of NumPy's integers
         # Sent over the devices of this controller only, unlike requests for batches: each controller makes its own calls.
         row = padded(data, padded_length(len(data)))
-        headers = self._check(self._held["endpoint"].stage(to_rows(row, self._near, self._num_near)))
-        return [answers for _, answers in sorted(self._fetch(headers).items())]
+        with _own_settings():
+            headers = self._check(self._held["endpoint"].stage(to_rows(row, self._near, self._num_near)))
+            return [answers for _, answers in sorted(self._fetch(headers).items())]
 
     def _fetch(self, headers: dict[int, Header], flag: int = OK) -> dict[int, Any]:
         """Returns the answers of hosts whose header has ``flag``; the buffer has room for the longest of all hosts."""
@@ -365,8 +381,9 @@ class RemoteClient:
             ordinal = 0
             if self._spec_known:
                 ordinal = self._ordinals.setdefault(self.header.size, len(self._ordinals) + 1)
-            header, batch = self._held["endpoint"].take(self._request(ordinal))
-            self._check(header)
+            with _own_settings():
+                header, batch = self._held["endpoint"].take(self._request(ordinal))
+                self._check(header)
             return batch
         finally:
             if turn == held:
@@ -376,9 +393,10 @@ class RemoteClient:
         """Starts the transfer of a batch from each CPU device to the accelerator colocated with it."""
         if self.cpu_mesh == self.mesh and memory_kind is None:
             return batch
-        return jax.tree.map(
-            lambda leaf: _moved(leaf, NamedSharding(self.mesh, leaf.sharding.spec, memory_kind=memory_kind)), batch
-        )
+        with _own_settings():
+            return jax.tree.map(
+                lambda leaf: _moved(leaf, NamedSharding(self.mesh, leaf.sharding.spec, memory_kind=memory_kind)), batch
+            )
 
 
 def _moved(leaf: jax.Array, sharding: NamedSharding) -> jax.Array:

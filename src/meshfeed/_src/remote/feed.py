@@ -34,7 +34,7 @@ from meshfeed._src.base.settings import (
     ShardShuffle,
     SkipBad,
 )
-from meshfeed._src.base.stats import FeedStats, stats_since
+from meshfeed._src.base.stats import FeedStats, stats_since, total_stats
 from meshfeed._src.base.stores import write_output
 from meshfeed._src.base.trees import tree_from_json, tree_to_json
 from meshfeed._src.base.turn import in_turn
@@ -171,6 +171,7 @@ class RemoteFeed(Checkpointable):
     ) -> None:
         arguments = locals()  # must be first: only the arguments are defined
         self._closed = self._ended = False
+        self._before: FeedStats | None = None  # the last reshard
         FeedSettings.of(arguments)  # fails here rather than on the hosts
         self._make_source = make_source
         self._settings = {name: arguments[name] for name in SETTINGS}
@@ -286,7 +287,7 @@ class RemoteFeed(Checkpointable):
           MeshfeedError: the feed is closed, or another call of ``next``, ``set_state`` or ``reset`` is running.
         """
         self._check_open()
-        state = self.get_state()
+        state, before = self.get_state(), self.stats()
         client, memory_kind = self._make_client(sharding)
         try:
             client.call("set_state", json.dumps(state))
@@ -294,7 +295,7 @@ class RemoteFeed(Checkpointable):
         except BaseException:
             client.close()
             raise
-        left, self._client = self._client, client
+        left, self._client, self._before = self._client, client, before
         self._memory_kind, self._turn, self._ended = memory_kind, client.turn, False
         left.close()
 
@@ -368,7 +369,11 @@ class RemoteFeed(Checkpointable):
     @hides_own_frames
     def stats(self, *, since: FeedStats | None = None) -> FeedStats:
         """Returns the stats of the first host, in total or ``since`` an earlier call; times are measured on that host."""
-        return stats_since(FeedStats(**self._client.call("stats")[0]), since)
+        stats, before = FeedStats(**self._client.call("stats")[0]), self._before
+        if before is not None:
+            both = total_stats([before, stats])
+            stats = dataclasses.replace(both, tuned=stats.tuned, feed_id=before.feed_id)
+        return stats_since(stats, since)
 
     def report(self, path: str | os.PathLike[str]) -> None:
         """Writes the figures of the first host over time as one HTML page; see :meth:`meshfeed.Feed.report`."""
