@@ -17,7 +17,7 @@ from typing import Any
 import pairwise
 import real_hosts
 import simulated_hosts
-from configurations import DEFAULTS, OPTIONS, REAL, SIMULATED, WEIGHTED_LANES, Case, valid
+from configurations import DEFAULTS, OPTIONS, REAL, SIMULATED, WEIGHTED_LANES, WEIGHTED_RECORDS, Case, valid
 
 Config = dict[str, Any]
 _SHRINK_SECONDS = 120.0
@@ -34,9 +34,10 @@ def draw(options: dict[str, list[Any]], seed: int, count: int) -> list[Config]:
 def of_ci() -> list[Config]:
     """Configurations for simulated hosts in which every two values of every two settings meet.
 
-    They meet again for mixtures of streams that get other weights, since what was delivered then depends on much at once.
+    They meet again for mixtures that get other weights, since what was delivered then depends on much at once.
     """
-    return pairwise.covering(SIMULATED, 1, valid) + pairwise.covering(WEIGHTED_LANES, 1, valid)
+    again = (WEIGHTED_LANES, WEIGHTED_RECORDS)
+    return pairwise.covering(SIMULATED, 1, valid) + [one for of in again for one in pairwise.covering(of, 1, valid)]
 
 
 def failure(config: Config, folder: str, *, here: bool = False) -> str | None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import io
 import itertools
 import json
 import math
@@ -16,8 +17,10 @@ import pathlib
 import random
 import threading
 from collections.abc import Callable, Iterator, Sequence
+from fractions import Fraction
 from typing import Any
 
+import jax
 import lists
 import ml_dtypes
 import numpy as np
@@ -42,7 +45,7 @@ LIMITED = {
 }
 """Packed within limits: method, length of sequences, limits."""
 DOCUMENTS = (*PACKED, *LIMITED, "mixture_packed", "buckets")
-IMAGES = ("image_files", "map_images")
+IMAGES = ("image_files", "map_images", "map_videos")
 IN_FILES = (*FILES, *MIXTURES, *DOCUMENTS, *IMAGES, "records_batch", "map", "padded", "padded_leaves")
 RANDOM = (*IN_FILES, "memory", "records", "records_cached", "map_rng", "grain_map")
 TOKENS = ("tokens", *DOCUMENTS)
@@ -54,7 +57,7 @@ HOST_BATCHES = ("host_batches", "host_batches_sized", "host_batches_state", "hos
 UNSIZED = ("host_batches_sized", "host_batches_vary")
 """Host batches whose number of rows says how large the global batch is."""
 FAULTY = (
-    *("records", "records_batch", "map", "map_rng", "padded", "padded_leaves", "map_images", *MIXTURES, *DOCUMENTS),
+    *("records", "records_batch", "map", "map_rng", "padded", "padded_leaves", *IMAGES[1:], *MIXTURES, *DOCUMENTS),
     *("stream", "stream_state", "stream_uneven", "stream_map", "stream_decode"),
 )
 ANY_DTYPE = (
@@ -69,21 +72,24 @@ ANY_DTYPE = (
     ),
     *("stream", "stream_state", "stream_uneven", *HOST_BATCHES),
 )
-"""Sources whose leaf ``x`` may be of any dtype."""
+"""Sources whose leaf ``x`` may be of any dtype, and in trees of any form."""
 WINDOWS: dict[Any, lists.Windows] = {"shards": (2, False), "shards 3": (3, False), "affinity": (1, True)}
 """Values of ``shuffle`` for orders by shards: ``window_shards`` and ``affinity``."""
 
-ODD = ("settings", "unopened", "late", "replicas", "structure", "wide", "leaves")
+LEAVES = ("leaves", "dies")
+"""Faults by which one host closes its feed early: without an error, or after one of its training loop."""
+ODD = ("settings", "unopened", "late", "replicas", "structure", "wide", *LEAVES)
 """Faults by which one host of several is not like the others: what they are told of it."""
 TOGETHER = ("records_batch", "mixture", "stream", "stream_state", "stream_uneven")
 """Sources with which these faults are played."""
-BALANCED = ("records_batch", *PACKED, "mixture_packed")
+BALANCED = ("records_batch", *PACKED, *LIMITED, "mixture_packed")
 """Sources that know the lengths of their rows."""
 
 OPTIONS: dict[str, list[Any]] = {
     "source": [*RANDOM, *STREAMS, *HOST_BATCHES],
     "view": ["none", "subset", "reversed", "ids", "sample", "concat", "split", "zip"],
     "records": [0, 1, 5, 13, 40],
+    "form": ["dict", "nested", "registered"],  # of the tree of a record
     "dtype": ["float32", "int64", "bool", "bfloat16", "complex128", "int4", "float64", ">i4", "float8_e5m2", "uint64"],
     "x64": [False, True],
     "shuffle": [False, True, 4, *WINDOWS],
@@ -111,8 +117,9 @@ OPTIONS: dict[str, list[Any]] = {
     "resume_load": ["sharded", "once", "first"],
     "resume_batch": ["same", "other"],
     "resume_prefetch": [0, 2],
-    # "ahead": some hosts have taken a batch more; "fails": at first on one host; "all fail": at first on all
-    "reshard": ["none", "there", "back", "ahead", "lost", "fails", "all fail"],
+    # "ahead": some hosts have taken a batch more; "fails": at first on one host; "all fail": at first on all; "late": one
+    # host comes when the others have given up, and all call again
+    "reshard": ["none", "there", "back", "ahead", "lost", "fails", "all fail", "late"],
     "weights": ["none", "next", "later", "replaced", "twice", "away"],
     "midway": ["last", "first"],  # phase in which the feed is resharded or gets weights
 }
@@ -124,14 +131,17 @@ DEFAULTS: Config = {
     "layout": "rows",
     "put": "private",
     "caller": "plain",
+    "feed": "local",
 }
 OF_ALL_HOSTS = [fault for fault in OPTIONS["fault"] if fault not in ODD]
+IN_TIME = [reshard for reshard in OPTIONS["reshard"] if reshard != "late"]
 SIMULATED = {**OPTIONS, "num_workers": [0, "auto"]}
 REAL_HOSTS = 4
 REAL = {
     **OPTIONS,
     "x64": [False],
     "fault": OF_ALL_HOSTS,
+    "reshard": IN_TIME,
     "hosts": [1, 2, 3, 4],
     "devices": [2],
     "outside": [0],
@@ -139,19 +149,30 @@ REAL = {
 ONE_HOST = {  # on real devices
     **SIMULATED,
     "fault": OF_ALL_HOSTS,
+    "reshard": IN_TIME,
     "hosts": [1],
     "devices": [4, 8],
     "outside": [0],
     "resume_hosts": [1],
     "put": ["private", "public", "changed"],  # which call of JAX puts arrays on devices, or that it has changed
     "caller": ["plain", "mesh", "debug_nans", "debug_infs", "disable_jit", "guarded", "logged"],  # settings of JAX
+    "feed": ["local", "remote"],
 }
 WEIGHTED_LANES = {  # with what no mixture of streams has left out
     **{
-        name: values if name not in ("view", "dtype", "shuffle", "balance", "fault") else values[:1]
+        name: values if name not in ("view", "form", "dtype", "shuffle", "balance", "fault") else values[:1]
         for name, values in SIMULATED.items()
     },
     "source": ["stream_mixture"],
+    "reshard": IN_TIME,
+    "weights": OPTIONS["weights"][1:],
+}
+WEIGHTED_RECORDS = {  # the same of records by shards: whether weights are refused depends on all that the end depends on
+    **{name: values[:1] for name, values in SIMULATED.items()},
+    **{name: OPTIONS[name] for name in ("num_lanes", "num_epochs", "batch", "taken", "script", "midway")},
+    "source": ["mixture", "mixture_nested", "mixture_take"],
+    "records": [1, 5, 13],
+    "shuffle": [*WINDOWS],
     "weights": OPTIONS["weights"][1:],
 }
 RESUMING = ("resume", "future", "resume end", "twice")
@@ -183,9 +204,17 @@ def valid(config: Config) -> bool:
         return False
     if "source" not in config:  # nearly every rule is about the source, so what no source allows is noticed early
         return any(valid({**config, "source": source}) for source in OPTIONS["source"])
+    if config.get("feed") == "remote" and _never_remote(config):
+        return False
     if config["source"] in HOST_BATCHES:
         return _valid_host_batches(config)
     return not any(_forbidden(config["source"], config))
+
+
+def _never_remote(config: Config) -> bool:
+    """Whether a feed on other hosts has no such source, or its faults cannot be switched on from here."""
+    unlike = config["source"] in ("buckets", "records_cached") or config.get("form") == "registered"
+    return unlike or config.get("fault") in ("fatal", *ODD)
 
 
 def _forbidden(source: str, config: Config) -> Iterator[bool]:
@@ -209,7 +238,9 @@ def _forbidden(source: str, config: Config) -> Iterator[bool]:
     yield from _odd_host_forbidden(source, has, differs)
     yield from _midway_forbidden(source, has, differs)
     yield differs("balance", None) and (source not in BALANCED or has("view", "zip"))
-    yield differs("dtype", "float32") and source not in ANY_DTYPE
+    yield (differs("dtype", "float32") or differs("form", "dict")) and source not in ANY_DTYPE
+    if has("form", "registered") and source in STREAMS:  # which no host can follow
+        yield differs("outside", 0) or differs("reshard", "none") or has("script", *RESUMING) or has("fault", *ODD)
     yield has("fault", *BAD) and source in DOCUMENTS  # a sequence may have no other that is readable
     prefix = has("layout", "prefix", "mixed")
     # What is given for them is about their own leaves, which they share with others that have all views.
@@ -237,11 +268,20 @@ def _midway_forbidden(source: str, has: Callable[..., bool], differs: Callable[[
     if not differs("reshard", "none"):
         return
     yield has("fault", *ODD)
+    if has("reshard", "late"):
+        yield _waits_too_often(source, has, differs) or differs("fault", "none") or differs("weights", "none")
     yield has("reshard", "ahead") and differs(
         "load", "sharded"
     )  # rows would move between hosts that are at other steps
     # A lane may be read forward from any place before, and so by the host that cannot read a record there.
     yield has("reshard", "back") and has("fault", "fatal") and source in STREAMS
+
+
+def _waits_too_often(source: str, has: Callable[..., bool], differs: Callable[[str, Any], bool]) -> bool:
+    """Whether a configuration whose hosts wait for seconds is one too many."""
+    unlike = any(differs(name, OPTIONS[name][0]) for name in ("view", "layout", "balance", "dtype", "form", "shuffle"))
+    laned = source == "records_batch" and differs("num_lanes", None)
+    return unlike or laned or source not in ("records_batch", "stream_uneven") or has("hosts", 5, 7)
 
 
 def _odd_host_forbidden(source: str, has: Callable[..., bool], differs: Callable[[str, Any], bool]) -> Iterator[bool]:
@@ -250,15 +290,12 @@ def _odd_host_forbidden(source: str, has: Callable[..., bool], differs: Callable
         return
     yield has("hosts", 1) or differs("script", "run") or differs("view", "none") or has("records", 0, 1)
     yield has("outside", "late")  # which waits for all others
-    yield has("fault", "leaves", "replicas", "structure") and differs("load", "sharded")
+    yield has("fault", *LEAVES, "replicas", "structure") and differs("load", "sharded")
     yield has("fault", "replicas") and (differs("layout", "replicated") or differs("check_replicas", True))
     yield has("fault", "replicas", "structure") and source != "records_batch"
     yield has("fault", "wide") and (differs("dtype", "int64") or has("x64", True))
     yield has("fault", "wide") and (source == "mixture" or has("check_replicas", True))
-    if has("fault", "late"):  # few, since they wait
-        yield source not in ("records_batch", "stream_uneven") or has("hosts", 5, 7) or differs("layout", "rows")
-        yield differs("shuffle", False) or differs("balance", None) or differs("dtype", "float32")
-        yield source == "records_batch" and differs("num_lanes", None)
+    yield has("fault", "late", "dies") and _waits_too_often(source, has, differs)
     yield has("fault", "late", "unopened") and has("num_epochs", None)
 
 
@@ -283,6 +320,8 @@ def _valid_host_batches(config: Config) -> bool:
         return False
     if config["source"] == "host_batches_vary" and (get("batch", "unit") != "unit" or get("num_epochs", 1) != 1):
         return False
+    if config["source"] == "host_batches_vary" and get("form", "dict") == "registered":
+        return False  # the shape of its padding comes from others at any step
     return get("batch", "unit") != "schedule" and get("layout", "rows") not in ("prefix", "mixed")
 
 
@@ -391,7 +430,7 @@ def plain_record(number: int, component: int = 0, dtype: str = "float32") -> Rec
 
 
 def leaf_x(first: int, dtype: str) -> np.ndarray:
-    """Four values of a dtype, of which no bit may be lost: with a NaN that says more, and a negative zero."""
+    """Four values of a dtype, of which no bit may be lost: with a NaN that says more, a negative zero, and limits of JAX."""
     plain = np.float32(first) / 4 + np.arange(4, dtype=np.float32)
     if dtype == "float32":
         return plain
@@ -408,8 +447,49 @@ def leaf_x(first: int, dtype: str) -> np.ndarray:
     if dtype == "float8_e5m2":
         return (first + np.array([0, 0x7D, 0x80, 0xFE])).astype(np.uint8).view(ml_dtypes.float8_e5m2)
     if dtype == "uint64":
-        return (plain * 4 + 2**31).astype(np.uint64)
+        return np.array([first + 2**31, 4 * first, 0, 2**32 - 1], np.uint64)
+    if dtype == "int64":
+        return np.array([-first, 4 * first, -(2**31), 2**31 - 1])
     return (plain * -4).astype(dtype)
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass
+class Boxed:
+    """A class of the program that JAX knows as a tree."""
+
+    values: Any
+
+
+def formed(record: Record, form: str) -> Record:
+    """A record, or a batch, whose leaf ``x`` is within another tree."""
+    return {
+        **record,
+        "x": {"dict": lambda x: x, "nested": lambda x: (x, [None]), "registered": Boxed}[form](record["x"]),
+    }
+
+
+def unformed(tree: Any, form: str) -> Any:
+    """The same as a dict again.
+
+    Raises:
+      AssertionError: ``x`` is in a tree of another form.
+    """
+    if form == "dict":
+        return tree
+    if "x" not in tree:  # a Zip
+        return {name: unformed(part, form) if isinstance(part, dict) else part for name, part in tree.items()}
+    x = tree["x"]
+    if form == "nested":
+        assert (type(x), type(x[1])) == (tuple, list), f"x is {x!r}"
+        assert x[1] == [None], f"x is {x!r}"
+        return {**tree, "x": x[0]}
+    assert type(x) is Boxed, f"x is {x!r}"
+    return {**tree, "x": x.values}
+
+
+PATHS = {"dict": "['x']", "nested": "['x'][0]", "registered": "['x'].values"}
+"""The path of leaf ``x`` in records of a form."""
 
 
 def narrowed(array: np.ndarray, x64: bool = False) -> np.ndarray:
@@ -440,9 +520,14 @@ def with_noise_of(record: Record, draw: lists.Draw) -> Record:
     Philox with the key (seed, epoch) and the record id in the highest word of the counter; the function of a Map draws
     from the generator that is one jump ahead of the decoder's.
     """
+    return {"id": record["id"], "x": record["x"] + generator_of(draw, 1).random(4, np.float32)}
+
+
+def generator_of(draw: lists.Draw, number: int) -> np.random.Generator:
+    """The generator of a decoder (0) or of the function of a Map over it (1)."""
     seed, epoch, record_id = draw
     philox = np.random.Philox(key=np.array([seed, epoch], np.uint64), counter=[0, 0, 0, record_id])
-    return {"id": record["id"], "x": record["x"] + np.random.Generator(philox.jumped()).random(4, np.float32)}
+    return np.random.Generator(philox.jumped(number) if number else philox)
 
 
 def in_windows(records: list[Record], size: int, key: tuple[int, ...]) -> list[Record]:
@@ -462,8 +547,9 @@ def decoded(data: bytes) -> Record:
 class Faults:
     """What a source does wrong on this host."""
 
-    def __init__(self, kind: str = "none", fatal: Any = None, late: bool = False) -> None:
+    def __init__(self, kind: str = "none", fatal: Any = None, late: bool = False, form: str = "dict") -> None:
         self.kind, self.fatal, self._late = kind, fatal, late  # whether passing faults wait for the first batch too
+        self.form = form
         self.released = threading.Event()  # ends the wait of a host that is late
         self.armed = False  # a fatal fault waits for the first batch: constructors read records to identify the source
         self._seen: set[Any] = set()
@@ -483,6 +569,9 @@ class Faults:
 
     def changed(self, token: Any, record: Record) -> Record:
         """Record ``token`` as this host has it."""
+        return formed(self._changed(token, record), self.form) if self.form != "dict" else self._changed(token, record)
+
+    def _changed(self, token: Any, record: Record) -> Record:
         if self.kind == "structure":
             return {**record, "x": np.zeros(4, np.float32 if record["x"].dtype == np.float64 else np.float64)}
         if not self.armed or token != self.fatal or self.kind not in ("replicas", "wide"):
@@ -626,34 +715,39 @@ class Images(RecordsInBatches):
 
 
 def cropped(number: int) -> np.ndarray:
-    """The middle of an image, 4 by 6 pixels, which is as high or as wide as that."""
-    pixels = pixels_of(number)
+    """The middle of an image, 4 by 6 pixels."""
+    return resized(in_middle(pixels_of(number)))
+
+
+def in_middle(pixels: np.ndarray) -> np.ndarray:
+    """The middle of an image, as high or as wide as it."""
     height, width = pixels.shape[:2]
     rows, columns = min(height, round(width / 1.5)), min(width, round(height * 1.5))
     top, left = (height - rows) // 2, (width - columns) // 2
-    return resized(pixels[top : top + rows, left : left + columns])
+    return pixels[top : top + rows, left : left + columns]
 
 
 def cropped_at_random(number: int, draw: lists.Draw) -> np.ndarray:
     """The crop of Szegedy et al. of an image, half of them mirrored."""
-    seed, epoch, record_id = draw
-    philox = np.random.Philox(key=np.array([seed, epoch], np.uint64), counter=[0, 0, 0, record_id])
-    rng, pixels = np.random.Generator(philox), pixels_of(number)
+    rng, pixels = generator_of(draw, 0), pixels_of(number)
+    found = resized(in_random_box(pixels, rng))
+    return found[:, ::-1] if rng.random() < 0.5 else found
+
+
+def in_random_box(pixels: np.ndarray, rng: np.random.Generator) -> np.ndarray:
+    """A part of an image of about the shape of 4 by 6 pixels."""
     height, width = pixels.shape[:2]
     shares, bends, places = (
         rng.uniform(0.08, 1, 10),
         rng.uniform(math.log(3 / 4), math.log(4 / 3), 10),
         rng.random((10, 2)),
     )
-    found = None
     for share, bend, (down, right) in zip(shares, np.exp(bends) * 1.5, places, strict=True):
         rows, columns = round(math.sqrt(share * height * width / bend)), round(math.sqrt(share * height * width * bend))
         if 0 < rows <= height and 0 < columns <= width:
             top, left = int(down * (height - rows + 1)), int(right * (width - columns + 1))
-            found = resized(pixels[top : top + rows, left : left + columns])
-            break
-    found = cropped(number) if found is None else found
-    return found[:, ::-1] if rng.random() < 0.5 else found
+            return pixels[top : top + rows, left : left + columns]
+    return in_middle(pixels)
 
 
 def resized(pixels: np.ndarray) -> np.ndarray:
@@ -661,6 +755,54 @@ def resized(pixels: np.ndarray) -> np.ndarray:
     import cv2
 
     return cv2.resize(np.ascontiguousarray(pixels), (6, 4), interpolation=cv2.INTER_LINEAR_EXACT)
+
+
+def frames_of(number: int) -> tuple[list[int], list[np.ndarray]]:
+    """When the frames of a video are shown, in milliseconds, and their pixels; the last one is shown for 100 ms."""
+    times = [0, 100, 250, 300, 500, 550, 700][: 5 + number % 3]
+    return times, [np.roll(pixels_of(number), place, 1) for place in range(len(times))]
+
+
+@functools.lru_cache
+def video_of(number: int) -> bytes:
+    """The same as a file that loses nothing, with frames that refer to others."""
+    import av
+
+    times, frames = frames_of(number)
+    out = io.BytesIO()
+    with av.open(out, "w", format="mp4") as container:
+        stream = container.add_stream("libx264rgb", rate=10, options={"qp": "0"})
+        stream.height, stream.width, stream.pix_fmt = *frames[0].shape[:2], "rgb24"
+        stream.codec_context.time_base, stream.codec_context.thread_count = Fraction(1, 1000), 1
+        for time, pixels in zip(times, frames, strict=True):
+            frame = av.VideoFrame.from_ndarray(np.ascontiguousarray(pixels), format="rgb24")
+            frame.pts, frame.time_base = time, Fraction(1, 1000)
+            container.mux(stream.encode(frame))
+        container.mux(stream.encode())
+    return out.getvalue()
+
+
+class Videos(RecordsInBatches):
+    """Records with the bytes of a video."""
+
+    def record(self, record_id: int) -> Record:
+        return {"id": np.int32(record_id + 1), "image": np.frombuffer(video_of(record_id), np.uint8)}
+
+
+CLIP = 0.4
+"""Seconds of a clip of four frames."""
+
+
+def clip_at_random(number: int, draw: lists.Draw) -> np.ndarray:
+    """A clip from anywhere in a video: the frames shown in the middle of its quarters, which have one crop."""
+    rng, (times, frames) = generator_of(draw, 1), frames_of(number)
+    begin = rng.random() * ((times[-1] + 100) / 1000 - CLIP)
+    shown = [begin + (place + 0.5) * CLIP / 4 for place in range(4)]
+    found = [frames[max(i for i, time in enumerate(times) if time <= 1000 * at)] for at in shown]
+    # All frames side by side in depth, so that they are cropped alike.
+    deep = in_random_box(np.concatenate(found, axis=2), rng)
+    clip = [resized(deep[:, :, 3 * place : 3 * place + 3]) for place in range(4)]
+    return np.stack([pixels[:, ::-1] for pixels in clip] if rng.random() < 0.5 else clip)
 
 
 class Documents(RecordsInBatches):
@@ -783,7 +925,8 @@ def node_of(source: str, count: int, folder: str, dtype: str = "float32") -> Nod
         return lists.buckets(leaf_of(Documents, count), (2, 4, 6))
     if source == "memory":
         records = [plain_record(number, 0, dtype) for number in range(count)]
-        return leaf(lambda faults: _sources().Memory(_columns(records)), count, records.__getitem__, in_files=False)
+        make = functools.partial(_memory, records)
+        return leaf(make, count, records.__getitem__, in_files=False)
     if source == "grain_map":
         made = leaf(lambda faults: _grain(count).map(mapped), count, plain_record, in_files=False)
         return dataclasses.replace(made, read=lambda i, draw: mapped(plain_record(i)))
@@ -792,11 +935,25 @@ def node_of(source: str, count: int, folder: str, dtype: str = "float32") -> Nod
     return mixture_of(source, count, dtype)
 
 
+def _memory(records: Sequence[Record], faults: Faults) -> Any:
+    return _sources().Memory(formed(_columns(records), faults.form))
+
+
 def images_of(source: str, count: int, folder: str) -> Node:
-    """Decoded images: crops at random of files, or the middle of what another source has."""
+    """Decoded images: crops at random of files, or the middle of what another source has; or clips of videos."""
     if source == "image_files":
         below = leaf(lambda faults: _file_source(source, count, folder), count, plain_record)
         return dataclasses.replace(below, read=lambda i, draw: {"image": cropped_at_random(i, draw)})
+    if source == "map_videos":
+        below = leaf_of(Videos, count)
+        decode = functools.partial(
+            _sources().DecodeVideo, 4, (4, 6), seconds=CLIP, start="random", crop="random", flip=True, key="image"
+        )
+        return dataclasses.replace(
+            below,
+            make=lambda faults: _sources().Map(below.make(faults), decode()),
+            read=lambda i, draw: {"id": np.int32(i + 1), "image": clip_at_random(i, draw)},
+        )
     return lists.mapped(
         leaf_of(Images, count),
         lambda record: {**record, "image": cropped(int(record["id"]) - 1)},
@@ -950,7 +1107,7 @@ class Batches:
         self._batches = batches
 
     def __iter__(self) -> Iterator[dict[str, np.ndarray]]:
-        return iter([{name: leaf.copy() for name, leaf in batch.items()} for batch in self._batches])
+        return iter([jax.tree.map(np.copy, batch) for batch in self._batches])
 
 
 class BatchesOfAnySize(Batches):
@@ -972,7 +1129,7 @@ class BatchesWithState:
         if self._next >= len(self._batches):
             raise StopIteration
         self._next += 1
-        return {name: leaf.copy() for name, leaf in self._batches[self._next - 1].items()}
+        return jax.tree.map(np.copy, self._batches[self._next - 1])
 
     def get_state(self) -> Any:
         return {"at": (self._next,)}
@@ -1025,6 +1182,9 @@ class Event:
     phase: Phase | None = None  # after the action: the feed may be on another sharding
     total: int | None = None  # records of a random-access stream, unless there is no end or it depends on the steps
     refused: tuple[int, ...] = ()  # hosts on which the action raises a SettingsError
+    late: int | None = (
+        None  # the host that does not come to a meeting, which the others then raise a StalledError about
+    )
     unable: tuple[int, ...] = ()  # hosts that cannot do it, which raise a PlanError; the others a PeerError
     gone: tuple[int, ...] = ()  # hosts that then close their feeds for good
     present: int = 0  # number of hosts that have the feed
@@ -1059,12 +1219,14 @@ class _Run:
       present: hosts that have it.
       place: where it is.
       failed: whether it raises an error.
+      begins: whether it has delivered nothing since it was made, set, resharded or given weights.
     """
 
     phase: Phase
     present: set[int]
     place: _Place = dataclasses.field(default_factory=_Place)
     failed: bool = False
+    begins: bool = True
 
 
 MAX_BATCHES = 6  # of an endless stream, in one action
@@ -1080,7 +1242,7 @@ class Case:
     """
 
     def __init__(self, config: Config, folder: str, processes: int | None = None) -> None:
-        self.config, self._folder = config, folder
+        self.config, self.folder = config, folder
         self._node: Node | None = None
         if is_random(config["source"]) and config["records"]:
             self._node = view_of(node_of(config["source"], config["records"], folder, config["dtype"]), config["view"])
@@ -1215,6 +1377,7 @@ class Case:
             "lost": [("reshard", there, "lost")],
             "fails": [("reshard", there, "fails"), ("take", 1), ("reshard", there)],
             "all fail": [("reshard", there, "all fail"), ("take", 1), ("reshard", there)],
+            "late": [("reshard", there, "late"), ("reshard", there)],
         }[config["reshard"]]
         if not set_weights and not move:
             return
@@ -1273,11 +1436,15 @@ class Case:
         def bad(record_id: int) -> bool:
             return config["fault"] in BAD and any(map(is_bad, found.origin(record_id)))
 
-        def cost(record_id: int) -> float:
+        def cost(record_id: int) -> float | list[int]:
             if source == "records_batch":
                 return cost_by(config["balance"], [length_of(number) for number in found.origin(record_id)])
-            ids = found.value(record_id, 0)["segment_ids"]
-            return cost_by(config["balance"], np.bincount(ids)[1:].tolist())
+            record = found.value(record_id, 0)
+            kind, shards = LIMITED[source][2].sequence_order or ("", 1) if source in LIMITED else ("", 1)
+            if kind == "zigzag" and config["balance"] == "attention":  # pairs of tokens that attend to each other
+                pairs = np.where(record["segment_ids"] > 0, record["positions"] + 1, 0)
+                return pairs.reshape(shards, -1).sum(1).tolist()
+            return cost_by(config["balance"], np.bincount(record["segment_ids"])[1:].tolist())
 
         return RandomAccess(
             found.order, found.value, pad, bad, found.origin, found.first, cost if config["balance"] else None
@@ -1418,11 +1585,11 @@ class Case:
         """What goes wrong in a phase on a host."""
         fatal = self.fatal if phase.fatal_host == host else None
         if self.config["fault"] in ODD and host != self.odd_host:
-            return Faults()
+            return Faults(form=self.config["form"])
         if fatal is not None and self.config["source"] == "stream_map":
             fatal = fatal[0], fatal[1] // 3  # the record before the function
         late = self.config["source"] in LIMITED  # which reads many records at once to count entries
-        return Faults(self.config["fault"], fatal, late)
+        return Faults(self.config["fault"], fatal, late, self.config["form"])
 
     def failing(self, phase: Phase, batch: Batch) -> tuple[int, ...]:
         """The hosts whose part of a batch cannot be read."""
@@ -1475,15 +1642,17 @@ class Case:
             run.place = self._set_weights(event, run.phase, run.place, run.present)
         elif action[0] == "save":
             saved[action[1]], self._savers[action[1]] = run.place, len(run.present)
+        run.begins |= action[0] in ("set", "reset", "reshard", "weights")
         place, phase = run.place, run.phase
         steps = Steps(place.sizes, phase.schedule)
         event.model, event.bad = self._model_of(place.added, steps, place.weighted), place.bad
         if action[0] == "take":
-            self._take(event, event.model, phase, place.step, place.position, place.sizes, action[1])
+            self._take(event, event.model, phase, place.step, place.position, place.sizes, action[1], run.begins)
+            run.begins &= not event.batches
             sizes = tuple(steps.size(number) for number in range(event.step))
             place = dataclasses.replace(place, step=event.step, position=event.position, sizes=sizes, bad=event.bad)
         elif action[0] == "ahead":  # of which nothing remains
-            self._take(event, event.model, phase, place.step, place.position, place.sizes, 1)
+            self._take(event, event.model, phase, place.step, place.position, place.sizes, 1, run.begins)
             event.end, event.failing, event.bad = False, None, place.bad
         run.place, steps = place, Steps(place.sizes, phase.schedule)
         event.step, event.position, event.phase = place.step, place.position, phase
@@ -1506,6 +1675,9 @@ class Case:
                 return phase
         left_out = tuple(host for host in present if host >= topology.hosts)
         alone = self.config["source"] in STREAMS and topology.hosts == 1  # which no host can follow
+        if event.action[-1] == "late":
+            event.late = 0 if self.config["taken"] == 1 else topology.hosts - 1
+            return phase
         if event.action[-1] in ("fails", "all fail"):
             fails = range(topology.hosts)
             event.unable = tuple(fails) if event.action[-1] == "all fail" else (fails[-1],)
@@ -1583,7 +1755,15 @@ class Case:
             return None
 
     def _take(
-        self, event: Event, model: Any, phase: Phase, step: int, position: int, sizes: tuple[int, ...], count: int
+        self,
+        event: Event,
+        model: Any,
+        phase: Phase,
+        step: int,
+        position: int,
+        sizes: tuple[int, ...],
+        count: int,
+        begins: bool,
     ) -> None:
         """What comes of taking batches from ``step`` on."""
         steps = Steps(sizes, phase.schedule)
@@ -1604,6 +1784,15 @@ class Case:
             if self.config["fault"] == "fatal" and (failing := self.failing(phase, batch)):
                 event.failing, event.kind = failing, "Fatal"
                 event.words = (f"record {self.faults(phase, failing[0]).fatal} is gone",)
+                return
+            if (
+                self.config["form"] == "registered"
+                and begins
+                and not event.batches
+                and self._lacks_structure(phase, batch)
+            ):
+                event.failing, event.kind = tuple(range(phase.topology.hosts)), "SourceError"
+                event.words = ("a host has no record of its own", "cannot be described to other hosts", "Boxed")
                 return
             found = event.bad | set(batch.bad)
             limit = BAD.get(self.config["fault"], 1.0)
@@ -1638,12 +1827,15 @@ class Case:
         if fault == "replicas" and (found := self._different_replica(phase, batch.step)) is not None:
             first, second = sorted((odd, 0 if odd else 1))
             event.failing, event.kind = everyone, "AgreementError"
-            event.words = (f"hosts {first} and {second} hold the same rows", f"(step {found}, leaf ['x'][")
+            event.words = (
+                f"hosts {first} and {second} hold the same rows",
+                f"(step {found}, leaf {PATHS[self.config['form']]}[",
+            )
         elif fault == "late" and self.failing(phase, batch):
             event.failing, event.kind, event.words = everyone, "StalledError", (f"host {odd} is ", "not read it yet")
         elif fault == "wide" and self.failing(phase, batch):
             event.failing, event.kind, event.loose = (odd,), "SourceError", True
-            event.words = ("leaf ['x'] of dtype int64", str(WIDE))
+            event.words = (f"leaf {PATHS[self.config['form']]} of dtype int64", str(WIDE))
         return event.failing is not None
 
     def _different_replica(self, phase: Phase, step: int) -> int | None:
@@ -1736,6 +1928,10 @@ class Case:
             rows = [row for row in range(len(batch.rows)) if row // each in lanes]
         return is_random(self.config["source"]) or any(batch.rows[row] is not None for row in rows)
 
+    def _lacks_structure(self, phase: Phase, batch: Batch) -> bool:
+        """Whether some host would learn from others what a record is, and no host could tell it."""
+        return not all(self.shows_structure(phase, host, batch) for host in range(phase.topology.hosts))
+
     def num_replaced(self, phase: Phase, host: int, batch: Batch, first_step: int) -> int:
         """The bad records of a batch that a host finds, which has read from a step on."""
         if self.config["source"] in STREAMS:
@@ -1793,12 +1989,18 @@ class Case:
             return self._node.make(faults)
         if source in HOST_BATCHES:
             lists_of_records = self._host_lists(host) if host < self.topologies[0].hosts else []
-            batches = [_columns(records) for records in lists_of_records]
+            batches = [formed(_columns(records), self.config["form"]) for records in lists_of_records]
             made = {"host_batches_state": BatchesWithState, "host_batches_vary": BatchesOfAnySize}.get(source, Batches)
             return sources.HostBatches(iter(made(batches)) if source == "host_batches_once" else made(batches))
         if is_random(source):
             return Records(0)
         return _SOURCES[source](self.config["records"], faults, self.config["dtype"])
+
+
+def remote_source(config: Config, folder: str) -> Any:
+    """The source of a case of one host, made where its feed is."""
+    case = Case(config, folder)
+    return case.source(case.phases[0], 0, case.faults(case.phases[0], 0))
 
 
 def _shown_hosts(hosts: Sequence[int]) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import json
 import logging
 import math
@@ -16,6 +17,7 @@ import numpy as np
 from configurations import (
     DOCUMENTS,
     HOST_BATCHES,
+    LEAVES,
     ODD,
     SEED,
     STREAMS,
@@ -26,14 +28,18 @@ from configurations import (
     Phase,
     is_random,
     narrowed,
+    remote_source,
+    unformed,
 )
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 from reference import Batch, Steps
 from wrong_states import wrong_states
 
 import meshfeed
+import meshfeed.remote
 
 TIMEOUT_SECONDS, SHORT_TIMEOUT_SECONDS = 20.0, 3.0
+LOOP_ERROR = "the loss is nan"
 _RETRY = meshfeed.Retry(attempts=20, initial_seconds=0.0002, max_seconds=0.001)
 
 
@@ -132,11 +138,13 @@ def _play_phase(case: Case, phase: Phase, wanted: list[Event], host: int, world:
     devices = world.devices(case.processes, phase.topology.devices)
     sharding = sharding_of(case, phase, devices)
     timeout = TIMEOUT_SECONDS * (5 if settings["num_workers"] else 1)  # processes are slow to start
-    if case.config["fault"] == "late":
+    if "late" in (case.config["fault"], case.config["reshard"]):
         timeout = SHORT_TIMEOUT_SECONDS
-    before, source = len(world.warnings() or ()), case.source(phase, host, faults)
+    before, source, make = len(world.warnings() or ()), case.source(phase, host, faults), meshfeed.Feed
+    if case.config.get("feed") == "remote":
+        source, make = functools.partial(remote_source, case.config, case.folder), meshfeed.remote.RemoteFeed
     try:
-        feed = meshfeed.Feed(
+        feed = make(
             source,
             sharding,
             **settings,
@@ -205,6 +213,10 @@ class _Player:
         self.state: Any = None  # to which the feed has been set
         self.set_at = 0  # the step of that state
 
+    def _flat(self, tree: Any) -> dict[str, Any]:
+        """Leaves by path, of a tree of the feed."""
+        return flat(unformed(tree, self.case.config["form"]))
+
     def play(self, event: Event, where: str) -> None:
         if self.gone or self.left:
             return
@@ -230,16 +242,14 @@ class _Player:
             self.world.put(f"{self.name}/{where}", self.host, None)
 
     def _take_now(self, event: Event, where: str, count: int) -> None:
-        mask_key = "mask" if self.case.config["mask"] else None
-        leaves, leaver = self.case.config["fault"] == "leaves", self.case.odd_host
+        leaves, leaver = self.case.config["fault"] in LEAVES, self.case.odd_host
         leaves_at = self.case.config["taken"] if leaves else None
         outside = self.host >= self.phase.topology.hosts and is_random(self.case.config["source"])
         self.sizes = event.sizes
         for batch in event.batches:
             here = f"{where}, step {batch.step}"
             if leaves and batch.step == leaves_at and self.host == leaver:
-                self.feed.close()
-                self.left = True
+                self._leave()
                 return
             try:
                 arrays = next(self.feed)
@@ -250,21 +260,14 @@ class _Player:
                 return
             except Exception as error:
                 raise AssertionError(f"{here}: raised {error!r}") from error
-            wanted = {
-                name: narrowed(leaf, self.case.config["x64"]) for name, leaf in flat(batch.arrays(mask_key)).items()
-            }
-            arrays = flat(arrays)
-            assert sorted(arrays) == sorted(wanted), f"{here}: leaves {sorted(arrays)}"
-            for name, array in arrays.items():
-                try:
-                    self.world.check(name, array, wanted[name], self.phase, self.host)
-                except AssertionError as error:
-                    raise AssertionError(f"{here}, leaf {name}: {error}") from None
+            self._check_arrays(batch, arrays, here)
             at = self.feed.step, self.feed.position
             assert at == (batch.step + 1, batch.position), f"{here}: at {at}, not {(batch.step + 1, batch.position)}"
             self._count(batch)
             self._check_log(batch, here)
         self._check_stats(where)
+        if self.case.config["fault"] == "dies" and self.host < self.phase.topology.hosts and self.host != leaver:
+            self.world.put(f"{self.name}/left", self.host, False)
         if event.end:
             for _ in range(2):
                 self._raises(where, ("StopIteration",))
@@ -276,6 +279,17 @@ class _Player:
                 assert wanted in found if wanted else may or not found, f"{where}: warned of {found}, not {wanted}"
         elif event.failing is not None:
             self._fails(event, where)
+
+    def _check_arrays(self, batch: Batch, arrays: Any, where: str) -> None:
+        leaves = flat(batch.arrays("mask" if self.case.config["mask"] else None))
+        wanted = {name: narrowed(leaf, self.case.config["x64"]) for name, leaf in leaves.items()}
+        arrays = self._flat(arrays)
+        assert sorted(arrays) == sorted(wanted), f"{where}: leaves {sorted(arrays)}"
+        for name, array in arrays.items():
+            try:
+                self.world.check(name, array, wanted[name], self.phase, self.host)
+            except AssertionError as error:
+                raise AssertionError(f"{where}, leaf {name}: {error}") from None
 
     def _fails(self, event: Event, where: str) -> None:
         """What the hosts raise at a step that not all can deliver."""
@@ -306,6 +320,7 @@ class _Player:
                 assert f"delivered the steps before {event.step}; see" in text, f"{where}: raised {error!r}"
             if isinstance(error, meshfeed.StalledError):
                 late = self.case.odd_host if not is_follower else 0
+                assert text.startswith(f"step {event.step}: "), f"{where}: raised {error!r}, not of step {event.step}"
                 assert error.hosts == (late,), f"{where}: raised {error!r}, of the hosts {error.hosts}"
                 assert error.waited_seconds >= SHORT_TIMEOUT_SECONDS, f"{where}: waited {error.waited_seconds} s"
                 assert f"timeout_seconds={SHORT_TIMEOUT_SECONDS:g}" in text, f"{where}: raised {error!r}"
@@ -325,10 +340,35 @@ class _Player:
             raise AssertionError(f"{where}: raised {error!r}") from error
         self.left = True
 
+    def _leave(self) -> None:
+        """Closes the feed before the others are done, perhaps because of an error of the loop."""
+        self.left = True
+        if self.case.config["fault"] == "leaves":
+            self.feed.close()
+            return
+        with contextlib.suppress(FloatingPointError), self.feed:
+            raise FloatingPointError(LOOP_ERROR)
+
+    def _goes_on_alone(self, where: str, leaver: int, step: int) -> None:
+        """The other hosts begin anew, and learn that one is gone for good."""
+        hosts = self.phase.topology.hosts
+        if self.host >= hosts:
+            return
+        self.world.put(f"{self.name}/left", self.host, True)
+        if not all(self.world.gather(f"{self.name}/left", hosts - 1)):  # some are at the end
+            return
+        self.feed.reset()
+        self._check_leaver(self._raises(f"{where}, after reset", ("PeerError",)), leaver, step, where)
+
     def _check_leaver(self, error: meshfeed.PeerError, host: int, step: int, where: str) -> None:
         assert error.host == host, f"{where}: raised {error!r}, host {error.host}"
         assert f"host {host} closed its feed at step {step}" in str(error), f"{where}: raised {error!r}"
-        assert error.peer_message.startswith(f"closed its feed at step {step}"), error.peer_message
+        if self.case.config["fault"] == "dies" and not self.left:
+            self.left = True
+            self._goes_on_alone(where, host, step)
+        because = f" after FloatingPointError: {LOOP_ERROR}" if self.case.config["fault"] == "dies" else ""
+        wanted = f"closed its feed at step {step}{because}"
+        assert error.peer_message == wanted or self.case.config["fault"] == "wide", f"{where}: {error.peer_message!r}"
         self.left = True
 
     def _count(self, batch: Batch) -> None:
@@ -496,6 +536,9 @@ class _Player:
             return
         devices = self.world.devices(self.case.processes, topology.devices)
         sharding = sharding_of(self.case, dataclasses.replace(self.phase, topology=topology), devices)
+        if event.late is not None:
+            self._comes_in_vain(event, where, topology, sharding)
+            return
         refused = self.host in event.refused
         if event.unable:
             if refused:
@@ -512,6 +555,22 @@ class _Player:
         if not refused:  # the state has no other lanes than this host reads
             self.moved, self.lanes_from = True, event.step
 
+    def _comes_in_vain(self, event: Event, where: str, topology: Any, sharding: Any) -> None:
+        """One host does not come to the meeting, until the others have given up."""
+        here = self.host != event.late and self.host < topology.hosts
+        try:
+            if here:
+                self.feed.reshard(sharding)
+        except meshfeed.StalledError as error:
+            if error.hosts != (event.late,) or "has not called reshard" not in str(error):
+                raise AssertionError(f"{where}: raised {error!r}, of the hosts {error.hosts}") from error
+        except Exception as error:
+            raise AssertionError(f"{where}: raised {error!r}") from error
+        else:
+            assert not here, f"{where}: did not wait for host {event.late}"
+        self.has_structure, self.first_step = self.has_structure and not here, event.step if here else self.first_step
+        self._wait_for_all(event, where)
+
     def _unable_to_reshard(self, event: Event, where: str, sharding: Any) -> None:
         """Some hosts have a mesh of the same hosts that divides no batch."""
         kind = meshfeed.PeerError
@@ -519,6 +578,8 @@ class _Player:
             mesh = jax.tree.leaves(sharding)[0] if isinstance(sharding, dict) else sharding
             devices = list(np.asarray(getattr(mesh, "mesh", mesh).devices).flat)
             kind, sharding = meshfeed.PlanError, Mesh(np.array(devices * 1009), ("data",))
+            if self.case.config.get("feed") == "remote":  # which finds no CPU beside each of them
+                kind = meshfeed.SettingsError
         try:
             self.feed.reshard(sharding)
         except kind as error:
@@ -586,7 +647,7 @@ class _Player:
             wanted = {
                 name: (leaf.shape, narrowed(leaf, self.case.config["x64"]).dtype) for name, leaf in flat(batch).items()
             }
-            spec = flat(self.feed.element_spec)
+            spec = self._flat(self.feed.element_spec)
             found = {name: (leaf.shape, leaf.dtype) for name, leaf in spec.items()}
             assert found == wanted, f"{where}: element_spec {found}, not {wanted}"
             for name, leaf in spec.items():
@@ -610,11 +671,11 @@ class _Player:
             return
         ids, batch = event.read
         for given in (ids, np.array(ids, np.uint64)):
-            found, wanted = flat(self.feed.read(given)), flat(batch.arrays(None))
+            found, wanted = self._flat(self.feed.read(given)), flat(batch.arrays(None))
             assert sorted(found) == sorted(wanted), f"{where}: read({ids}) has the leaves {sorted(found)}"
             for name, leaf in wanted.items():
                 assert _same(found[name], leaf), f"{where}: read({ids}), leaf {name}: {found[name]}, not {leaf}"
-        assert all(len(leaf) == 0 for leaf in flat(self.feed.read([])).values()), f"{where}: read([])"
+        assert all(len(leaf) == 0 for leaf in self._flat(self.feed.read([])).values()), f"{where}: read([])"
         far = -1 if self.case.config["source"] in DOCUMENTS else 1 << 61  # whose ids count on from epoch to epoch
         for wrong, kind in (([-1], "SourceError"), ([ids[0], far], "SourceError"), ([ids], "SettingsError")):
             try:
@@ -630,7 +691,7 @@ class _Player:
         for batch in event.replayed:
             after_state = self.state is not None and batch.step >= self.set_at
             for state in (None, self.state) if after_state else (None,):
-                found, wanted = flat(self.feed.replay(batch.step, state=state)), flat(batch.arrays(mask_key))
+                found, wanted = self._flat(self.feed.replay(batch.step, state=state)), flat(batch.arrays(mask_key))
                 what = f"{where}: replay({batch.step}{', state' if state else ''})"
                 assert sorted(found) == sorted(wanted), f"{what} has the leaves {sorted(found)}"
                 for name, leaf in wanted.items():

@@ -667,8 +667,8 @@ class RandomAccess:
     """Record id → what is read for it, to find where a fault falls."""
     first: int = 0
     """The record that shows the structure."""
-    cost: Callable[[int], float] | None = None
-    """Record id → cost of its row, by which the rows of a batch are balanced; None if they are not."""
+    cost: Callable[[int], float | list[int]] | None = None
+    """Record id → cost of its row, or of each shard of it, by which rows are balanced; None if they are not."""
 
     def batch(self, step: int, steps: Steps) -> Batch | None:
         start, size, total = steps.position_of(step), steps.size(step), self.order.total_of(steps)
@@ -681,7 +681,9 @@ class RandomAccess:
         replaced: list[int] = []
         ordered = [self.order.at(position, steps) for position in range(start, stop)]
         if self.cost is not None:
-            ordered = [ordered[row] for row in balanced([self.cost(record_id) for record_id, _ in ordered])]
+            costs: list[Any] = [self.cost(record_id) for record_id, _ in ordered]
+            by_shards = isinstance(costs[0], list)
+            ordered = [ordered[row] for row in (balanced_of_shards(costs) if by_shards else balanced(costs))]
         for row, (record_id, epoch) in enumerate(ordered):
             planned.append(record_id)
             read = record_id

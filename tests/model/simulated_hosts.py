@@ -23,7 +23,7 @@ import numpy as np
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "chaos"))
 
-from configurations import Case, Phase
+from configurations import LEAVES, Case, Phase
 from driver import Exchange, blocks_of, check_block, play_host, types_of
 from memory_store import MemoryStore
 
@@ -248,6 +248,9 @@ class _World(Exchange):
                 continue
             rows = topology.chunk(rank, len(wanted), phase.load)
             block = found[device]
+            each = topology.chunk(0, len(wanted), phase.load)
+            assert len(block) == len(each), f"{len(block)} rows on device {device}, not {len(each)}"
+            assert not np.ascontiguousarray(block[len(rows) :]).any(), f"more rows than {rows} on device {device}"
             assert block.dtype == bits.dtype, f"carrier {block.dtype}, not {bits.dtype}"
             got, right = np.ascontiguousarray(block[: len(rows)]), np.ascontiguousarray(bits[rows.start : rows.stop])
             assert got.tobytes() == right.tobytes(), f"rows {rows} on device {device}: {got}, not {right}"
@@ -317,7 +320,7 @@ def play(case: Case) -> None:
     """
     world, job = _World(case, _current[-1]), Job(case.processes)
     assert case.events  # once for all hosts
-    alone = case.config["fault"] in ("unopened", "leaves")  # which others find out after some time
+    alone = case.config["fault"] in ("unopened", *LEAVES)  # which others find out after some time
     handshake._GRACE_SECONDS, windows._ERROR_GRACE_SECONDS = (0.4, 0.4) if alone else (3.0, 4.0)
     with types_of(case):
         run(case.processes, lambda host: play_host(case, host, world, "case"), job=job, give_up=world.give_up)
