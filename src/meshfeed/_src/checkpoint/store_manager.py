@@ -25,6 +25,7 @@ from etils import epath
 from jax.experimental import multihost_utils
 from orbax.checkpoint import checkpoint_managers as policies
 from orbax.checkpoint import future as orbax_future
+from orbax.checkpoint.checkpoint_manager import CheckpointInfo
 
 from meshfeed._src.base.coordination import process_count, process_index
 from meshfeed._src.base.errors import CheckpointError, MeshfeedError, SettingsError
@@ -165,7 +166,7 @@ class StoreManager:
             return []
         now = datetime.datetime.now(tz=datetime.UTC)
         steps = [*(step for step in self._steps if step != saved), saved]
-        infos = [ocp.checkpoint_manager.CheckpointInfo(step, now, None) for step in steps]
+        infos = [CheckpointInfo(step, now, None) for step in steps]
         kept = policy.should_preserve(infos, context=policies.PreservationContext())
         return [info.step for info, keep in zip(infos, kept, strict=True) if not keep]
 
