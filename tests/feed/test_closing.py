@@ -42,8 +42,8 @@ def hang() -> None:
 
 
 def lane(lane_index: int, num_lanes: int) -> Iterator[Any]:
-    yield {"x": np.float32(0)}
-    yield {"x": np.float32(1)}
+    yield {"x": np.float32(lane_index)}
+    yield {"x": np.float32(lane_index + 1)}
     hang()
 
 
