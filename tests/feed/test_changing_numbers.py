@@ -330,6 +330,16 @@ def test_a_worker_that_crashes_is_an_error_as_with_a_fixed_number() -> None:
 
 
 @pytest.mark.slow
+def test_a_killed_worker_of_a_fixed_number_is_an_error_though_threads_are_auto() -> None:
+    with make_feed("random access", num_workers=2, num_threads="auto", prefetch="auto", num_epochs=None) as feed:
+        next(feed)
+        (group,) = feed._pipeline._reader._reads._groups
+        os.kill(group.workers._pool.pids[0], signal.SIGKILL)
+        with pytest.raises(meshfeed.SourceError, match="SIGKILL"):
+            list(feed)
+
+
+@pytest.mark.slow
 def test_a_killed_worker_costs_no_batch_of_a_stream(caplog: pytest.LogCaptureFixture) -> None:
     with make_feed("stream with a state", num_epochs=9) as feed:
         expected = everything(feed)

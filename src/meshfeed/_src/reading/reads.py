@@ -70,11 +70,12 @@ class _Group:
     Attributes:
       workers: the processes.
       size: their number.
+      by_auto: whether the feed chose to start them; if one of those that the user asked for is killed, that is an error.
       num_pending: reads that have not been collected.
     """
 
-    def __init__(self, workers: WorkerReader, size: int) -> None:
-        self.workers, self.size, self.num_pending = workers, int(size), 0
+    def __init__(self, workers: WorkerReader, size: int, *, by_auto: bool) -> None:
+        self.workers, self.size, self.by_auto, self.num_pending = workers, int(size), by_auto, 0
 
 
 class Reads:
@@ -106,9 +107,8 @@ class Reads:
         self._threads = _make_threads(num_threads)
         self._replaced: list[Threads] = []  # end once they have done what they have
         if num_workers:
-            self._groups.append(
-                _Group(WorkerReader(records, num_workers, timeout_seconds=timeout_seconds), num_workers)
-            )
+            workers = WorkerReader(records, num_workers, timeout_seconds=timeout_seconds)
+            self._groups.append(_Group(workers, num_workers, by_auto=False))
         self._count()
 
     def _count(self) -> None:
@@ -132,7 +132,7 @@ class Reads:
             return read if self._threads is None else self._threads.submit(read).result
         group, worker = self._worker(step % self.num_workers)
         collect = group.workers.submit(worker, record_ids, epochs, columns)
-        if self._auto is None:
+        if not group.by_auto:
             return collect
         group.num_pending += 1
         return functools.partial(self._collect, group, collect, read)
@@ -210,7 +210,7 @@ class Reads:
             self._replace_threads(self._num_threads)
         seconds, limit = self._timeout_seconds, most_worker_bytes()
         workers = WorkerReader(self._records, Workers(number), timeout_seconds=seconds, max_bytes=limit)
-        return _Group(workers, number)
+        return _Group(workers, number, by_auto=True)
 
     def _give_up_workers(self, why: str) -> None:
         assert self._auto is not None
