@@ -18,7 +18,7 @@ from meshfeed._src.streams import lane_places
 from meshfeed._src.streams.lane import LaneEntry, LaneSettings
 from meshfeed._src.streams.lane_places import LanePlaces, _Coming
 
-SHARED = LaneSettings(2, 1, 0, meshfeed.Retry(initial_seconds=0), None)
+SHARED = LaneSettings(2, 1, 0, meshfeed.Retry(initial_seconds=0), None, moves=True)
 
 
 class Elsewhere:

@@ -83,6 +83,7 @@ class LaneSettings:
     seed: int
     retry: Retry
     bad_records: SkipBad | None
+    moves: bool = False  # lanes may move between this process and workers: num_workers="auto"
 
 
 @dataclasses.dataclass

@@ -27,7 +27,8 @@ class LaneRows:
     Attributes:
       taken: the rows read.
       entry: the lane's state after them.
-      reads_again: see :attr:`Lane.reads_again`.
+      reads_again: see :attr:`Lane.reads_again`; False if lanes do not move, since a lane of many components takes long to
+        answer.
     """
 
     taken: Taken
@@ -115,7 +116,7 @@ class LaneGroup:
             self._reading = lane
             try:
                 taken = lane.take(num_records)
-                return LaneRows(taken, lane.entry(), lane.reads_again)
+                return LaneRows(taken, lane.entry(), self._settings.moves and lane.reads_again)
             except StopIteration as error:  # which would end the feed
                 raise SourceError(
                     f"lane {lane.lane_index} raised StopIteration outside of next(), in get_state or close, which does not "

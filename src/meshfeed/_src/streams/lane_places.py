@@ -101,7 +101,6 @@ class LanePlaces:
         self._num_threads = min(settings.threads or hooks.read_threads(source), self._max_threads)
         self._num_workers = int(settings.workers) if entries else 0
         self._auto: AutoReads | None = None
-        self._moves = False
         self._coming: _Coming | None = None
         self._closing: list[Background] = []
         self._stopped = False
@@ -119,7 +118,6 @@ class LanePlaces:
     def adapt(self, auto: AutoReads) -> None:
         """See :class:`meshfeed._src.streams.protocol.HostReader`."""
         self._auto = auto
-        self._moves = "num_workers" in self._settings.auto
         auto.begin(ReadNumbers(self._num_workers, self._num_threads))
         if not self._entries:
             auto.keep("num_workers", "this host reads no lane")
@@ -136,12 +134,13 @@ class LanePlaces:
         try:
             rows = self._read(step)
         except SourceError as error:
-            if not self._moves or auto is None or not isinstance(self._lanes, WorkerLanes) or not self._lanes.killed:
+            killed = isinstance(self._lanes, WorkerLanes) and self._lanes.killed
+            if not self._shared.moves or not killed or auto is None:
                 raise
             self._give_up_workers(auto, f"a worker was killed: {error}")
             rows = self._read(step)
         self._entries = {lane: row.entry for lane, row in rows.lanes.items()}
-        if self._moves and auto is not None:
+        if self._shared.moves and auto is not None:
             self._keep_lanes_without_state(auto, rows)
         return rows
 
@@ -166,7 +165,7 @@ class LanePlaces:
 
     def _follow(self, auto: AutoReads, step: int) -> None:
         """Moves towards ``auto.wanted``, without waiting for another place to open the lanes."""
-        if self._moves and not self._stopped:
+        if self._shared.moves and not self._stopped:
             try:
                 self._move(auto.wanted.num_workers, step)
             except Exception as error:  # in a place that might not have been tried: the lanes stay where they are
@@ -181,9 +180,8 @@ class LanePlaces:
     def _move(self, num_workers: int, step: int) -> None:
         if self._coming is not None and self._coming.num_workers != num_workers:
             self._drop_coming()
-        if (
-            num_workers == self._num_workers or step == self._first
-        ):  # no read has shown yet whether the lanes have a state
+        # Before the first read, nothing has shown whether the lanes have a state.
+        if num_workers == self._num_workers or step == self._first:
             return
         if self._coming is None:
             self._coming = _Coming(self._make(num_workers), num_workers)

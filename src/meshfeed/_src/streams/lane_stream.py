@@ -325,7 +325,8 @@ class LaneStream:
         """Returns the settings that all lanes share."""
         settings = self._settings
         num_epochs = settings.num_epochs if self._staged is None else 1  # a mixture's lanes cover all epochs
-        return LaneSettings(num_lanes, num_epochs, settings.seed, settings.retry, settings.bad_records)
+        moves = "num_workers" in settings.auto
+        return LaneSettings(num_lanes, num_epochs, settings.seed, settings.retry, settings.bad_records, moves)
 
     def record_spec(self, cursor: LaneCursor | None = None) -> RecordSpec:
         """Returns the structure of the first record of a lane that has one; of a mixture, with the next step's weights."""
