@@ -394,7 +394,7 @@ def _trim(error: BaseException) -> None:
         if not hidden:
             kept.append(entry)
         entry = entry.tb_next
-    if hidden and last is not None:
+    if hidden and last is not None and not isinstance(error, MeshfeedError | StopIteration):
         if not _is_deliberate(error, last):
             return
         error.__dict__[_DELIBERATE] = True  # an inner call removes the frames that show it
@@ -406,7 +406,7 @@ def _trim(error: BaseException) -> None:
 
 def _is_deliberate(error: BaseException, last: TracebackType) -> bool:
     """Whether meshfeed raised ``error`` on purpose: it ended in one of its ``raise`` statements."""
-    if isinstance(error, MeshfeedError | StopIteration) or _DELIBERATE in error.__dict__:
+    if _DELIBERATE in error.__dict__:
         return True
     code = last.tb_frame.f_code
     if code.co_filename == __file__:  # the decorators raise only the TypeError for wrong arguments
