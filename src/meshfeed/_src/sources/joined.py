@@ -110,8 +110,7 @@ class JoinedReader:
     def _read_together(self, numbers: RecordIds, ids: RecordIds, rngs: Rngs | None, spec: RecordSpec) -> PyTree:
         """Reads with one call what reads alike; ``ids`` are those in the source of the call."""
         groups, batch = self._group_of[numbers], None
-        one_call = [(0, np.arange(len(ids)))] if len(self._call_readers) == 1 else None
-        for call, rows in one_call or group_by(self._call_of[groups]):
+        for call, rows in group_by(self._call_of[groups]):
             reader, of_call, mine = self._call_readers[call], ids[rows], groups[rows]
             several = self._groups_of_call[call] > 1
             if several and self._group_readers[mine[0]].decodes_batches:

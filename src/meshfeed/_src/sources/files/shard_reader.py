@@ -121,9 +121,8 @@ class ShardSource(Generic[S]):
         """Returns the files of these records, int64[n], that a cache fetches ahead; None if no file is read through one."""
         if self._cache is None or not self._cache.ahead_bytes or not self._has_copies:
             return None
-        from meshfeed._src.sources.files.shard_cache import (
-            RemoteFile,
-        )  # takes 10 ms, which no start without a cache pays
+        # Here, since it takes 10 ms, which a start without a cache does not pay.
+        from meshfeed._src.sources.files.shard_cache import RemoteFile
 
         numbers = np.unique(np.searchsorted(self._shards.ends, record_ids, side="right"))
         files = [self._shards.files[number] for number in numbers]
