@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from meshfeed._src.base import read_ahead
+from meshfeed._src.base import wake_up
 from meshfeed._src.base.read_ahead import Closed, ReadAhead
 
 
@@ -144,7 +144,7 @@ def test_closing_frees_who_waits_and_ends_the_thread(start: Callable[..., ReadAh
 def test_an_interrupt_between_taking_off_and_saying_so_does_not_stop_the_thread(
     start: Callable[..., ReadAhead[Any]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(read_ahead, "TICK_SECONDS", 20.0)  # far longer than a busy machine makes a thread wait
+    monkeypatch.setattr(wake_up, "TICK_SECONDS", 20.0)  # far longer than a busy machine makes a thread wait
     numbers = itertools.count()
     ahead = start(lambda: next(numbers), depth=1)
     until(lambda: ahead.ready)

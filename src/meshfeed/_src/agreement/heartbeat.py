@@ -14,10 +14,8 @@ All feeds of a process share one thread, since a process lives or dies as a whol
 
 from __future__ import annotations
 
-import contextlib
 import json
 import logging
-import queue
 import threading
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -28,6 +26,7 @@ from meshfeed._src.base import coordination, jax_internals
 from meshfeed._src.base.coordination import format_hosts
 from meshfeed._src.base.jax_internals import KeyValueStore
 from meshfeed._src.base.threads import Background
+from meshfeed._src.base.wake_up import Signal
 
 _ALIVE, _WATCH = "meshfeed/alive", "meshfeed/watch"
 _INTERVAL_SECONDS = 2.0
@@ -181,7 +180,7 @@ class _Heart:
         self.members: list[Member] = []
         self._interval = interval_seconds(coordination.process_count())
         self._pulse = Pulse(store, host, self._interval)
-        self._wake: queue.SimpleQueue[None] = queue.SimpleQueue()
+        self._wake = Signal()
         self._closed = False
         self.thread = Background(self._run, "meshfeed-heartbeat")
 
@@ -217,13 +216,12 @@ class _Heart:
 
     def _sleep(self) -> None:
         if not self._closed:
-            with contextlib.suppress(queue.Empty):
-                self._wake.get(timeout=self._interval)
+            self._wake.wait(self._interval)
 
     def close(self) -> None:
         """Ends the thread, which removes the keys of this process."""
         self._closed = True
-        self._wake.put(None)
+        self._wake.set()
         self.thread.join(_END_SECONDS)
 
 

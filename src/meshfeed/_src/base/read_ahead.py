@@ -1,50 +1,21 @@
-"""One thread that runs ahead of another, and the wake-ups between them."""
+"""One thread that runs ahead of another."""
 
 from __future__ import annotations
 
 import collections
 import logging
-import queue
 import time
 from collections.abc import Callable
 from types import TracebackType
 from typing import Generic, TypeVar
 
 from meshfeed._src.base.errors import MeshfeedError
-from meshfeed._src.base.threads import TICK_SECONDS, Background
+from meshfeed._src.base.threads import Background
+from meshfeed._src.base.wake_up import WakeUp
 
 _log = logging.getLogger("meshfeed.prefetch")
 _JOIN_SECONDS = 10.0
 T = TypeVar("T")
-
-
-class WakeUp:
-    """A wake-up event for a single waiting thread.
-
-    Replaces ``threading.Condition``, whose notify takes a lock and walks a list of waiters in Python. Two threads that
-    pass a batch every 0.5 ms, and share the GIL with the reads, lose a tenth of their time to that. Usually no thread
-    is waiting, and :meth:`ring` only checks a flag.
-    """
-
-    def __init__(self) -> None:
-        self._rings: queue.SimpleQueue[None] = queue.SimpleQueue()
-        self._waiting = False
-
-    def ring(self) -> None:
-        """Wakes the waiting thread, if any. Call it after changing the condition that the thread waits for."""
-        if self._waiting:
-            self._waiting = False
-            self._rings.put(None)
-
-    def wait(self, until: Callable[[], object], seconds: float = 60.0) -> None:
-        """Waits for :meth:`ring`, unless ``until()`` is true already. May return early; check the condition again."""
-        self._waiting = True
-        if not until():  # checked after setting the flag: a thread that changes the condition from now on rings
-            try:
-                self._rings.get(timeout=max(0.0, min(TICK_SECONDS, seconds)))
-            except queue.Empty:
-                pass
-        self._waiting = False
 
 
 class Closed(MeshfeedError):

@@ -23,7 +23,7 @@ _WAITING = frozenset(
     str(_HERE.parents[1].joinpath(*path))
     for path in (
         ("base", "threads.py"),
-        ("base", "read_ahead.py"),
+        ("base", "wake_up.py"),
         ("base", "reduction.py"),
         ("base", "jax_internals.py"),
         ("agreement", "heartbeat.py"),

@@ -25,11 +25,10 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Generic, TypeVar
 
 from meshfeed._src.base.errors import MeshfeedError
+from meshfeed._src.base.wake_up import TICK_SECONDS, Signal
 
 _log = logging.getLogger("meshfeed.threads")
 _CLOSE_SECONDS = 5.0
-TICK_SECONDS = 0.5
-"""Waits wake up this often, to call tick functions."""
 T = TypeVar("T")
 R = TypeVar("R")
 _AFFINITY = re.compile(
@@ -69,12 +68,6 @@ def _claim(unclaimed: list[None]) -> bool:
     return True
 
 
-def _wait(event: queue.SimpleQueue[None], seconds: float = TICK_SECONDS) -> None:
-    """Waits for a one-time event. May return early; check the condition again."""
-    with contextlib.suppress(queue.Empty):
-        event.get(timeout=max(0.0, min(TICK_SECONDS, seconds)))
-
-
 class Background:
     """A daemon thread that runs a function once."""
 
@@ -83,7 +76,7 @@ class Background:
         self._unclaimed = [None]  # popped by the one thread that runs the function
         self._threads: list[threading.Thread] = []  # more than one only if start() was interrupted
         self._requested = self._started = self._ended = False
-        self._end: queue.SimpleQueue[None] = queue.SimpleQueue()
+        self._end = Signal()
 
     @property
     def unused(self) -> bool:
@@ -120,7 +113,7 @@ class Background:
                 function()
             finally:
                 self._ended = True
-                self._end.put(None)
+                self._end.set()
 
     def join(self, seconds: float) -> bool:
         """Waits for the function to return, unless called from its own thread. An unstarted thread can no longer start.
@@ -132,7 +125,7 @@ class Background:
             return True
         deadline = time.monotonic() + seconds
         while not self._ended and self._requested and time.monotonic() < deadline:
-            _wait(self._end, deadline - time.monotonic())
+            self._end.wait(min(TICK_SECONDS, deadline - time.monotonic()))  # others may wait, too
         for thread in self._threads if self._ended else ():
             with contextlib.suppress(RuntimeError):  # a duplicate after an interrupt, not started yet; it has no work
                 thread.join(max(0.0, deadline - time.monotonic()))
@@ -149,7 +142,7 @@ class Call(Generic[R]):
         self._error: BaseException | None = None
         self._traceback: Any = None
         self._done = False
-        self._arrived: queue.SimpleQueue[None] = queue.SimpleQueue()
+        self._arrived = Signal()
 
     @property
     def succeeded(self) -> bool:
@@ -179,18 +172,18 @@ class Call(Generic[R]):
 
     def wake(self) -> None:
         """Makes the waiting thread call its tick function now."""
-        self._arrived.put(None)
+        self._arrived.set()
 
     def _finish(self) -> None:
         self._function = None
         self._done = True
-        self._arrived.put(None)
+        self._arrived.set()
 
     def wait(self, tick: Callable[[float], None] | None = None) -> None:
         """Waits for the call to end, without raising its exception; see :meth:`result`."""
         start = time.monotonic()
         while not self._done:
-            _wait(self._arrived)
+            self._arrived.wait()
             if tick is not None and not self._done:
                 tick(time.monotonic() - start)
 

@@ -11,8 +11,8 @@ import time
 from collections.abc import Callable, Iterable, Iterator
 
 from meshfeed._src.base.hooks import CachedFile
-from meshfeed._src.base.read_ahead import WakeUp
 from meshfeed._src.base.threads import Background, Threads
+from meshfeed._src.base.wake_up import WakeUp
 from meshfeed._src.reading.fetch_policy import NUM_FETCHES, FetchPlan
 
 _log = logging.getLogger("meshfeed.ahead")

@@ -18,10 +18,10 @@ import urllib.parse
 from collections.abc import Callable
 from typing import Any, Protocol, cast
 
-from meshfeed._src.base.read_ahead import WakeUp
 from meshfeed._src.base.retry import call_with_retry
 from meshfeed._src.base.settings import Retry
 from meshfeed._src.base.threads import Background
+from meshfeed._src.base.wake_up import WakeUp
 from meshfeed._src.sources.files.direct import check_range, noted_headers, noting_file_system
 from meshfeed._src.sources.files.paths import remote_errors
 
