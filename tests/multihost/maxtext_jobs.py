@@ -17,6 +17,8 @@ from jax.sharding import PartitionSpec as P
 
 import meshfeed
 from meshfeed import maxtext
+from meshfeed._src.base import jax_internals
+from meshfeed._src.remote.served_store import CALLS, StoreClient
 
 HOST_ROWS = 8
 
@@ -399,6 +401,53 @@ def compare_remote(make: Any, settings: dict[str, Any], folder: str) -> dict[str
         first = next(remote)["x"]
         assert first.shape[0] == settings["global_batch_size"]
     return {"count": count, "ended": ended, "state": json.dumps(state)}
+
+
+def compare_remote_over_a_served_store(cases: dict[str, Any], folder: str) -> dict[str, Any]:
+    """:func:`compare_remote` in processes that agree through a store that one of them serves, as if JAX had none."""
+    jaxs = jax_internals.key_value_store()
+    assert jaxs is not None
+    with (
+        mock.patch.object(jax_internals, "_own_client", return_value=None),
+        mock.patch.object(StoreClient, "_call", autospec=True, side_effect=StoreClient._call) as call,
+    ):
+        assert CALLS["store"]() is None
+        if (address := CALLS["serve"](1)) is not None:
+            jaxs.set("address of the served store", address)
+        CALLS["join"](jaxs.get("address of the served store", 60))
+        assert CALLS["store"]() == jaxs.get("address of the served store", 60)
+        assert jax_internals.place_in_job() == (jax.process_index(), jax.process_count())
+        results = {name: compare_remote(make, settings, f"{folder}/{name}") for name, (make, settings) in cases.items()}
+        served = jax_internals.key_value_store()
+        assert served is not None
+        return {"results": results, "calls": call.call_count, "answers": [_answers(served), _answers(jaxs)]}
+
+
+def _answers(store: jax_internals.KeyValueStore) -> list[Any]:
+    """What a store says to everything that it can be asked, of keys of this process."""
+    base, answers = f"asked/{jax.process_index()}", []
+
+    def note(call: Any, *args: Any, **kwargs: Any) -> None:
+        try:
+            answers.append(call(*args, **kwargs))
+        except Exception as error:
+            answers.append(str(error).partition(":")[0])
+
+    for key in ("a", "a/b", "a/c", "ab"):
+        note(store.set, f"{base}/{key}", key)
+        note(store.set, f"{base}/{key}", "again")
+        note(store.set, f"{base}/{key}", f'"{key}"\n\u00fc', overwrite=True)
+    for key in ("a", "a/", "a/b", "none"):
+        note(store.try_get, f"{base}/{key}")
+        note(store.get, f"{base}/{key}", 0.01)
+        note(lambda key=key: sorted(store.directory(f"{base}/{key}").items()))
+    note(store.increment, f"{base}/n")
+    note(store.increment, f"{base}/n")
+    note(store.try_get, f"{base}/n")
+    note(store.delete, f"{base}/a")
+    note(store.delete, f"{base}/none")
+    note(lambda: sorted(store.directory(base).items()))
+    return answers
 
 
 def _same(here: jax.Array, there: jax.Array) -> None:

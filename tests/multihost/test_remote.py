@@ -48,6 +48,17 @@ def test_a_state_of_one_process_continues_on_two(pool: Any, tmp_path: Path) -> N
     assert len(one) == 1
 
 
+def test_hosts_agree_through_a_store_that_one_of_them_serves(pool: Any, tmp_path: Path) -> None:
+    cases = {name: case[:2] for name, case in CASES.items()}
+    for result in pool.run(maxtext_jobs.compare_remote_over_a_served_store, cases, str(tmp_path)):
+        assert {name: found["count"] for name, found in result.value["results"].items()} == {
+            name: case[2] for name, case in CASES.items()
+        }
+        assert result.value["calls"] > 100
+        ours, jaxs = result.value["answers"]
+        assert ours == jaxs
+
+
 def test_each_controller_moves_what_its_hosts_hold(pool: Any) -> None:
     for result in pool.run(maxtext_jobs.beside_other_devices):
         assert result.value == 6

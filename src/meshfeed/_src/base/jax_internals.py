@@ -83,10 +83,27 @@ def _global_state() -> Any | None:
     return getattr(distributed, "global_state", None)
 
 
-def coordination_client() -> Any | None:
-    """The job's client of the coordination service; None without ``jax.distributed``, or if JAX keeps it elsewhere."""
+_substitutes: list[Any] = []  # at most one
+
+
+def substitute(client: Any) -> None:
+    """Has ``client``, an object with the same methods, stand in for the coordination service that JAX lacks here."""
+    _substitutes[:] = [client]
+
+
+def substitute_client() -> Any | None:
+    """The object that was passed to :func:`substitute`, if any."""
+    return _substitutes[0] if _substitutes else None
+
+
+def _own_client() -> Any | None:
     client = getattr(_global_state(), "client", None)
     return client if client is not None and all(hasattr(client, name) for name in _CLIENT_METHODS) else None
+
+
+def coordination_client() -> Any | None:
+    """The job's client of the coordination service; None without ``jax.distributed``, or if JAX keeps it elsewhere."""
+    return _own_client() or substitute_client()
 
 
 def place_in_job() -> tuple[int, int] | None:
@@ -94,9 +111,11 @@ def place_in_job() -> tuple[int, int] | None:
 
     Unlike ``jax.process_index``, does not initialize the backend, which waits for all other processes.
     """
+    if _own_client() is None:  # a substitute is used once there is a backend
+        return None if substitute_client() is None else (jax.process_index(), jax.process_count())
     state = _global_state()
     index, number = getattr(state, "process_id", None), getattr(state, "num_processes", None)
-    return None if index is None or number is None or coordination_client() is None else (index, number)
+    return None if index is None or number is None else (index, number)
 
 
 def key_value_store() -> KeyValueStore | None:
@@ -121,11 +140,13 @@ def _disown_in_children() -> None:
 
 
 def _disown_client() -> None:
-    """Removes the parent's connection to the coordination service from JAX's global state in a forked child.
+    """Removes the parent's connection to the coordination service in a forked child, from JAX's global state, too.
 
     The child shares the parent's socket. A single request from the child, such as the one that JAX's exit handler
     makes, breaks the parent's connection, and the child waits for a reply that never comes.
     """
+    _inherited.extend(_substitutes)
+    _substitutes.clear()
     state = _global_state()
     for name in ("client", "service", "preemption_sync_manager"):
         if getattr(state, name, None) is not None:

@@ -35,6 +35,7 @@ from meshfeed._src.base.fork import Owner, finalize
 from meshfeed._src.base.trees import decode_value, encode_value, tree_from_json, tree_to_json
 from meshfeed._src.base.turn import TURN, in_use
 from meshfeed._src.base.types import JsonValue, PyTree
+from meshfeed._src.remote import served_store
 
 OK, END, ERROR = 0, 1, 2
 _HEADER = struct.Struct("<7q")
@@ -191,8 +192,8 @@ class Endpoint:
 
         def call() -> None:
             name, args = json.loads(rows_of(request)[0].tobytes())
-            value = self._spec is not None if name == "knows_spec" else self._target.calls[name](*args)
-            self._answer = encode_answer(value)
+            own = {"knows_spec": lambda: self._spec is not None, **served_store.CALLS}
+            self._answer = encode_answer((own.get(name) or self._target.calls[name])(*args))
 
         return _outcome(self, request, call)
 
@@ -221,7 +222,8 @@ def _outcome(
                     "of next(). Raise a different exception there."
                 ) from error
             flag = END
-        numbers = endpoint._target.numbers()
+        if endpoint._target is not None:
+            numbers = endpoint._target.numbers()
     except Exception as error:
         flag, endpoint._answer = ERROR, encode_error(error)
     header = Header(flag, len(endpoint._answer), *numbers, coordination.process_index(), endpoint.identity)
@@ -301,8 +303,27 @@ class RemoteClient:
         self._ordinals: dict[int, int] = {}
         self._spec_known = False
         self.header = Header(0)
+        if self._global.is_fully_addressable:  # the only controller
+            self._connect()
         with _own_settings():
             self._check(self._held["endpoint"].begin(self._request(0)))
+
+    def _connect(self) -> None:
+        """Has one host serve a key-value store, if JAX does not connect the hosts, and all use it."""
+        stores: list[str | None] = self.call("store")
+        served = sorted({store for store in stores if store})
+        if None not in stores and len(served) < 2:
+            return
+        if "" in stores or len(served) > 1:
+            by_whom = "JAX" if "" in stores else "remote feeds over parts of this mesh"
+            raise MeshfeedError(
+                f"the hosts beside the accelerators have no common key-value store: only some of them are connected by "
+                f"{by_whom}. Create a remote feed over all hosts before those over parts of them, or call "
+                "jax.distributed.initialize() on each host before anything else."
+            )
+        for store in served or self.call("serve", self.header.host):
+            if store:
+                self.call("join", store)
 
     def _request(self, ordinal: int) -> jax.Array:
         if ordinal not in self._requests:
