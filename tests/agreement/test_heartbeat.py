@@ -19,6 +19,7 @@ from hypothesis import strategies as st
 
 from meshfeed._src.agreement import heartbeat
 from meshfeed._src.agreement.heartbeat import Member, Pulse, SilenceLog, interval_seconds
+from meshfeed._src.base import jax_internals
 
 
 class Cluster:
@@ -175,8 +176,18 @@ def test_feeds_of_a_process_share_one_thread_that_ends_with_the_last(monkeypatch
     assert store.keys == []
 
 
-def test_a_coordinator_that_does_not_answer(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+@pytest.mark.parametrize(
+    ("substitutes", "said"),
+    [
+        ([], "process 0, which runs the coordination service of this job, does not answer ({}). JAX will abort"),
+        ([object()], "a process, which serves the key-value store of this job, does not answer ({}). The feed raises"),
+    ],
+)
+def test_a_coordinator_that_does_not_answer(
+    substitutes: list[object], said: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     """An error is logged once, unless the job was shut down."""
+    monkeypatch.setattr(jax_internals, "_substitutes", substitutes)
     store = CountingStore()
     down = [True]
 
@@ -193,9 +204,7 @@ def test_a_coordinator_that_does_not_answer(monkeypatch: pytest.MonkeyPatch, cap
     _wait(lambda: store.keys)
     (record,) = caplog.records
     assert record.levelno == logging.ERROR
-    assert record.getMessage().startswith(
-        "process 0, which runs the coordination service of this job, does not answer (UNAVAILABLE: failed to connect). JAX"
-    )
+    assert record.getMessage().startswith(said.format("UNAVAILABLE: failed to connect"))
     caplog.clear()
     heart = heartbeat._hearts[0]
     heart.job = object()  # as after jax.distributed.shutdown()

@@ -160,6 +160,11 @@ class SilenceLog:
 
 
 def _what_follows() -> str:
+    if jax_internals.substitute_client() is not None:  # JAX does not know of these hosts
+        return (
+            "The feed raises an error. Then continue on the other hosts with reshard of the remote feed, or restart the "
+            "job; it resumes at the newest checkpoint."
+        )
     if getattr(jax.config, "jax_enable_recoverability", False):
         return (
             "jax_enable_recoverability is set, so JAX does not abort this process: the step or the feed raises an error. "
@@ -199,11 +204,13 @@ class _Heart:
                 if self._closed or _job(self._store) is not self.job:  # jax.distributed.shutdown() was called
                     return
                 if not failing:
-                    _log.error(
-                        "process 0, which runs the coordination service of this job, does not answer (%s). %s",
-                        error,
-                        _what_follows(),
+                    served = jax_internals.substitute_client() is not None
+                    who = (
+                        "a process, which serves the key-value store"
+                        if served
+                        else "process 0, which runs the coordination service"
                     )
+                    _log.error("%s of this job, does not answer (%s). %s", who, error, _what_follows())
                 failing = True
             last = now
             for member in list(self.members):
