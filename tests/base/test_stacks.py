@@ -163,7 +163,8 @@ def test_looking_at_threads_that_run_does_not_end_a_worker() -> None:
         pool.submit(0, "run")
         until(lambda: "in run" in feed_stacks())
         for _ in range(60):
-            assert "in decode" in feed_stacks()
+            feed_stacks()  # incomplete if the machine is so busy that the worker does not answer in time
+        until(lambda: "in decode" in feed_stacks())
         with pytest.raises(meshfeed.StalledError):
             pool.result(0, 0.1)
     finally:
