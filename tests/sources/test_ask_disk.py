@@ -28,6 +28,7 @@ from meshfeed.sources import (
     Packed,
     Sample,
     Subset,
+    Tokens,
     WebDataset,
     Zip,
 )
@@ -136,9 +137,27 @@ def tars(folder: pathlib.Path) -> Any:
     return WebDataset(str(folder / "*.tar"))
 
 
-@pytest.mark.parametrize("make", [array_records, tars])
+def token_files(folder: pathlib.Path) -> str:
+    rng = np.random.default_rng(0)
+    for name, dtype in (("a", np.uint16), ("b", np.uint32)):
+        tokens = rng.integers(1, 50_000, SIZE * RECORDS, dtype)
+        tokens[SIZE - 1 :: SIZE] = 0
+        np.save(folder / f"{name}.npy", tokens)
+    return str(folder / "*.npy")
+
+
+def tokens(folder: pathlib.Path) -> Any:
+    return Tokens(token_files(folder), SIZE, next_token=False)
+
+
+def token_documents(folder: pathlib.Path) -> Any:
+    return Tokens.documents(token_files(folder), eod=0)
+
+
+@pytest.mark.parametrize("make", [array_records, tars, tokens, token_documents])
 def test_the_disk_fetches_what_is_missing(make: Callable[[pathlib.Path], Any], tmp_path: pathlib.Path) -> None:
     source = make(tmp_path)
+    source.close()
     ids = np.random.default_rng(1).permutation(2 * RECORDS)[:30]
     uncache(tmp_path)
     assert source.ask_disk(ids) is False, "the files have not been looked at"

@@ -16,6 +16,7 @@ the extension is not installed, and otherwise ranges with an error, which it rep
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import io
 import logging
@@ -32,8 +33,8 @@ import xxhash
 from numpy.typing import DTypeLike
 
 from meshfeed._src.base import memory
-from meshfeed._src.base.errors import CorruptDataError, SettingsError, SourceError, hides_own_frames
-from meshfeed._src.base.types import ColumnSlices, JsonValue, public
+from meshfeed._src.base.errors import CorruptDataError, MeshfeedError, SettingsError, SourceError, hides_own_frames
+from meshfeed._src.base.types import ColumnSlices, JsonValue, RecordIds, public
 from meshfeed._src.reading.identity import digest_tree
 from meshfeed._src.sources.checks import check_ids, checked_count, is_count
 from meshfeed._src.sources.files import paths as file_paths
@@ -75,6 +76,7 @@ LENGTHS_KEY = "tokens"
 """The leaf for which a manifest lists the lengths of documents; its name in a batch is a setting of the source."""
 
 _FEW = 16  # so many files are all opened for a batch, since finding those that it needs takes longer
+_PROBED = 8  # ranges of a batch, at most
 _RANGES_PER_CALL = 1024  # Ctrl-C takes effect only between calls
 _NATIVE = ("=", "|", "<" if sys.byteorder == "little" else ">")
 _INT32 = np.iinfo(np.int32)
@@ -356,10 +358,19 @@ class Tokens(ShardSource[TokenFile]):
         if step != 1:
             return {self._key: self.read_batch(ids)[self._key][:, slices[0] if slices else slice(None)]}
         width = max(0, stop - first)
-        piece = np.searchsorted(self._pieces.ends, ids, side="right")
-        starts = self._pieces.starts[piece] + (ids * self._stride + first)
-        tokens = self._files.read(self._pieces.file_index[piece], starts, np.full(len(ids), width), ids)
+        file_index, starts = self._located(ids)
+        tokens = self._files.read(file_index, starts + first, np.full(len(ids), width), ids)
         return {self._key: tokens.reshape(len(ids), width)}
+
+    def _located(self, ids: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Returns the file and the first token of windows, int64[n]."""
+        piece = np.searchsorted(self._pieces.ends, ids, side="right")
+        return self._pieces.file_index[piece], self._pieces.starts[piece] + ids * self._stride
+
+    def ask_disk(self, record_ids: RecordIds) -> bool | None:
+        """See :class:`meshfeed._src.base.hooks.ReadsDisk`."""
+        ids = np.asarray(record_ids, np.int64)
+        return self._files.ask_disk(*self._located(ids), np.full(len(ids), self._width))
 
     def fingerprint(self) -> JsonValue:
         """Returns the identity: files, windows, and a digest of 4 windows spread over the source."""
@@ -417,7 +428,7 @@ class TokenDocuments(ShardSource[TokenFile]):
         ids = np.asarray(record_ids, np.int64)
         check_ids(ids, len(self))
         lengths = self._lengths[ids].astype(np.int64)
-        tokens = self.read_slices(ids, np.zeros_like(ids), lengths)[self._key]
+        tokens = self._files.read(*self._located(ids), lengths, ids)
         ends = np.cumsum(lengths)
         return [{self._key: tokens[a:b]} for a, b in zip((ends - lengths).tolist(), ends.tolist(), strict=True)]
 
@@ -435,6 +446,11 @@ class TokenDocuments(ShardSource[TokenFile]):
         Raises:
           SourceError, CorruptDataError, OSError: as for :class:`Tokens`.
         """
+        file_index, begins = self._located(record_ids)
+        return {self._key: self._files.read(file_index, begins + starts, lengths, record_ids)}
+
+    def _located(self, record_ids: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Returns the file and the first token of documents, int64[n]."""
         firsts, ends = self._shards.starts, self._shards.ends
         file_index = np.searchsorted(ends, record_ids, side="right")
         within = record_ids - firsts[file_index]
@@ -443,7 +459,12 @@ class TokenDocuments(ShardSource[TokenFile]):
             rows = np.flatnonzero(file_index == number)
             of_file = self._lengths[int(firsts[number]) : int(ends[number])]
             begins[rows] = _starts(of_file, self._checkpoints[number], within[rows])
-        return {self._key: self._files.read(file_index, begins + starts, lengths, record_ids)}
+        return file_index, begins
+
+    def ask_disk(self, record_ids: RecordIds) -> bool | None:
+        """See :class:`meshfeed._src.base.hooks.ReadsDisk`."""
+        ids = np.asarray(record_ids, np.int64)
+        return self._files.ask_disk(*self._located(ids), self._lengths[ids].astype(np.int64))
 
     def fingerprint(self) -> JsonValue:
         """Returns the identity: files, documents, and a digest of all lengths."""
@@ -734,6 +755,7 @@ class TokenFiles:
     def __init__(self, files: Sequence[TokenFile], manifests: Sequence[str], cache: ShardCache | None) -> None:
         self.files, self._manifests, self._cache = files, manifests, cache
         self._headers = np.array([file.offset for file in files], np.int64)
+        self._item_bytes = np.array([file.dtype.itemsize for file in files], np.int64)
         self._kinds = [(file.dtype.str, file.is_cached) for file in files]
         alike = len(set(self._kinds)) == 1 and not self._kinds[0][1]  # opening a remote or compressed file fetches it
         self._all = list(range(len(files))) if len(files) <= _FEW and alike else None
@@ -767,6 +789,29 @@ class TokenFiles:
                 chosen = part if rows is None else rows[part]
                 self._read_part(numbers, _Ranges._make([column[chosen] for column in ranges]), out)
         return out
+
+    def ask_disk(self, file_index: np.ndarray, starts: np.ndarray, lengths: np.ndarray) -> bool | None:
+        """Has the disk fetch ranges, as for :meth:`read`, of open files; see :class:`meshfeed._src.base.hooks.ReadsDisk`."""
+        if any(is_cached for _, is_cached in self._kinds):
+            return None
+        sizes = self._item_bytes[file_index]
+        begins = self._headers[file_index] + starts * sizes
+        spans = begins, begins + lengths * sizes
+        numbers = np.unique(file_index)[: files_per_call()].tolist()
+        with contextlib.suppress(MeshfeedError, OSError):  # the read itself raises it
+            opened = {
+                number: self.files[number].open(None) for number in numbers if shared_pool.is_open(self.files[number])
+            }
+            few = range(0, len(begins), len(begins) // _PROBED + 1)
+            # In the middle: the first page may also have the end of a range that was read.
+            middles = [(int(file_index[i]), int(begins[i] + spans[1][i]) // 2) for i in few]
+            if all(opened[number].is_cached(middle) for number, middle in middles if number in opened):
+                return False
+            for number, descriptor in opened.items():
+                rows = file_index == number
+                descriptor.fetch_ahead(spans[0][rows], spans[1][rows])
+            return True
+        return False
 
     def _groups(self, file_index: np.ndarray) -> list[list[int]]:
         """Returns the files of ranges, in groups of one dtype, local or remote, few enough to be open at once."""
