@@ -54,7 +54,8 @@ def test_a_thread_whose_signal_another_thread_took_still_waits_no_longer_than_it
         assert not [thread for thread in threads if thread.is_alive()]
 
 
-def test_all_that_wait_for_a_call_learn_of_its_end() -> None:
+def test_all_that_wait_for_a_call_learn_of_its_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Signal.wait, "__defaults__", (600.0,))  # nobody looks again on its own
     begun, go_on = threading.Event(), threading.Event()
     call = Call(lambda: begun.set() or go_on.wait(30))
     waiting = [threading.Thread(target=call.wait, daemon=True) for _ in range(3)]

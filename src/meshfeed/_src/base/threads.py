@@ -186,6 +186,7 @@ class Call(Generic[R]):
             self._arrived.wait()
             if tick is not None and not self._done:
                 tick(time.monotonic() - start)
+        self._arrived.set()  # for other threads that wait
 
     def result(self, tick: Callable[[float], None] | None = None) -> R:
         """Waits for the call and returns its value. Safe to call again after an interrupt.

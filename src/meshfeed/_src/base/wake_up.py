@@ -10,7 +10,7 @@ TICK_SECONDS = 0.5
 
 
 class Signal:
-    """Wakes one of the threads that wait for it; the others look again when their time is up.
+    """Wakes one of the threads that wait for it, which may pass it on; the others look again when their time is up.
 
     A bare lock, held until :meth:`set`. ``threading.Event`` contains a ``Condition``, which an interrupt can leave locked.
     ``queue.SimpleQueue.get(timeout=…)`` may never return if several threads wait (CPython 3.11 to 3.13): one that finds
