@@ -593,8 +593,22 @@ def accepts_keyword(function: Callable[..., Any] | None, keyword: str, *, in_kwa
     )
 
 
-def refuse_parameters(function: Callable[..., Any], what: str, whose: str, setting: str) -> None:
-    """Raises SettingsError if ``function`` cannot be called with one argument, ``what``, and ``rng=`` if it has that."""
+def check_function(function: object, argument: str, what: str, whose: str, setting: str) -> None:
+    """Checks a function of one argument and ``rng=``, if it has that.
+
+    Args:
+      function: what the user gave.
+      argument: ``"record"`` or ``"records"``.
+      what: describes it, such as ``"one record (bytes)"``.
+      whose: the class or function that it was given to.
+      setting: name of the keyword.
+
+    Raises:
+      SettingsError: it cannot be called like that.
+    """
+    if not callable(function):
+        text = f"{whose} got {setting}={function!r}. Expected a function of {what} that gives arrays."
+        raise SettingsError(text, setting=setting)
     try:
         signature = inspect.signature(function)
     except (TypeError, ValueError):  # some C callables have no signature
@@ -604,7 +618,7 @@ def refuse_parameters(function: Callable[..., Any], what: str, whose: str, setti
     except TypeError as error:
         raise SettingsError(
             f"{whose} got {setting}={getattr(function, '__qualname__', function)}{signature}, which cannot be called as "
-            f"{setting}({what}): {error}. Give it one parameter, and rng= if it draws random numbers.",
+            f"{setting}({argument}): {error}. Give it one parameter, and rng= if it draws random numbers.",
             setting=setting,
         ) from None
 

@@ -23,6 +23,7 @@ import click
 from meshfeed import __version__
 from meshfeed._src.base.cpus import available_cpus, xla_threads
 from meshfeed._src.cli.text import counted, example, json_option, show, size_text
+from meshfeed._src.sources.files.open_files import Descriptor
 
 _NEEDED = ("jax", "jaxlib", "numpy", "grain", "array-record", "orbax-checkpoint", "tensorstore")
 _OPTIONAL = ("datasets", "pyarrow", "tensorflow", "tensorflow-datasets", "tokenizers", "pillow", "rich", "fsspec")
@@ -249,17 +250,6 @@ def _memory() -> dict[str, int]:
 
 def _cached_share(path: str) -> float:
     """Returns the share of sampled places of a file that can be read without waiting for the disk."""
-    number = os.open(path, os.O_RDONLY)
-    try:
-        size = os.fstat(number).st_size
-        places = [size * sample // _SAMPLES for sample in range(_SAMPLES)] if size else []
-        return sum(_is_cached(number, place) for place in places) / max(len(places), 1)
-    finally:
-        os.close(number)
-
-
-def _is_cached(number: int, offset: int) -> bool:
-    try:
-        return os.preadv(number, [bytearray(1)], offset, os.RWF_NOWAIT) == 1
-    except OSError:  # not in memory, or the file system does not support the flag
-        return False
+    file = Descriptor(path)
+    places = [file.num_bytes * sample // _SAMPLES for sample in range(_SAMPLES)] if file.num_bytes else []
+    return sum(file.is_cached(place, unknown=False) for place in places) / max(len(places), 1)

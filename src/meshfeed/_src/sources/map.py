@@ -71,11 +71,10 @@ def Map(source: object, function: Callable[..., Any], *, batched: bool = False) 
       >>> source.read_batch([3, 1])["double"].tolist()
       [6, 2]
     """
-    if not callable(function):
-        raise SettingsError(f"function={function!r}; Map takes a function of one record.", setting="function")
     if not isinstance(batched, bool):
         raise SettingsError(f"batched={batched!r}; it takes True or False.", setting="batched")
-    hooks.refuse_parameters(function, "records" if batched else "record", "Map", "function")
+    argument, what = ("records", "several stacked records") if batched else ("record", "one record")
+    hooks.check_function(function, argument, what, "Map", "function")
     records = hooks.unconverted(as_source(source))
     if isinstance(records, HostBatches):
         raise SourceError("Map got batches of this host. Expected a source of records. Map them in your own iterable.")

@@ -20,7 +20,7 @@ import numpy as np
 import xxhash
 
 from meshfeed._src.base import hooks
-from meshfeed._src.base.errors import MeshfeedError, SettingsError, hides_own_frames
+from meshfeed._src.base.errors import MeshfeedError, hides_own_frames
 from meshfeed._src.base.types import Decode, JsonValue, Record, RecordIds, public
 from meshfeed._src.reading.identity import digest_raw
 from meshfeed._src.sources.decode import refuse_as_decode
@@ -93,13 +93,8 @@ class WebDataset(ShardReader[TarShard, tar.TarIndex]):
         cache: ShardCache | None = None,
     ) -> None:
         refuse_as_decode(decode, "WebDataset")
-        if decode is not None and not callable(decode):
-            raise SettingsError(
-                f"WebDataset got decode={decode!r}. Expected a function of one record (a dict of bytes) that gives arrays.",
-                setting="decode",
-            )
         if decode is not None:
-            hooks.refuse_parameters(decode, "record", "WebDataset", "decode")
+            hooks.check_function(decode, "record", "one record (a dict of bytes)", "WebDataset", "decode")
         self.decode = decode
         form = FileFormat(
             "WebDataset",

@@ -593,19 +593,12 @@ def _call_library(read: Any, path: str, file: ShardFile, rows: np.ndarray) -> li
 
 def _are_cached(path: str, file: ShardFile, rows: np.ndarray) -> bool:
     """Whether bytes near a sample of the rows are in the page cache; False if the system cannot report it."""
-    if not hasattr(os, "RWF_NOWAIT"):
-        return False
-    sample = rows[:: -(-len(rows) // _PROBES)]
+    offsets = (rows[:: -(-len(rows) // _PROBES)] * (file.num_bytes / file.num_records)).astype(np.int64).tolist()
     try:
-        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-        try:
-            for offset in (sample * (file.num_bytes / file.num_records)).astype(np.int64).tolist():
-                os.preadv(fd, [bytearray(1)], offset, os.RWF_NOWAIT)
-        finally:
-            os.close(fd)
-    except OSError:  # BlockingIOError: the read would wait for storage
+        opened = Descriptor(path)
+    except OSError:  # the read reports it
         return False
-    return True
+    return all(opened.is_cached(offset, unknown=False) for offset in offsets)
 
 
 def _check_length(opened: OpenFile, file: ShardFile) -> None:

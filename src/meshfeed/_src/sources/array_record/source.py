@@ -80,15 +80,10 @@ class ArrayRecord(RecordFiles):
                 setting="decode_batch",
             )
         refuse_as_decode(decode, "ArrayRecord")
-        for name, function in (("decode", decode), ("decode_batch", decode_batch)):
-            if function is not None and not callable(function):
-                raise SettingsError(
-                    f"ArrayRecord got {name}={function!r}. Expected a function of "
-                    f"{'one record (bytes)' if name == 'decode' else 'a list of records (bytes)'} that gives arrays.",
-                    setting=name,
-                )
-            if function is not None:
-                hooks.refuse_parameters(function, "record" if name == "decode" else "records", "ArrayRecord", name)
+        if decode is not None:
+            hooks.check_function(decode, "record", "one record (bytes)", "ArrayRecord", "decode")
+        if decode_batch is not None:
+            hooks.check_function(decode_batch, "records", "a list of records (bytes)", "ArrayRecord", "decode_batch")
         self.decode = decode
         self.decode_batch = decode_batch
         form = FileFormat("ArrayRecord", lambda name: inspect(name, cache), ShardFile.from_entry)

@@ -76,16 +76,16 @@ class Descriptor:
             start += len(part)
         return parts[0] if len(parts) == 1 else b"".join(parts)
 
-    def is_cached(self, offset: int) -> bool:
-        """Whether a byte is in the page cache; True if the system cannot tell."""
+    def is_cached(self, offset: int, *, unknown: bool = True) -> bool:
+        """Whether a byte is in the page cache; ``unknown`` if the system cannot tell."""
         if not hasattr(os, "RWF_NOWAIT"):
-            return True
+            return unknown
         try:
             os.preadv(self.number, [bytearray(1)], offset, os.RWF_NOWAIT)
         except BlockingIOError:  # the read would wait for the disk
             return False
         except OSError:  # the file system does not support the flag
-            pass
+            return unknown
         return True
 
     def fetch_ahead(self, starts: np.ndarray, stops: np.ndarray) -> None:
