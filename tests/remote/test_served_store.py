@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import http.client
 import json
+import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -219,6 +220,21 @@ def test_nothing_is_answered_without_the_token(server: _Server) -> None:
     connection.request("POST", "/", json.dumps(["key_value_set", ["a", "1"]]))
     assert connection.getresponse().status == 403
     connection.close()
+
+
+def test_what_is_no_request_ends_its_connection_without_a_word(
+    server: _Server, capsys: pytest.CaptureFixture[str]
+) -> None:
+    host, port, token = server.address
+    head = f"POST / HTTP/1.1\r\nAuthorization: {token}\r\n"
+    for sent in ("\x00\x16\x03", "GET / HTTP/1.1\r\n\r\n", f"{head}\r\n", f"{head}Content-Length: x\r\n\r\n"):
+        with socket.create_connection((host, port), 30) as connection:
+            connection.sendall(sent.encode())
+            connection.shutdown(socket.SHUT_WR)
+            while connection.recv(1 << 16):
+                pass
+    assert StoreClient(server.address).answers()
+    assert capsys.readouterr().err == ""
 
 
 def test_a_server_that_ends_is_named(server: _Server) -> None:

@@ -16,8 +16,10 @@ import hmac
 import http.client
 import http.server
 import json
+import logging
 import secrets
 import socket
+import sys
 import threading
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -26,6 +28,7 @@ from meshfeed._src.base import coordination, jax_internals
 from meshfeed._src.base.errors import MeshfeedError
 from meshfeed._src.base.threads import Background
 
+_log = logging.getLogger("meshfeed.store")
 _CALL_SECONDS = 30.0  # longest wait for an answer, beyond what the request itself waits
 _SHORTLY_SECONDS = 5.0
 
@@ -110,10 +113,11 @@ class _Handler(http.server.BaseHTTPRequestHandler):
 
     def do_POST(self) -> None:
         """Calls a method of the table."""
-        body = self.rfile.read(int(self.headers["Content-Length"]))
         if not hmac.compare_digest(self.headers.get("Authorization", "").encode(), self.server.token.encode()):
+            self.close_connection = True  # nothing more is read from a stranger
             self.send_error(http.HTTPStatus.FORBIDDEN)
             return
+        body = self.rfile.read(int(self.headers["Content-Length"]))
         try:
             name, args = json.loads(body)
             if name not in _METHODS:
@@ -139,6 +143,10 @@ class _Server(http.server.ThreadingHTTPServer):
         self.table, self.token = Table(), secrets.token_hex(32)
         super().__init__((host, 0), _Handler)
         self.thread = Background(self.serve_forever, "meshfeed-store")
+
+    def handle_error(self, request: object, client_address: object) -> None:
+        """Logs what a connection ended with, such as that of a host that was killed; it is no error of this process."""
+        _log.debug("a connection from %s ended: %r", client_address, sys.exception())
 
     @property
     def address(self) -> Address:
