@@ -17,7 +17,7 @@ from jax.sharding import PartitionSpec as P
 
 import meshfeed
 from meshfeed import maxtext
-from meshfeed._src.base import jax_internals
+from meshfeed._src.base import coordination, jax_internals
 from meshfeed._src.remote.served_store import CALLS, StoreClient
 
 HOST_ROWS = 8
@@ -416,7 +416,7 @@ def compare_remote_over_a_served_store(cases: dict[str, Any], folder: str) -> di
             jaxs.set("address of the served store", address)
         CALLS["join"](jaxs.get("address of the served store", 60))
         assert CALLS["store"]() == jaxs.get("address of the served store", 60)
-        assert jax_internals.place_in_job() == (jax.process_index(), jax.process_count())
+        assert coordination.place_in_job() == (jax.process_index(), jax.process_count())
         results = {name: compare_remote(make, settings, f"{folder}/{name}") for name, (make, settings) in cases.items()}
         served = jax_internals.key_value_store()
         assert served is not None

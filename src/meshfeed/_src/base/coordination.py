@@ -47,9 +47,6 @@ _TPU_LISTS = ("TPU_PROCESS_ADDRESSES", "TPU_WORKER_HOSTNAMES")
 _COMPLETION_INDEX = "JOB_COMPLETION_INDEX"  # set in the pods of an indexed Kubernetes Job, hence also of a JobSet
 _log = logging.getLogger("meshfeed.process")
 
-place_in_job = jax_internals.place_in_job
-
-
 def process_index() -> int:
     """Index of this process in the job."""
     return jax.process_index()
@@ -58,6 +55,16 @@ def process_index() -> int:
 def process_count() -> int:
     """Number of processes in the job."""
     return jax.process_count()
+
+
+def place_in_job() -> tuple[int, int] | None:
+    """Returns the index of this process and the number of processes; None if it cannot reach the others.
+
+    Unlike :func:`process_index`, does not initialize the backend, which waits for all other processes.
+    """
+    if jax_internals.substitute_client() is not None:  # used only once there is a backend
+        return process_index(), process_count()
+    return jax_internals.place_in_job()
 
 
 def is_distributed() -> bool:

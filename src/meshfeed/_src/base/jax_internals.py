@@ -111,11 +111,9 @@ def place_in_job() -> tuple[int, int] | None:
 
     Unlike ``jax.process_index``, does not initialize the backend, which waits for all other processes.
     """
-    if _own_client() is None:  # a substitute is used once there is a backend
-        return None if substitute_client() is None else (jax.process_index(), jax.process_count())
     state = _global_state()
     index, number = getattr(state, "process_id", None), getattr(state, "num_processes", None)
-    return None if index is None or number is None else (index, number)
+    return None if index is None or number is None or _own_client() is None else (index, number)
 
 
 def key_value_store() -> KeyValueStore | None:
