@@ -24,6 +24,9 @@ if "JAX_COMPILATION_CACHE_DIR" not in os.environ:
     os.environ["JAX_COMPILATION_CACHE_DIR"] = tempfile.mkdtemp(prefix="meshfeed-compiled-")
     atexit.register(shutil.rmtree, os.environ["JAX_COMPILATION_CACHE_DIR"], ignore_errors=True)
 os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")
+# TensorFlow imports Keras 3, and that imports scikit-learn, which take two fifths of its 6 s, unless it shall use Keras 2. No
+# test uses either.
+os.environ.setdefault("TF_USE_LEGACY_KERAS", "1")
 
 import hypothesis
 import jax  # noqa: F401 (reads the environment now)
