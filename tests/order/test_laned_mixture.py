@@ -41,7 +41,7 @@ def order_of(components, num_lanes, stages=None, *sizes, block=8, seed=0, num_ep
 
 
 def short_chunks(compute):
-    """Calls ``compute`` with chunks of 64 records: those of 4,096 are hundreds of epochs of sources as small as these."""
+    """Calls ``compute`` with chunks of 64 records: those of 8,192 are hundreds of epochs of sources as small as these."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(mixture, "_CHUNK", 64)
         return compute()

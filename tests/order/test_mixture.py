@@ -212,7 +212,7 @@ def test_a_position_has_one_record_however_it_is_requested(data):
 @settings(max_examples=60, deadline=None)
 def test_positions_between_are_those_one_by_one(start, count):
     for order in (ENDLESS, FINITE):
-        assert order.total is None or order.total > 4096 * 2
+        assert order.total is None or order.total > 8192
         stop = min(start + count, 12_000 if order.total is None else order.total)
         begin = min(start, stop)
         for found, wanted in zip(order.ids_between(begin, stop), order.ids_at(np.arange(begin, stop)), strict=True):

@@ -153,7 +153,10 @@ class ArraysHandler(ocp.handlers.AsyncCheckpointHandler):
         leaves = stored.manifest.leaves
         unknown = [name for name in stored.array_names() if name in leaves and "chunk" not in leaves[name]]
         stored.open_soon(unknown)
-        join_parts(directory, {name: stored.chunk_of(name) for name in unknown})
+        for name in unknown:
+            leaves[name]["chunk"] = stored.chunk_of(name)
+        if not stored.is_plain:
+            join_parts(directory, stored.manifest)
 
     def metadata(self, directory: epath.PathLike) -> PyTree:
         """Returns the saved tree as ``jax.ShapeDtypeStruct`` with shardings, numpy dtypes and values."""

@@ -149,14 +149,8 @@ def read_manifest(item: epath.PathLike) -> Manifest | None:
     return manifest if paths else None
 
 
-def join_parts(item: epath.PathLike, chunks: Mapping[str, list[int]]) -> None:
-    """Merges the parts of all hosts into one file. One process calls it once all hosts have written."""
-    item = make_path(item)
-    manifest = read_manifest(item)
-    if manifest is None:
-        return
-    for name, chunk in chunks.items():
-        manifest.leaves[name]["chunk"] = chunk
+def join_parts(item: epath.Path, manifest: Manifest) -> None:
+    """Writes the merged parts of all hosts as one file, and removes the parts. One process calls it."""
     manifest.digests = {name: dict(sorted(cells.items())) for name, cells in manifest.digests.items()}
     manifest.files = manifest.files or _describe_files(item)
     parts = [path for path in (item / FOLDER).iterdir() if path.stem == TREE_PART or path.name.startswith(ARRAYS_PART)]

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from meshfeed._src.sources.files.shard_cache import ShardCache
 
 _MAX_OPEN_FILES = 1024
-_MAX_FILES_PER_CALL = 32
+_MAX_FILES_PER_CALL = 64  # a mixture of 35 files in one call, also if two steps are read together
 _CALLS_AT_ONCE = 16  # threads whose calls may hold files open, beside those that the pool keeps
 _MAX_ENTRIES = 1 << 25  # of 8 bytes: the indexes of checked files in memory
 _LEAST_ENTRIES = 256  # charged per checked file, which bounds their number too
