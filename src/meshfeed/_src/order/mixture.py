@@ -520,8 +520,8 @@ def _check_count(name: str, num_records: int, drawn: bool) -> None:
         )
 
 
-# Records of a lane that are computed together. A batch of 35 components takes as long as 4,096 records of them, and those
-# nearly as long as 8,192; more save little.
+# Records of a lane that are computed together. With 35 components a chunk costs little more for 8,192 records than for one
+# batch; longer ones save little.
 _CHUNK = 8192
 # Fewer if a component is so small that they would span many epochs, since each epoch is laid out: with a component of 3
 # records, 4,096 took 1.5 s.
