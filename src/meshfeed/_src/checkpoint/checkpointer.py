@@ -25,7 +25,7 @@ from meshfeed._src.base.errors import (
     hides_own_frames,
     suggests_keywords,
 )
-from meshfeed._src.base.fork import Owner
+from meshfeed._src.base.fork import NotCopied, Owner
 from meshfeed._src.base.hooks import CannotResume, Resumable, Startable, find
 from meshfeed._src.base.settings import checked, flag, instance, integer, optional
 from meshfeed._src.base.store_path import StorePath, is_in_store
@@ -98,7 +98,7 @@ _GOODBYE_SECONDS = 1.0
 
 
 @public("meshfeed.checkpoint")
-class Checkpointer:
+class Checkpointer(NotCopied):
     """Saves a training state and a feed's position as one step, and restores both or neither.
 
     ::
