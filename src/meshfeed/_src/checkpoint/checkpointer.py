@@ -38,6 +38,7 @@ from meshfeed._src.checkpoint.directory import (
     check_shared,
     check_step_names,
     checkpoints_near,
+    is_begun,
     opening,
     put_mark,
     remove_mark,
@@ -54,6 +55,7 @@ from meshfeed._src.checkpoint.handlers import (
 )
 from meshfeed._src.checkpoint.leaves import encode_tree
 from meshfeed._src.checkpoint.options import RestoreOptions, short
+from meshfeed._src.checkpoint.orbax_internals import discard_errors
 from meshfeed._src.checkpoint.retention import retention_options
 from meshfeed._src.checkpoint.saves import CapturedState, HasState, SkippedStep, StepSave, check_same, number_of
 from meshfeed._src.checkpoint.step import (
@@ -418,10 +420,13 @@ class Checkpointer(NotCopied):
             self._saving = self._open.saving = None
         except Exception as error:
             self._failed, self._open.saving = True, None
-            # Orbax stops at the first error. The other parts must not write into the folder of the next save.
-            for future in () if self._saving is None else self._saving.started:
-                with contextlib.suppress(Exception):
-                    future.result(self._timeout_seconds)
+            # Orbax stops at the first error. The other parts must not write into the folder of the next save. Without a
+            # folder they wait for it until their own timeout, and write nothing.
+            if self._saving is not None and is_begun(self._directory, self._saving.step):
+                for future in self._saving.started:
+                    with contextlib.suppress(Exception):
+                        future.result(self._timeout_seconds)
+                discard_errors(self._manager)
             first = error  # Orbax raises errors of its barriers while it handles another
             while first.__cause__ is None and isinstance(first.__context__, Exception):
                 first = first.__context__

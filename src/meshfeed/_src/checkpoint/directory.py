@@ -144,6 +144,16 @@ def remove_unfinished(directory: epath.Path) -> None:
             _log.info("removed the unfinished save %s", path)
 
 
+def is_begun(directory: epath.Path, step: int) -> bool:
+    """Whether the unfinished save of a step has a folder; True in a store, which needs none."""
+    if "://" in str(directory):
+        return True
+    try:
+        return any(path.name.startswith(f"{step}{_UNFINISHED}") for path in directory.iterdir())
+    except OSError:
+        return False
+
+
 def put_mark(directory: epath.Path) -> str | None:
     """Writes an empty file for :func:`check_shared` and returns its name; None in a store, which all hosts share."""
     if "://" in str(directory):

@@ -29,8 +29,7 @@ class Caching:
         raise NotImplementedError
 
     def __getstate__(self) -> dict[str, Any]:
-        caches = functools._lru_cache_wrapper
-        return {name: value for name, value in vars(self).items() if not isinstance(value, caches)}
+        return {name: value for name, value in vars(self).items() if not hasattr(value, "cache_clear")}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         vars(self).update(state)
