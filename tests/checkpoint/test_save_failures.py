@@ -72,6 +72,25 @@ def test_a_folder_that_cannot_be_written_is_an_error_at_once(tmp_path, monkeypat
         assert ckpt.steps() == [1, 3]
 
 
+def test_a_folder_in_which_nothing_can_be_created_is_an_error_of_the_save(tmp_path, monkeypatch):
+    """Not of Orbax, which would let the other hosts wait for host 0."""
+    state, path_type = {"w": np.ones(8)}, type(epath.Path(tmp_path))
+
+    def fail(self, *args, **kwargs):
+        raise OSError(30, "Read-only file system", str(self))
+
+    with Checkpointer(tmp_path / "c", save_interval_steps=1) as ckpt:
+        ckpt.save(1, state)
+        with monkeypatch.context() as patch:
+            patch.setattr(path_type, "touch", fail)
+            with pytest.raises(CheckpointError, match=r"nothing can be created there: .*Read-only file system"):
+                ckpt.save(2, state)
+        ckpt.save(3, state)
+        ckpt.wait()
+        assert ckpt.steps() == [1, 3]
+        assert sorted(path.name for path in (tmp_path / "c").iterdir()) == ["1", "3"]
+
+
 def test_a_failed_save_is_reported_once(tmp_path, monkeypatch):
     """Orbax has an error of its metadata and one of the arrays if the disk is full, and raises the second one later."""
     state, path_type = {"w": np.ones(8)}, type(epath.Path(tmp_path))

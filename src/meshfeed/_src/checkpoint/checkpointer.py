@@ -37,6 +37,7 @@ from meshfeed._src.checkpoint.directory import (
     check_no_step,
     check_shared,
     check_step_names,
+    check_writable,
     checkpoints_near,
     is_begun,
     opening,
@@ -312,6 +313,8 @@ class Checkpointer(NotCopied):
                 f"step {step} already exists in {self._directory}. Save under a different number, or remove it first.",
                 step=step,
             )
+        if process_index() == 0:
+            check_writable(self._directory)
         identity = {
             "id": f"{self._job_id}-{self._saves}",
             "step": step,

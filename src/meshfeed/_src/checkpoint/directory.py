@@ -164,6 +164,21 @@ def put_mark(directory: epath.Path) -> str | None:
     return name
 
 
+def check_writable(directory: epath.Path) -> None:
+    """Checks that a step can be added, on host 0; if Orbax found that it cannot, the other hosts would wait for host 0.
+
+    Raises:
+      CheckpointError: nothing can be created in the folder, such as on a full disk or a read-only file system.
+    """
+    try:
+        remove_mark(directory, put_mark(directory))
+    except OSError as error:
+        raise CheckpointError(
+            f"{directory}: nothing can be created there: {error}. Steps saved before are unchanged. Free space or quota, or "
+            "make the folder writable, and save again."
+        ) from error
+
+
 def check_shared(directory: epath.Path, mark: str | None) -> None:
     """Waits until this host sees what host 0 has written to the folder.
 
