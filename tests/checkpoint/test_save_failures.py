@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import io
+import threading
+import time
 
 import jax
 import jax.numpy as jnp
@@ -89,6 +91,36 @@ def test_a_folder_in_which_nothing_can_be_created_is_an_error_of_the_save(tmp_pa
         ckpt.wait()
         assert ckpt.steps() == [1, 3]
         assert sorted(path.name for path in (tmp_path / "c").iterdir()) == ["1", "3"]
+
+
+@pytest.mark.parametrize("then", ["save", "restore"])
+def test_a_save_that_an_interrupt_leaves_half_begun_ends_before_the_next(tmp_path, monkeypatch, then):
+    """Such as SIGTERM, after which a program saves once more: the folder must not be removed while it is written."""
+    state, start, interrupts = {"w": np.arange(8)}, threading.Thread.start, [KeyboardInterrupt()]
+    write = stored.write_part
+
+    def interrupted(self):
+        if self.name == "save_finalize" and interrupts:
+            raise interrupts.pop()
+        start(self)
+
+    def slow(item, name, digests, **content):
+        time.sleep(0.3)
+        write(item, name, digests, **content)
+
+    for module in (array_handler, handlers, stored):
+        monkeypatch.setattr(module, "write_part", slow)
+    monkeypatch.setattr(threading.Thread, "start", interrupted)
+    with Checkpointer(tmp_path / "c", save_interval_steps=1) as ckpt:
+        with pytest.raises(KeyboardInterrupt):
+            ckpt.save(1, state)
+        if then == "restore":
+            assert ckpt.restore(state)[0] == 1  # it had all its parts
+        ckpt.save(2, state)
+        ckpt.wait()
+        for step in ckpt.steps():
+            assert_same(state, ckpt.restore(state, step=step)[1])
+        assert ckpt.steps()[-1] == 2
 
 
 def test_a_failed_save_is_reported_once(tmp_path, monkeypatch):

@@ -218,6 +218,9 @@ class Checkpointer(NotCopied):
         self._warned = False
         self._writes = False  # whether this job has saved
         self._saving: StepSave | None = None  # the newest save passed to Orbax
+        self._torn: StepSave | None = (
+            None  # one that an interrupt left while Orbax began it; parts may still be written
+        )
         self._failed = False  # whether a save has failed since the last one
         self._closed = False
 
@@ -289,7 +292,7 @@ class Checkpointer(NotCopied):
             # Forced, because save() has checked the interval, and the last step of a run need not be on it.
             saved = bool(self._manager.save(step, args=ocp.args.Composite(**items), force=True))
         except BaseException:
-            self._failed = True
+            self._failed, self._torn = True, save
             raise
         failure = next(iter(save.failures), None)
         save.failures.clear()  # their tracebacks would keep the caller's train state alive
@@ -419,17 +422,15 @@ class Checkpointer(NotCopied):
           CheckpointError: a save failed; the previous step remains the newest.
         """
         try:
+            if self._torn is not None:
+                self._settle(self._torn)
+                self._torn = None
             self._manager.wait_until_finished()
             self._saving = self._open.saving = None
         except Exception as error:
             self._failed, self._open.saving = True, None
-            # Orbax stops at the first error. The other parts must not write into the folder of the next save. Without a
-            # folder they wait for it until their own timeout, and write nothing.
-            if self._saving is not None and is_begun(self._directory, self._saving.step):
-                for future in self._saving.started:
-                    with contextlib.suppress(Exception):
-                        future.result(self._timeout_seconds)
-                discard_errors(self._manager)
+            if self._saving is not None:
+                self._settle(self._saving)
             first = error  # Orbax raises errors of its barriers while it handles another
             while first.__cause__ is None and isinstance(first.__context__, Exception):
                 first = first.__context__
@@ -441,6 +442,17 @@ class Checkpointer(NotCopied):
                 text += _OTHER_PROCESS
             # Orbax keeps the error until the next save, and its traceback would keep the caller's train state alive.
             raise CheckpointError(text, step=step) from error.with_traceback(None)
+
+    def _settle(self, save: StepSave) -> None:
+        """Waits for the parts of a save that failed. Orbax stops at the first error, but the others must not write later.
+
+        The next save removes the folder. Without one, they wait for it until their own timeout, and write nothing.
+        """
+        if is_begun(self._directory, save.step):
+            for future in save.started:
+                with contextlib.suppress(Exception):
+                    future.result(self._timeout_seconds)
+            discard_errors(self._manager)
 
     def steps(self) -> list[int]:
         """Returns the numbers of the committed steps, ascending, including damaged ones."""
