@@ -218,9 +218,7 @@ class Checkpointer(NotCopied):
         self._warned = False
         self._writes = False  # whether this job has saved
         self._saving: StepSave | None = None  # the newest save passed to Orbax
-        self._torn: StepSave | None = (
-            None  # one that an interrupt left while Orbax began it; parts may still be written
-        )
+        self._torn: StepSave | None = None  # one that an interrupt left half begun; parts may still be written
         self._failed = False  # whether a save has failed since the last one
         self._closed = False
 
