@@ -17,7 +17,9 @@ from meshfeed.checkpoint import ArrayHandler, Checkpointer
 MODULE = "orbax.checkpoint._src.metadata.array_metadata_store"
 
 
-def test_the_names_are_there(caplog: pytest.LogCaptureFixture) -> None:
+def test_the_names_are_there(tmp_path, caplog: pytest.LogCaptureFixture) -> None:
+    with ocp.CheckpointManager(tmp_path / "steps") as manager:
+        assert callable(manager._checkpointer.wait_until_finished)
     assert type(orbax_internals.metadata_store()).__name__ == "Store"
     assert orbax_internals.sharding_writer() is not None
     module, _, name = orbax_internals.JSON_HANDLER.rpartition(".")

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import io
+import threading
+import time
 
 import jax
 import jax.numpy as jnp
@@ -10,6 +12,7 @@ import numpy as np
 import pytest
 from checkpoint_feeds import CountingFeed
 from checkpoint_trees import abstract, assert_same, make_mesh, place
+from etils import epath
 
 from meshfeed._src.base.errors import CheckpointError
 from meshfeed._src.checkpoint import array_handler, handlers, report, stored
@@ -45,6 +48,109 @@ def test_a_save_that_fails_leaves_the_step_before(tmp_path, monkeypatch, part):
         assert ckpt.save(3, state, feed)
         ckpt.wait()
         assert sorted(path.name for path in (tmp_path / "c").iterdir()) == ["1", "3"]  # nothing of step 2 is left
+
+
+@pytest.mark.timeout(60)
+def test_a_folder_that_cannot_be_written_is_an_error_at_once(tmp_path, monkeypatch):
+    """It was made read-only, or a quota is used up: Orbax's parts wait minutes for the folder of the step."""
+    state, path_type = {"w": np.ones(8), "x": jnp.ones(8)}, type(epath.Path(tmp_path))
+    make = path_type.mkdir
+
+    def fail(self, *args, **kwargs):
+        if "orbax-checkpoint-tmp" in str(self):
+            raise OSError(30, "Read-only file system", str(self))
+        return make(self, *args, **kwargs)
+
+    with Checkpointer(tmp_path / "c", save_interval_steps=1) as ckpt:
+        ckpt.save(1, state)
+        ckpt.wait()
+        with monkeypatch.context() as patch:
+            patch.setattr(path_type, "mkdir", fail)
+            ckpt.save(2, state)
+            with pytest.raises(CheckpointError, match=r"saving step 2 failed: .*Read-only file system"):
+                ckpt.wait()
+        ckpt.save(3, state)
+        ckpt.wait()
+        assert ckpt.steps() == [1, 3]
+
+
+def test_a_folder_in_which_nothing_can_be_created_is_an_error_of_the_save(tmp_path, monkeypatch):
+    """Not of Orbax, which would let the other hosts wait for host 0."""
+    state, path_type = {"w": np.ones(8)}, type(epath.Path(tmp_path))
+
+    def fail(self, *args, **kwargs):
+        raise OSError(30, "Read-only file system", str(self))
+
+    with Checkpointer(tmp_path / "c", save_interval_steps=1) as ckpt:
+        ckpt.save(1, state)
+        with monkeypatch.context() as patch:
+            patch.setattr(path_type, "touch", fail)
+            with pytest.raises(CheckpointError, match=r"nothing can be created there: .*Read-only file system"):
+                ckpt.save(2, state)
+        ckpt.save(3, state)
+        ckpt.wait()
+        assert ckpt.steps() == [1, 3]
+        assert sorted(path.name for path in (tmp_path / "c").iterdir()) == ["1", "3"]
+
+
+@pytest.mark.parametrize("then", ["save", "restore"])
+def test_a_save_that_an_interrupt_leaves_half_begun_ends_before_the_next(tmp_path, monkeypatch, then):
+    """Such as SIGTERM, after which a program saves once more: the folder must not be removed while it is written."""
+    state, start, interrupts = {"w": np.arange(8)}, threading.Thread.start, [KeyboardInterrupt()]
+    write = stored.write_part
+
+    def interrupted(self):
+        if self.name == "save_finalize" and interrupts:
+            raise interrupts.pop()
+        start(self)
+
+    def slow(item, name, digests, **content):
+        time.sleep(0.3)
+        write(item, name, digests, **content)
+
+    for module in (array_handler, handlers, stored):
+        monkeypatch.setattr(module, "write_part", slow)
+    monkeypatch.setattr(threading.Thread, "start", interrupted)
+    with Checkpointer(tmp_path / "c", save_interval_steps=1) as ckpt:
+        with pytest.raises(KeyboardInterrupt):
+            ckpt.save(1, state)
+        if then == "restore":
+            assert ckpt.restore(state)[0] == 1  # it had all its parts
+        ckpt.save(2, state)
+        ckpt.wait()
+        for step in ckpt.steps():
+            assert_same(state, ckpt.restore(state, step=step)[1])
+        assert ckpt.steps()[-1] == 2
+
+
+def test_a_failed_save_is_reported_once(tmp_path, monkeypatch):
+    """Orbax has an error of its metadata and one of the arrays if the disk is full, and raises the second one later."""
+    state, path_type = {"w": np.ones(8)}, type(epath.Path(tmp_path))
+    write_text = path_type.write_text
+
+    def fail(self, *args, **kwargs):
+        if self.name == "_CHECKPOINT_METADATA":
+            raise OSError(28, "No space left on device")
+        return write_text(self, *args, **kwargs)
+
+    def fail_part(item, name, digests, **content):
+        raise OSError(28, "No space left on device")
+
+    for again in (True, False):
+        with Checkpointer(tmp_path / str(again), save_interval_steps=1) as ckpt:
+            ckpt.save(1, state)
+            ckpt.wait()
+            with monkeypatch.context() as patch:
+                for module in (array_handler, handlers, stored):
+                    patch.setattr(module, "write_part", fail_part)
+                patch.setattr(path_type, "write_text", fail)
+                ckpt.save(2, state)
+                with pytest.raises(CheckpointError, match=r"saving step 2 failed: .*No space left"):
+                    ckpt.wait()
+            if again:
+                ckpt.save(3, state)
+                ckpt.wait()
+                assert ckpt.steps() == [1, 3]
 
 
 @pytest.mark.parametrize(

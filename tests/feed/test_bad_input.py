@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import json
 import pathlib
 import pickle
@@ -367,12 +366,6 @@ def test_a_generator_has_one_epoch() -> None:
         next(feed)
 
 
-@pytest.mark.parametrize("call", [pickle.dumps, copy.copy, copy.deepcopy])
-def test_a_feed_cannot_be_copied(call: Callable[[Any], Any]) -> None:
-    with make_feed() as feed, pytest.raises(TypeError, match=r"cannot be pickled or copied.*get_state\(\)"):
-        call(feed)
-
-
 def test_an_error_that_skip_bad_does_not_cover_says_which_it_does() -> None:
     def decode(record: dict[str, Any]) -> Any:
         return record["label"] if record["x"] == 3 else record
@@ -618,8 +611,6 @@ def test_host_batches_refuse_what_they_cannot_do() -> None:
 
 
 def test_every_error_is_a_meshfeed_error_and_survives_a_process_border() -> None:
-    import pickle
-
     error = meshfeed.StateMismatchError("seed", 1, 2, "Pass seed=1.")
     again = pickle.loads(pickle.dumps(error))
     assert (again.field, again.saved, again.current, again.remedy) == ("seed", 1, 2, "Pass seed=1.")

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import gc
+import pickle
 import weakref
 from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 import pytest
@@ -44,7 +46,10 @@ def used_shards() -> object:
     return order
 
 
-@pytest.mark.parametrize("used", [used_packing, used_buckets, used_mixture, used_shards])
+USED = [used_packing, used_buckets, used_mixture, used_shards]
+
+
+@pytest.mark.parametrize("used", USED)
 def test_an_order_is_freed_with_its_last_reference(used: Callable[[], object]) -> None:
     order = used()
     freed = weakref.ref(order)
@@ -54,3 +59,18 @@ def test_an_order_is_freed_with_its_last_reference(used: Callable[[], object]) -
         assert freed() is None, "it may hold the lengths of many documents, or a memory map"
     finally:
         gc.enable()
+
+
+@pytest.mark.parametrize("used", USED)
+def test_an_order_is_pickled_without_what_it_has_cached(used: Callable[[], Any]) -> None:
+    order = used()
+    before = len(pickle.dumps(order))
+    answers_of(order)
+    again = pickle.loads(content := pickle.dumps(order))
+    assert len(content) == before
+    for found, expected in zip(answers_of(again), answers_of(order), strict=True):
+        np.testing.assert_array_equal(found, expected)
+
+
+def answers_of(order: Any) -> list[np.ndarray]:
+    return list(vars(order.pieces_at(POSITIONS)).values() if isinstance(order, Packing) else order.ids_at(POSITIONS))

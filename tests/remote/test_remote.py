@@ -150,7 +150,9 @@ def test_settings_of_the_thread_do_not_reach_the_hosts(settings: Any) -> None:
     assert found[0]["x"].sharding == wanted[0]["x"].sharding
 
 
-def test_stats_go_on_after_reshard(mesh: Mesh) -> None:
+def test_stats_and_report_go_on_after_reshard(mesh: Mesh, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    shown: list[Any] = []
+    monkeypatch.setattr("meshfeed._src.remote.feed.report_page", lambda figures: shown.append(figures) or "")
     with RemoteFeed(make_memory, NamedSharding(mesh, P("data")), **RANDOM) as feed:
         next(feed)
         first = feed.stats()
@@ -160,6 +162,11 @@ def test_stats_go_on_after_reshard(mesh: Mesh) -> None:
         assert feed.stats().batches == 3
         assert feed.stats().records == 48
         assert feed.stats(since=first).batches == 2
+        feed.report(tmp_path / "report.html")
+        ((host,),) = (one["hosts"] for one in shown[0]["feeds"])
+        assert (host["batches"], host["records"], host["step"], host["runs"]) == (3, 48, 3, 1)
+        times = [second for second in shown[0]["feeds"][0]["over_time"]["batches_per_second"]["0"] if second]
+        assert times  # since the feed was made
 
 
 @pytest.mark.parametrize("case", ["random access", "stream"])

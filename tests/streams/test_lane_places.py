@@ -213,12 +213,36 @@ def test_no_place_is_begun_once_the_reader_was_stopped() -> None:
     places.close()
 
 
-def test_a_host_without_lanes_keeps_its_numbers() -> None:
+def test_another_place_may_be_tried_again_if_the_reader_was_stopped_during_a_move(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    source = Source()
+    places, auto = make_places(source)
+    assert rows(places, 0) == expected(0)
+
+    def stopped(*_: Any) -> bool:
+        places.stop()
+        raise meshfeed.SourceError("worker 0 of 1 exited with code 0")
+
+    monkeypatch.setattr(_Coming, "is_near", stopped)
+    auto.wanted = ReadNumbers(2, 1)
+    with pytest.raises(meshfeed.SourceError):
+        places.read(1)
+    assert auto.unchangeable == {}
+    source.gate.set()
+    places.close()
+
+
+def test_a_host_without_lanes_keeps_its_numbers_until_it_has_some() -> None:
     places = LanePlaces(Source(), FeedSettings(num_workers="auto"), SHARED, {}, 0, lambda step: 3)
     auto = AutoReads()
     places.adapt(auto)
     assert auto.unchangeable["num_workers"] == "this host reads no lane"
     assert places.read(0).lanes == {}
+    places.close()
+    places, _ = make_places(Source())
+    places.adapt(auto)
+    assert auto.unchangeable == {}
     places.close()
 
 

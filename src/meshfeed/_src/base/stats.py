@@ -167,6 +167,11 @@ def rates(before: Sample, after: Sample) -> dict[str, float]:
     return found | ({"cache_hit_fraction": hits / (hits + misses)} if hits + misses else {})
 
 
+def _sample_of(fields: Mapping[str, Any]) -> Sample:
+    stalls = tuple(Stall(**stall) for stall in fields["stalls"])
+    return Sample(**{**fields, "stats": FeedStats(**fields["stats"]), "stalls": stalls})
+
+
 _PUBLISH_SECONDS = 0.1
 _HISTORY = 512
 _STALLS = 16
@@ -275,6 +280,25 @@ class StatsRecorder:
     def history(self) -> list[Sample]:
         """Returns up to 512 samples, spread evenly over the run so far."""
         return list(self._history)
+
+    def to_json(self) -> dict[str, Any]:
+        """Returns everything counted so far, for :meth:`continue_from`."""
+        return {
+            "feed_id": self._feed_id,
+            "sums": self._sums(),
+            "stalls": [dataclasses.asdict(stall) for stall in self.stalls],
+            "history": [dataclasses.asdict(sample) for sample in self._history],
+            "history_seconds": self._history_seconds,
+        }
+
+    def continue_from(self, earlier: Mapping[str, Any]) -> None:
+        """Continues the figures of another recorder, before the first delivery; ``earlier`` is its :meth:`to_json`."""
+        self._feed_id, self.peer_wait_seconds = earlier["feed_id"], earlier["sums"]["peer_wait_seconds"]
+        self._published = dict(earlier["sums"])
+        self.counts = Deliveries(dict(earlier["sums"]), None)
+        self.stalls = tuple(Stall(**stall) for stall in earlier["stalls"])
+        self._history = [_sample_of(sample) for sample in earlier["history"]]
+        self._history_seconds = earlier["history_seconds"]
 
 
 class Totals:

@@ -25,7 +25,7 @@ from meshfeed._src.base.errors import (
     hides_own_frames,
     suggests_keywords,
 )
-from meshfeed._src.base.fork import Owner
+from meshfeed._src.base.fork import NotCopied, Owner
 from meshfeed._src.base.hooks import CannotResume, Resumable, Startable, find
 from meshfeed._src.base.settings import checked, flag, instance, integer, optional
 from meshfeed._src.base.store_path import StorePath, is_in_store
@@ -37,7 +37,9 @@ from meshfeed._src.checkpoint.directory import (
     check_no_step,
     check_shared,
     check_step_names,
+    check_writable,
     checkpoints_near,
+    is_begun,
     opening,
     put_mark,
     remove_mark,
@@ -54,6 +56,7 @@ from meshfeed._src.checkpoint.handlers import (
 )
 from meshfeed._src.checkpoint.leaves import encode_tree
 from meshfeed._src.checkpoint.options import RestoreOptions, short
+from meshfeed._src.checkpoint.orbax_internals import discard_errors
 from meshfeed._src.checkpoint.retention import retention_options
 from meshfeed._src.checkpoint.saves import CapturedState, HasState, SkippedStep, StepSave, check_same, number_of
 from meshfeed._src.checkpoint.step import (
@@ -98,7 +101,7 @@ _GOODBYE_SECONDS = 1.0
 
 
 @public("meshfeed.checkpoint")
-class Checkpointer:
+class Checkpointer(NotCopied):
     """Saves a training state and a feed's position as one step, and restores both or neither.
 
     ::
@@ -215,6 +218,7 @@ class Checkpointer:
         self._warned = False
         self._writes = False  # whether this job has saved
         self._saving: StepSave | None = None  # the newest save passed to Orbax
+        self._torn: StepSave | None = None  # one that an interrupt left half begun; parts may still be written
         self._failed = False  # whether a save has failed since the last one
         self._closed = False
 
@@ -286,7 +290,7 @@ class Checkpointer:
             # Forced, because save() has checked the interval, and the last step of a run need not be on it.
             saved = bool(self._manager.save(step, args=ocp.args.Composite(**items), force=True))
         except BaseException:
-            self._failed = True
+            self._failed, self._torn = True, save
             raise
         failure = next(iter(save.failures), None)
         save.failures.clear()  # their tracebacks would keep the caller's train state alive
@@ -310,6 +314,8 @@ class Checkpointer:
                 f"step {step} already exists in {self._directory}. Save under a different number, or remove it first.",
                 step=step,
             )
+        if process_index() == 0:
+            check_writable(self._directory)
         identity = {
             "id": f"{self._job_id}-{self._saves}",
             "step": step,
@@ -414,14 +420,15 @@ class Checkpointer:
           CheckpointError: a save failed; the previous step remains the newest.
         """
         try:
+            if self._torn is not None:
+                self._settle(self._torn)
+                self._torn = None
             self._manager.wait_until_finished()
             self._saving = self._open.saving = None
         except Exception as error:
             self._failed, self._open.saving = True, None
-            # Orbax stops at the first error. The other parts must not write into the folder of the next save.
-            for future in () if self._saving is None else self._saving.started:
-                with contextlib.suppress(Exception):
-                    future.result(self._timeout_seconds)
+            if self._saving is not None:
+                self._settle(self._saving)
             first = error  # Orbax raises errors of its barriers while it handles another
             while first.__cause__ is None and isinstance(first.__context__, Exception):
                 first = first.__context__
@@ -433,6 +440,17 @@ class Checkpointer:
                 text += _OTHER_PROCESS
             # Orbax keeps the error until the next save, and its traceback would keep the caller's train state alive.
             raise CheckpointError(text, step=step) from error.with_traceback(None)
+
+    def _settle(self, save: StepSave) -> None:
+        """Waits for the parts of a save that failed. Orbax stops at the first error, but the others must not write later.
+
+        The next save removes the folder. Without one, they wait for it until their own timeout, and write nothing.
+        """
+        if is_begun(self._directory, save.step):
+            for future in save.started:
+                with contextlib.suppress(Exception):
+                    future.result(self._timeout_seconds)
+            discard_errors(self._manager)
 
     def steps(self) -> list[int]:
         """Returns the numbers of the committed steps, ascending, including damaged ones."""

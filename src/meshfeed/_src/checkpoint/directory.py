@@ -144,6 +144,16 @@ def remove_unfinished(directory: epath.Path) -> None:
             _log.info("removed the unfinished save %s", path)
 
 
+def is_begun(directory: epath.Path, step: int) -> bool:
+    """Whether the unfinished save of a step has a folder; True in a store, which needs none."""
+    if "://" in str(directory):
+        return True
+    try:
+        return any(path.name.startswith(f"{step}{_UNFINISHED}") for path in directory.iterdir())
+    except OSError:
+        return False
+
+
 def put_mark(directory: epath.Path) -> str | None:
     """Writes an empty file for :func:`check_shared` and returns its name; None in a store, which all hosts share."""
     if "://" in str(directory):
@@ -152,6 +162,21 @@ def put_mark(directory: epath.Path) -> str | None:
     directory.mkdir(parents=True, exist_ok=True)
     (directory / name).touch()
     return name
+
+
+def check_writable(directory: epath.Path) -> None:
+    """Checks that a step can be added, on host 0; if Orbax found that it cannot, the other hosts would wait for host 0.
+
+    Raises:
+      CheckpointError: nothing can be created in the folder, such as on a full disk or a read-only file system.
+    """
+    try:
+        remove_mark(directory, put_mark(directory))
+    except OSError as error:
+        raise CheckpointError(
+            f"{directory}: nothing can be created there: {error}. Steps saved before are unchanged. Free space or quota, or "
+            "make the folder writable, and save again."
+        ) from error
 
 
 def check_shared(directory: epath.Path, mark: str | None) -> None:

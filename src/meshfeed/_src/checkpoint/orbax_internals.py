@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 from collections.abc import Callable, Sequence
 from typing import Any, TypeAlias
@@ -48,6 +49,15 @@ def sharding_writer() -> WriteShardings | None:
         return orbax_future.CommitFutureAwaitingContractedSignals(writing, name="serialize_shardings")
 
     return write
+
+
+def discard_errors(manager: Any) -> None:
+    """Waits for the parts of a failed save, and discards their errors; Orbax would raise them in the next save or ``close``.
+
+    Without this private attribute, errors that come within the next moments are raised there.
+    """
+    with contextlib.suppress(Exception):
+        getattr(manager, "_checkpointer", manager).wait_until_finished()
 
 
 def metadata_store() -> Any | None:

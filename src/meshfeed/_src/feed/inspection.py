@@ -181,6 +181,13 @@ class Inspection:
         stats = self._stats
         return Sample(time.time(), self.step, self.position, stats.snapshot(), CACHES.totals(), stats.stalls)
 
+    def _counted(self) -> dict[str, JsonValue]:
+        return self._stats.to_json()
+
+    def _continue_from(self, counted: Mapping[str, JsonValue]) -> None:
+        """Continues the figures of a feed before this one; ``counted`` is its :meth:`_counted`."""
+        self._stats.continue_from(counted)
+
     def _figures(self) -> HostLog:
         from meshfeed._src.pictures.report import HostLog
 

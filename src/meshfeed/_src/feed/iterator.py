@@ -11,7 +11,7 @@ import logging
 import time
 from collections.abc import Mapping, Sequence
 from types import TracebackType
-from typing import Literal, NamedTuple, NoReturn, SupportsIndex
+from typing import Literal, NamedTuple, NoReturn
 
 from meshfeed._src.agreement.handshake import Handshake, agreed_settings
 from meshfeed._src.agreement.meeting import Meetings
@@ -27,7 +27,7 @@ from meshfeed._src.base.errors import (
     hides_own_frames,
     suggests_keywords,
 )
-from meshfeed._src.base.fork import Finalizer, Owner, finalize
+from meshfeed._src.base.fork import Finalizer, NotCopied, Owner, finalize
 from meshfeed._src.base.settings import (
     Balance,
     BatchSchedule,
@@ -98,7 +98,7 @@ class _Generation(NamedTuple):
 
 
 @public("meshfeed")
-class Feed(Inspection, Checkpointable):
+class Feed(Inspection, Checkpointable, NotCopied):
     """One stream of global batches over a mesh of any number of hosts.
 
     The global batch of step k depends only on the source, the settings and k, not on the number of hosts, devices,
@@ -248,13 +248,6 @@ class Feed(Inspection, Checkpointable):
             self._follows = True
         self._cursor: Cursor = self._stream.start()
         self._host_rows = self._placer.host_rows(self._stream.record_spec if self._stream.in_columns else None)
-
-    @hides_own_frames
-    def __reduce_ex__(self, protocol: SupportsIndex) -> NoReturn:
-        raise TypeError(
-            f"{self.name} has threads and device arrays, so it cannot be pickled or copied. Make a feed where it is needed, "
-            "and pass it this one's get_state() with set_state."
-        )
 
     def __repr__(self) -> str:
         known = vars(self)  # the constructor may have failed before setting every attribute

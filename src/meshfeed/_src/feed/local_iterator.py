@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Protocol
 
+from meshfeed._src.base.fork import NotCopied
 from meshfeed._src.base.hooks import Resumable
 from meshfeed._src.base.types import JsonValue, PyTree
 from meshfeed._src.state.files import Checkpointable
@@ -18,7 +19,7 @@ class ResumableIterator(Resumable, Protocol):
     def __next__(self) -> PyTree: ...
 
 
-class LocalIterator(Checkpointable):
+class LocalIterator(Checkpointable, NotCopied):
     """A feed as the local iterator that checkpoint code written for Grain, MaxText or Orbax v1 expects.
 
     Args:

@@ -33,7 +33,7 @@ from meshfeed._src.base.errors import (
     hide_own_frames,
     hides_own_frames,
 )
-from meshfeed._src.base.fork import Owner
+from meshfeed._src.base.fork import NotCopied, Owner
 from meshfeed._src.base.hooks import Resumable, find
 from meshfeed._src.base.ownership import own, seal
 from meshfeed._src.base.progress import Dropping
@@ -62,7 +62,7 @@ _TIMEOUT_SECONDS = 600.0  # a loader may wait 300 s for its tf.data pipeline whi
 
 
 @public("meshfeed.maxtext")
-class MultiHostDataLoadIterator(Checkpointable):
+class MultiHostDataLoadIterator(Checkpointable, NotCopied):
     """Assembles host-local batches into global arrays; a drop-in replacement for MaxText's class of the same name.
 
     ``meshfeed.MultiHostDataLoadIterator`` is a different class: a second name of :class:`meshfeed.Feed`, which reads records
@@ -383,7 +383,7 @@ class MethodNotForwardedError(MeshfeedError, AttributeError):
     """The local iterator does not forward a method of the loader's iterator, which has read ahead."""
 
 
-class LocalIteratorView:
+class LocalIteratorView(NotCopied):
     """The loader's iterator as seen by checkpoint code: at the last delivered batch, regardless of the read-ahead.
 
     Other attributes are forwarded to the loader's iterator, except its methods, which could move it or save its

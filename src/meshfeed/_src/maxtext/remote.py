@@ -12,6 +12,7 @@ from etils import epath
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from meshfeed._src.base import coordination
+from meshfeed._src.base.fork import NotCopied
 from meshfeed._src.base.types import PyTree, public
 from meshfeed._src.maxtext.loader import MultiHostDataLoadIterator
 from meshfeed._src.remote.client import RemoteClient, make_payload
@@ -23,7 +24,7 @@ Step: TypeAlias = "jax.Array | np.ndarray | np.integer | int"
 
 
 @public("meshfeed.maxtext")
-class RemoteIterator:
+class RemoteIterator(NotCopied):
     """A host's loader and its state files; runs on the CPU host attached to the accelerators.
 
     Args:
@@ -137,7 +138,7 @@ def _mesh_of(array: object) -> Mesh:
 
 
 @public("meshfeed.maxtext")
-class RemoteIteratorWrapper:
+class RemoteIteratorWrapper(NotCopied):
     """Runs a :class:`RemoteIterator` on each host of the mesh and transfers its batches to the accelerators.
 
     Arguments not listed below are those of :class:`RemoteIterator`. The functions are sent to the hosts as pickles, which

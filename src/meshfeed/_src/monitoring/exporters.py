@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING
 
 from meshfeed._src.base import coordination
 from meshfeed._src.base.errors import SettingsError, SourceError, missing_package
-from meshfeed._src.base.fork import finalize
+from meshfeed._src.base.fork import NotCopied, finalize
 from meshfeed._src.base.settings import local_path
 from meshfeed._src.base.stats import CACHES, FeedStats, Sample, Stall, rates
 from meshfeed._src.base.stores import is_url
@@ -92,7 +92,7 @@ def check_seconds(seconds: float) -> float:
 
 
 @public("meshfeed.monitoring")
-class Exporter:
+class Exporter(NotCopied):
     """A running exporter. It ends with its feed or with the process; :meth:`close` ends it earlier.
 
     Attributes:

@@ -10,13 +10,12 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
-from typing import Any
 
 import numpy as np
 
 from meshfeed._src.base.settings import ShardShuffle
 from meshfeed._src.base.types import JsonValue, RecordIds
-from meshfeed._src.order.caching import cached
+from meshfeed._src.order.caching import Caching, cached
 from meshfeed._src.order.epochs import EpochOrder
 from meshfeed._src.order.packing import PackedBlock, PackingMethod, Pieces, join_pieces
 from meshfeed._src.order.permutation import derive_key, sorted_permutation
@@ -49,7 +48,7 @@ class PackingStats:
     lost_tokens: int
 
 
-class Packing:
+class Packing(Caching):
     """The sequences of all epochs. An id is ``epoch * num_sequences + place``.
 
     Args:
@@ -64,7 +63,7 @@ class Packing:
         self._permutes_blocks = False
         self._num_cached = _CACHED_BLOCKS
         self._divide(np.append(np.arange(0, len(lengths), block), len(lengths)))
-        self._forget()
+        self._make_caches()
 
     def _divide(self, bounds: RecordIds) -> None:
         self._bounds = bounds  # the first document of each block, and the number of documents
@@ -72,16 +71,9 @@ class Packing:
         self.counts = np.array(counts, np.int64)
         self.num_sequences = int(self.counts.sum())
 
-    def _forget(self) -> None:
+    def _make_caches(self) -> None:
         self._plan = cached(self._compute_plan, self._num_cached)
         self._order_of = cached(self._compute_order, _CACHED_EPOCHS)
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {name: value for name, value in self.__dict__.items() if name not in ("_plan", "_order_of")}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__dict__.update(state)
-        self._forget()
 
     def copy(self) -> Packing:
         """Returns the same packing with a separate cache of blocks."""

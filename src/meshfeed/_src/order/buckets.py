@@ -24,7 +24,7 @@ import numpy as np
 
 from meshfeed._src.base.settings import ShardShuffle
 from meshfeed._src.base.types import JsonValue, RecordIds
-from meshfeed._src.order.caching import cached
+from meshfeed._src.order.caching import Caching, cached
 from meshfeed._src.order.epochs import EpochOrder, checked_positions
 from meshfeed._src.order.permutation import derive_key, mix64_array, permute
 from meshfeed._src.order.shards import ShardOrder, shards_config
@@ -36,7 +36,7 @@ _RECORDS, _BATCHES, _LINE = 121, 122, 123  # purpose of a derived key
 _CHUNK = 4096  # batches whose places are computed together: a few take a third as long
 
 
-class BucketOrder:
+class BucketOrder(Caching):
     """The order of records in buckets.
 
     Args:
@@ -74,6 +74,9 @@ class BucketOrder:
         self._orders = {bucket: self._order_of(bucket) for bucket in self._used.tolist()}
         self.total = None if num_epochs is None else self._per_epoch * num_epochs
         self._num_full = None if num_epochs is None else self._num_before(num_epochs)
+        self._make_caches()
+
+    def _make_caches(self) -> None:
         self._places = cached(self._compute_places, 4)  # two for the reader, and for the plan of files to fetch
 
     def _order_of(self, bucket: int) -> EpochOrder | ShardOrder:

@@ -1,4 +1,4 @@
-"""Caches for the methods of an order, which do not keep the order alive."""
+"""Caches for the methods of an order, which neither keep the order alive nor travel to worker processes with it."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import functools
 import types
 import weakref
 from collections.abc import Callable
-from typing import TypeVar, cast
+from typing import Any, TypeVar, cast
 
 F = TypeVar("F", bound=Callable[..., object])
 
@@ -19,3 +19,18 @@ def cached(method: F, maxsize: int) -> F:
     """
     bound = cast("types.MethodType", method)
     return cast("F", functools.lru_cache(maxsize)(types.MethodType(bound.__func__, weakref.proxy(bound.__self__))))
+
+
+class Caching:
+    """Base of orders with :func:`cached` methods. Sources that go to workers may hold one, so pickles leave caches out."""
+
+    def _make_caches(self) -> None:
+        """Sets the attributes that hold the result of :func:`cached`; called by the constructor and after unpickling."""
+        raise NotImplementedError
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {name: value for name, value in vars(self).items() if not hasattr(value, "cache_clear")}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        vars(self).update(state)
+        self._make_caches()

@@ -28,7 +28,7 @@ from meshfeed._src.base.errors import DAMAGED_STATE, SettingsError, SourceError,
 from meshfeed._src.base.identities import as_saved
 from meshfeed._src.base.settings import ShardShuffle
 from meshfeed._src.base.types import MAX_POSITION, JsonValue, RecordIds
-from meshfeed._src.order.caching import cached
+from meshfeed._src.order.caching import Caching, cached
 from meshfeed._src.order.epochs import EpochOrder
 from meshfeed._src.order.permutation import derive_key, sorted_permutation
 from meshfeed._src.order.shards import LaneCells, ShardOrder, num_in_lane, shards_config
@@ -528,7 +528,7 @@ _CHUNK = 8192
 _SHORTEST_CHUNK, _MOST_EPOCHS = 128, 512
 
 
-class MixtureOrder:
+class MixtureOrder(Caching):
     """The order of a mixture of random-access components.
 
     Each component has its own order (its seed derives from the mixture's seed and the component's number) and its own
@@ -583,11 +583,14 @@ class MixtureOrder:
         ]
         while self._chunk_records > _SHORTEST_CHUNK and self._chunk_records * num_lanes > _MOST_EPOCHS * min(drawn):
             self._chunk_records //= 2
-        # 128 KiB each; two of each lane for the reader, and that of the plan of files to fetch.
-        self._chunk = cached(self._compute_chunk, 3 * num_lanes)
         self.total = self._compute_total(dict(zip(names, counts, strict=True)))
         self._end = MAX_POSITION if self.total is None else self.total
         self._cells = LaneCells(num_lanes, self.total, segments)
+        self._make_caches()
+
+    def _make_caches(self) -> None:
+        # 128 KiB each; two of each lane for the reader, and that of the plan of files to fetch.
+        self._chunk = cached(self._compute_chunk, 3 * self.num_lanes)
 
     def _compute_total(self, num_records: Mapping[str, int]) -> int | None:
         settings, num_lanes = self._settings, self.num_lanes

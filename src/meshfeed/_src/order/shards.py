@@ -28,7 +28,7 @@ import numpy as np
 
 from meshfeed._src.base.settings import ShardShuffle
 from meshfeed._src.base.types import JsonValue, RecordIds
-from meshfeed._src.order.caching import cached
+from meshfeed._src.order.caching import Caching, cached
 from meshfeed._src.order.epochs import checked_positions
 from meshfeed._src.order.permutation import derive_key, permute, sorted_permutation
 
@@ -117,7 +117,7 @@ def num_in_lane(num_records: int, lane: int, num_lanes: int) -> int:
     return -((lane - num_records) // num_lanes)
 
 
-class ShardOrder:
+class ShardOrder(Caching):
     """The order ``shuffle="shards"`` of a source over files.
 
     Args:
@@ -152,6 +152,9 @@ class ShardOrder:
         self._cells = LaneCells(num_lanes, self.total, segments)
         self._line = line or (seed, _SHARDS, self.num_records)
         self._shards = hashlib.sha256(self._lengths.astype("<i8").tobytes()).hexdigest()[:16]
+        self._make_caches()
+
+    def _make_caches(self) -> None:
         self._layout = cached(self._lay_out, 2)  # a batch may touch two epochs
         self._chunk = cached(self._compute_chunk, 512)  # at most 16 MiB; each lane reads in a chunk of its own
 

@@ -39,23 +39,27 @@ class AutoReads:
       wanted: set by the feed; the reader follows between two steps, at once for threads, and once they have started for
         workers.
       in_use: set by the reader.
-      unchangeable: keyword → why it stays as it is, set by the reader.
+      unchangeable: keyword → why it stays as it is, set by a reader.
     """
 
     def __init__(self) -> None:
         self.wanted = self.in_use = ReadNumbers(0, 1)
         self.unchangeable: dict[str, str] = {}
+        self._of_this_reader: set[str] = set()
         self._begun = False
 
     def begin(self, now: ReadNumbers) -> None:
         """Sets the numbers that a new reader uses; those of the first reader are also the first wanted ones."""
         self.in_use = now
+        self.unchangeable = {name: why for name, why in self.unchangeable.items() if name not in self._of_this_reader}
+        self._of_this_reader.clear()
         if not self._begun:
             self.wanted, self._begun = now, True
 
-    def keep(self, keyword: str, why: str) -> None:
-        """Records that the reader cannot change the number of ``keyword``."""
+    def keep(self, keyword: str, why: str, *, for_good: bool = True) -> None:
+        """Records that the reader cannot change the number of ``keyword``, and with ``for_good``, nor can later ones."""
         self.unchangeable[keyword] = why
+        (self._of_this_reader.discard if for_good else self._of_this_reader.add)(keyword)
         self.wanted = self.wanted._replace(**{keyword: getattr(self.in_use, keyword)})
 
 
@@ -103,6 +107,7 @@ class Reads:
         self._closing: list[Background] = []
         self._auto: AutoReads | None = None
         self._followed: ReadNumbers | None = None
+        self._stopped = False
         self._num_threads = num_threads
         self._threads = _make_threads(num_threads)
         self._replaced: list[Threads] = []  # end once they have done what they have
@@ -167,6 +172,8 @@ class Reads:
         try:
             self._follow_workers(num_workers)
         except Exception as error:  # in a process that might not have been started: the feed reads without it
+            if self._stopped:  # which has ended the process: the feed's next reader may start some
+                raise
             self._give_up_workers(shorten(str(error), _SHOWN_CHARACTERS))
         if num_threads != self._num_threads:
             self._replace_threads(num_threads)
@@ -224,6 +231,7 @@ class Reads:
 
     def stop(self) -> None:
         """Ends reads in worker processes and wakes the thread that waits for them. Thread-safe."""
+        self._stopped = True
         for group in self._all_groups():
             group.workers.stop()
 

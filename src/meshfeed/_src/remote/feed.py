@@ -25,6 +25,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from numpy.typing import ArrayLike
 
 from meshfeed._src.base.errors import MeshfeedError, SettingsError, SourceError, hides_own_frames, suggests_keywords
+from meshfeed._src.base.fork import NotCopied
 from meshfeed._src.base.settings import (
     SETTINGS,
     Balance,
@@ -34,7 +35,7 @@ from meshfeed._src.base.settings import (
     ShardShuffle,
     SkipBad,
 )
-from meshfeed._src.base.stats import FeedStats, stats_since, total_stats
+from meshfeed._src.base.stats import FeedStats, stats_since
 from meshfeed._src.base.stores import write_output
 from meshfeed._src.base.trees import tree_from_json, tree_to_json
 from meshfeed._src.base.turn import in_turn
@@ -94,6 +95,8 @@ class FeedTarget:
             "cannot_resume": lambda: feed.cannot_resume,
             "stats": lambda: dataclasses.asdict(feed.stats()),
             "report": lambda: report_figures([feed._figures()]),
+            "counted": feed._counted,
+            "continue_from": feed._continue_from,
         }
 
     def next(self) -> PyTree:
@@ -126,7 +129,7 @@ def _num_rows(spec: PyTree) -> int:
 
 
 @public("meshfeed.remote")
-class RemoteFeed(Checkpointable):
+class RemoteFeed(Checkpointable, NotCopied):
     """:class:`meshfeed.Feed` on the CPU hosts attached to the accelerators, with the same interface.
 
     The global batches are bit-identical to a local feed's, and either can resume from the other's checkpoints.
@@ -171,7 +174,6 @@ class RemoteFeed(Checkpointable):
     ) -> None:
         arguments = locals()  # must be first: only the arguments are defined
         self._closed = self._ended = False
-        self._before: FeedStats | None = None  # the last reshard
         FeedSettings.of(arguments)  # fails here rather than on the hosts
         self._make_source = make_source
         self._settings = {name: arguments[name] for name in SETTINGS}
@@ -287,15 +289,16 @@ class RemoteFeed(Checkpointable):
           MeshfeedError: the feed is closed, or another call of ``next``, ``set_state`` or ``reset`` is running.
         """
         self._check_open()
-        state, before = self.get_state(), self.stats()
+        state, counted = self.get_state(), self._client.call("counted")[0]
         client, memory_kind = self._make_client(sharding)
         try:
             client.call("set_state", json.dumps(state))
             client.know_spec()
+            client.call("continue_from", counted)
         except BaseException:
             client.close()
             raise
-        left, self._client, self._before = self._client, client, before
+        left, self._client = self._client, client
         self._memory_kind, self._turn, self._ended = memory_kind, client.turn, False
         left.close()
 
@@ -369,11 +372,7 @@ class RemoteFeed(Checkpointable):
     @hides_own_frames
     def stats(self, *, since: FeedStats | None = None) -> FeedStats:
         """Returns the stats of the first host, in total or ``since`` an earlier call; times are measured on that host."""
-        stats, before = FeedStats(**self._client.call("stats")[0]), self._before
-        if before is not None:
-            both = total_stats([before, stats])
-            stats = dataclasses.replace(both, tuned=stats.tuned, feed_id=before.feed_id)
-        return stats_since(stats, since)
+        return stats_since(FeedStats(**self._client.call("stats")[0]), since)
 
     def report(self, path: str | os.PathLike[str]) -> None:
         """Writes the figures of the first host over time as one HTML page; see :meth:`meshfeed.Feed.report`."""

@@ -120,11 +120,11 @@ class LanePlaces:
         self._auto = auto
         auto.begin(ReadNumbers(self._num_workers, self._num_threads))
         if not self._entries:
-            auto.keep("num_workers", "this host reads no lane")
+            auto.keep("num_workers", "this host reads no lane", for_good=False)
         if self._num_workers:
-            auto.keep("num_threads", "worker processes read the lanes, each in one thread")
+            auto.keep("num_threads", "worker processes read the lanes, each in one thread", for_good=False)
         elif self._max_threads < 2:
-            auto.keep("num_threads", "a thread reads a whole lane, and this host has only one")
+            auto.keep("num_threads", "a thread reads a whole lane, and this host has only one", for_good=False)
 
     def read(self, step: int) -> GroupRows:
         """Reads the next step."""
@@ -169,6 +169,8 @@ class LanePlaces:
             try:
                 self._move(auto.wanted.num_workers, step)
             except Exception as error:  # in a place that might not have been tried: the lanes stay where they are
+                if self._stopped:  # which has ended the place: the feed's next reader may open another
+                    raise
                 self._drop_coming()
                 auto.in_use = auto.in_use._replace(num_workers=self._num_workers)
                 auto.keep("num_workers", shorten(str(error), _SHOWN_CHARACTERS))

@@ -35,7 +35,7 @@ from meshfeed._src.base import serving
 from meshfeed._src.base.child import ChildProcess
 from meshfeed._src.base.cpus import xla_threads
 from meshfeed._src.base.errors import MeshfeedError, SettingsError
-from meshfeed._src.base.fork import Owner, finalize
+from meshfeed._src.base.fork import NotCopied, Owner, finalize
 from meshfeed._src.base.frames import Frame
 from meshfeed._src.base.types import PyTree, public
 
@@ -258,7 +258,7 @@ def dump_task(function: Callable[..., Any] | str, args: tuple[Any, ...]) -> byte
 
 
 @public("meshfeed.testing")
-class HostPool:
+class HostPool(NotCopied):
     """A multi-process job that runs functions one after another, each on all hosts.
 
     Starting the processes takes seconds; running a function in them takes milliseconds::
