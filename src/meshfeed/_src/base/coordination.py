@@ -47,6 +47,7 @@ _TPU_LISTS = ("TPU_PROCESS_ADDRESSES", "TPU_WORKER_HOSTNAMES")
 _COMPLETION_INDEX = "JOB_COMPLETION_INDEX"  # set in the pods of an indexed Kubernetes Job, hence also of a JobSet
 _log = logging.getLogger("meshfeed.process")
 
+
 def process_index() -> int:
     """Index of this process in the job."""
     return jax.process_index()
