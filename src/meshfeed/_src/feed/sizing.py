@@ -93,10 +93,9 @@ Search = Generator[tuple[Numbers, float], "Window | None", Numbers]
 window, or None if the numbers could not be used; returns the best."""
 
 
-def _is_better(tried: Window, gain: float, *found: Window) -> bool:
-    """Whether a window is better than each of ``found``."""
-    gain = min(gain, found[0].stalled / 2)  # a step that waits for 6 % of the time cannot become 10 % faster
-    return all(tried.capacity >= (1 + gain) * one.capacity and tried.rate >= _NOT_WORSE * one.rate for one in found)
+def _is_better(tried: Window, found: Window, gain: float) -> bool:
+    gain = min(gain, found.stalled / 2)  # a step that waits for 6 % of the time cannot become 10 % faster
+    return tried.capacity >= (1 + gain) * found.capacity and tried.rate >= _NOT_WORSE * found.rate
 
 
 def climb(now: Numbers, found: Window, can: Callable[[Numbers], bool], max_workers: int) -> Search:
@@ -134,15 +133,14 @@ def climb(now: Numbers, found: Window, can: Callable[[Numbers], bool], max_worke
             continue
         while found.stalled >= _STALLED and (other := next(filter(can, change(now)), now)) != now:
             tried = yield other, found.capacity
-            if tried is None:
+            with_workers = now.num_workers or other.num_workers
+            gain = _WORKER_GAIN if with_workers else _GAIN
+            if tried is None or not _is_better(tried, found, gain):
                 break
-            same, gain = [found], _WORKER_GAIN
-            if not (now.num_workers or other.num_workers):  # measured once more: the machine may have become faster
-                gain = _GAIN
-                if found.capacity < tried.capacity < _CLEAR * found.capacity and (again := (yield now, 0.0)) is not None:
-                    same.append(again)
-            if not _is_better(tried, gain, *same):
-                break
+            if not with_workers and tried.capacity < _CLEAR * found.capacity:
+                again = yield now, 0.0  # the machine may have become faster meanwhile
+                if again is None or not _is_better(tried, again, gain):
+                    break
             now, found = other, tried
     return now
 
