@@ -124,6 +124,8 @@ def test_uneven_reads_get_prefetched_batches() -> None:
 def test_reads_that_are_too_slow_on_average_get_threads_however_uneven_they_are() -> None:
     search = climb(START, window(stalled=0.9, uneven=0.4), lambda n: True, 8)
     assert next(search)[0] == Numbers(0, 4, 2)
+    search = climb(START, window(stalled=0.5, uneven=0.4, peers=0.2), lambda n: True, 8)
+    assert next(search)[0] == Numbers(0, 1, 4), "the rest of the wait is for other hosts"
 
 
 def test_threads_are_tried_where_prefetched_batches_do_not_help() -> None:

@@ -108,7 +108,7 @@ def climb(now: Numbers, found: Window, can: Callable[[Numbers], bool], max_worke
       max_workers: the largest number of workers that makes sense.
     """
     start = now
-    if found.uneven >= found.stalled:  # reads are fast enough on average, but not evenly
+    if found.uneven >= found.stalled - found.peers:  # reads are fast enough on average, but not evenly
         while can(more := now._replace(prefetch=2 * now.prefetch)):
             tried = yield more, 0.0
             if tried is None or tried.stalled > _LESS_STALLED * found.stalled:
