@@ -6,6 +6,7 @@ import json
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -289,6 +290,20 @@ def test_a_clear_gain_ends_the_measurement_of_fast_batches() -> None:
     run.cores = 0.1
     assert run.take(250)["num_threads"] == 16
     assert run.used.count(ReadNumbers(0, 4)) < 160  # 0.1 s, and the reads under way; 0.3 s would be 300
+
+
+def test_noise_seldom_hides_a_gain_of_an_eighth_and_makes_none() -> None:
+    def chosen(gain: float, seed: int) -> int:
+        noise = np.random.default_rng(seed)
+        run = Run(
+            lambda n: max(0.1, noise.normal(1.0, 0.2)) * 0.01 / (1.0 if n.num_threads == 1 else gain), num_workers=0
+        )
+        run.take(400)
+        assert run.sizer.tuned()["state"] == "settled"
+        return run.reads.in_use.num_threads
+
+    assert sum(chosen(1.125, seed) > 1 for seed in range(30)) >= 24
+    assert sum(chosen(0.97, seed) > 1 for seed in range(30)) <= 1
 
 
 def test_slow_decoding_gets_processes_and_threads_that_hinder_are_left_soon() -> None:
