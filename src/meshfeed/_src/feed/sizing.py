@@ -24,7 +24,7 @@ from meshfeed._src.reading.reads import AutoReads, ReadNumbers
 from meshfeed._src.streams.protocol import AnyReader
 
 _STALLED = 0.05  # fraction of the time that the step waits, from which other numbers are tried
-_GAIN, _WORKER_GAIN = 0.05, 0.1  # a change is kept if the capacity grows by this fraction, or by half of the stall
+_GAIN, _WORKER_GAIN = 0.05, 0.1  # threads and processes are kept if the capacity grows by this, or by half of the stall
 _NOT_WORSE = 0.95  # and this ratio of delivered batches
 _HOPELESS, _CLEAR = 0.75, 1.5  # a trial ends early below the first ratio and from the second on
 _FACTORS = 4, 2  # the numbers of readers to try, as multiples of the current one: the first that is possible
