@@ -296,7 +296,7 @@ def wait_for_workers(feed: meshfeed.Feed, forced: ForcedNumbers, number: int) ->
     while forced.reads.in_use.num_workers != number:
         next(feed)
         assert time.monotonic() < deadline
-        time.sleep(0.02)
+        time.sleep(0.1)  # on a busy machine, workers may start slowly, and the feed may have an end
     reader = feed._pipeline._reader
     if isinstance(reader, LaneReader):
         return reader._places._lanes._pool.pids

@@ -6,6 +6,7 @@ import json
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -57,13 +58,13 @@ def test_processes_are_tried_only_where_there_can_be_more_of_them_than_threads()
     assert not any(numbers.num_workers for numbers in tried)
     best, tried = climbed(lambda n: 10.0 * n.readers, workers=50, cores=lambda n: float(n.readers))
     assert best == Numbers(50, 16, 2)
-    assert [numbers.num_workers for numbers in tried if numbers.num_workers] == [32, 50]
+    assert [numbers.num_workers for numbers in tried if numbers.num_workers] == [50]
 
 
 def test_decoding_that_holds_the_lock_of_python_gets_processes() -> None:
     best, tried = climbed(lambda n: 10.0 * (n.num_workers or 1))
     assert best == Numbers(8, 1, 2)
-    assert [numbers.num_threads for numbers in tried if not numbers.num_workers] == [2]
+    assert [numbers.num_threads for numbers in tried if not numbers.num_workers] == [4]
 
 
 def test_the_cores_limit_the_processes() -> None:
@@ -74,31 +75,37 @@ def test_the_cores_limit_the_processes() -> None:
 def test_a_limit_in_the_source_changes_nothing() -> None:
     best, tried = climbed(lambda n: 10.0)
     assert best == START
-    assert len(tried) == 2  # two threads, two processes
+    assert len(tried) == 2  # threads, processes
 
 
 def test_a_machine_that_has_become_faster_is_no_gain() -> None:
-    search = climb(START, window(100.0), lambda n: n.num_threads <= 4, 0)
-    wanted = [next(search)[0], search.send(window(120.0))[0], search.send(window(110.0))[0]]
-    assert wanted == [Numbers(0, 2, 2), Numbers(0, 4, 2), START]
-    with pytest.raises(StopIteration) as end:
-        search.send(window(119.0))
-    assert end.value.value == START
+    for again, best in ((119.0, START), (110.0, Numbers(0, 4, 2))):
+        search = climb(START, window(100.0), lambda n: n.num_threads <= 4, 0)
+        assert [next(search)[0], search.send(window(120.0))[0]] == [Numbers(0, 4, 2), START]
+        with pytest.raises(StopIteration) as end:
+            search.send(window(again))
+        assert end.value.value == best
+
+
+def test_a_clear_gain_of_threads_is_not_measured_again() -> None:
+    assert climbed(lambda n: 10.0 * n.num_threads, cores=0.1)[1] == [Numbers(0, 4, 2), Numbers(0, 16, 2)]
 
 
 def test_short_reads_get_no_processes() -> None:
     best, tried = climbed(lambda n: 10.0 * (n.num_workers or 1), work=0.001)
     assert best == START
-    assert tried == [Numbers(0, 2, 2)]
+    assert tried == [Numbers(0, 4, 2)]
 
 
-def test_a_small_gain_is_not_worth_a_thread() -> None:
-    assert climbed(lambda n: 100.0 if n == START else 109.0)[0] == START
+def test_a_small_gain_is_not_worth_a_thread_nor_a_larger_one_a_process() -> None:
+    assert climbed(lambda n: 100.0 if n == START else 104.0)[0] == START
+    assert climbed(lambda n: 100.0 if n == START else 107.0, work=0.001)[0].num_threads > 1
+    assert climbed(lambda n: 109.0 if n.num_workers else 100.0)[0] == START
 
 
 def test_a_step_that_waits_little_may_gain_little() -> None:
     for again, best in ((100.0, Numbers(0, 2, 2)), (103.0, START)):
-        search = climb(START, window(100.0, stalled=0.08), lambda n: n.num_threads <= 2, 0)
+        search = climb(START, window(100.0, stalled=0.08), lambda n: n.num_threads <= 2, 0)  # four take too much
         next(search)
         assert search.send(window(105.0, stalled=0.0))[0] == START, "measured once more"
         with pytest.raises(StopIteration) as end:
@@ -115,6 +122,19 @@ def test_uneven_reads_get_prefetched_batches() -> None:
     assert end.value.value == Numbers(0, 1, 4)
 
 
+def test_reads_that_are_too_slow_on_average_get_threads_however_uneven_they_are() -> None:
+    search = climb(START, window(stalled=0.9, uneven=0.4), lambda n: True, 8)
+    assert next(search)[0] == Numbers(0, 4, 2)
+    search = climb(START, window(stalled=0.5, uneven=0.4, peers=0.2), lambda n: True, 8)
+    assert next(search)[0] == Numbers(0, 1, 4), "the rest of the wait is for other hosts"
+
+
+def test_threads_are_tried_where_prefetched_batches_do_not_help() -> None:
+    search = climb(START, window(stalled=0.2, uneven=0.5), lambda n: True, 8)
+    assert [next(search)[0], search.send(window(stalled=0.2, uneven=0.5))[0]] == [Numbers(0, 1, 4), Numbers(0, 4, 2)]
+    assert next(climb(START, window(stalled=0.2, uneven=0.5), lambda n: n.prefetch == 2, 8))[0] == Numbers(0, 4, 2)
+
+
 @given(seed=st.integers(0, 10**9), workers=st.integers(0, 64), cores=st.floats(0, 4), worst=st.floats(0.01, 0.99))
 def test_climbing_never_ends_lower_and_always_ends(seed: int, workers: int, cores: float, worst: float) -> None:
     def capacity(numbers: Numbers) -> float:
@@ -125,7 +145,7 @@ def test_climbing_never_ends_lower_and_always_ends(seed: int, workers: int, core
 
     best, tried = climbed(capacity, can, workers, cores=cores)
     assert capacity(best) >= capacity(START)
-    assert best == START or capacity(best) >= 1.1 * capacity(START)
+    assert best == START or capacity(best) >= 1.05 * capacity(START)
     assert all(can(numbers) and numbers.num_workers <= max(2, workers) for numbers in tried)
     assert len(tried) <= 15
 
@@ -246,12 +266,12 @@ def _eight_cores(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sizing, "host_memory_bytes", lambda: 64 << 30)
 
 
-def test_a_slow_disk_gets_threads_within_200_batches() -> None:
+def test_a_slow_disk_gets_threads_within_80_batches() -> None:
     run = Run(lambda n: 0.05 / (n.num_workers or n.num_threads))
     run.cores = 0.1
-    tuned = run.take(200)
+    tuned = run.take(80)
     assert (tuned["num_threads"], tuned["num_workers"], tuned["prefetch"]) == (16, 0, 2)
-    assert [found["num_threads"] for found in tuned["tried"]] == [1, 2, 4, 8]
+    assert [found["num_threads"] for found in tuned["tried"]] == [1, 4]
     assert json.loads(json.dumps(tuned)) == tuned
     run.take(100)
     assert run.sizer.tuned()["state"] == "settled"
@@ -265,11 +285,32 @@ def test_threads_whose_batches_come_together_are_not_given_up() -> None:
         assert run.take(250)["num_threads"] == 16, f"batches come together from batch {offset}"
 
 
+def test_a_clear_gain_ends_the_measurement_of_fast_batches() -> None:
+    run = Run(lambda n: 0.004 / n.num_threads, num_workers=0)
+    run.cores = 0.1
+    assert run.take(250)["num_threads"] == 16
+    assert run.used.count(ReadNumbers(0, 4)) < 160  # 0.1 s, and the reads under way; 0.3 s would be 300
+
+
+def test_noise_seldom_hides_a_gain_of_an_eighth_and_makes_none() -> None:
+    def chosen(gain: float, seed: int) -> int:
+        noise = np.random.default_rng(seed)
+        run = Run(
+            lambda n: max(0.1, noise.normal(1.0, 0.2)) * 0.01 / (1.0 if n.num_threads == 1 else gain), num_workers=0
+        )
+        run.take(400)
+        assert run.sizer.tuned()["state"] == "settled"
+        return run.reads.in_use.num_threads
+
+    assert sum(chosen(1.125, seed) > 1 for seed in range(30)) >= 24
+    assert sum(chosen(0.97, seed) > 1 for seed in range(30)) <= 1
+
+
 def test_slow_decoding_gets_processes_and_threads_that_hinder_are_left_soon() -> None:
     run = Run(lambda n: 0.05 / n.num_workers if n.num_workers else 0.05 * n.num_threads)
     assert run.take(300)["num_workers"] == 8
     # of 8 batches of a window; some come after the switch
-    assert run.used.count(ReadNumbers(0, 2)) < 12
+    assert run.used.count(ReadNumbers(0, 4)) < 16
 
 
 def test_a_feed_that_is_fast_enough_stays_as_it_is() -> None:
@@ -283,7 +324,7 @@ def test_a_step_that_begins_to_wait_later_gets_more() -> None:
     run = Run(lambda n: 0.02 / n.num_threads, step_seconds=0.03, num_workers=0)
     assert run.take(300)["num_threads"] == 1
     run.step_seconds = 0.004
-    assert run.take(300)["num_threads"] == 8
+    assert run.take(300)["num_threads"] == 16
 
 
 def test_only_keywords_that_are_auto_are_chosen_and_shown() -> None:
@@ -304,14 +345,15 @@ def test_workers_that_do_not_start_are_given_up(monkeypatch: pytest.MonkeyPatch)
     run = Run(lambda n: 0.05 / (n.num_workers or 1), start_seconds=1e9)
     tuned = run.take(3000)
     assert tuned["num_workers"] == 0
-    assert "num_workers stays at 0: the change took more than 60 s" in tuned["reason"]
+    why = "starting 4 worker processes and opening the source in them took more than 60 s"
+    assert f"num_workers stays at 0: {why}" in tuned["reason"]
 
 
 def test_a_source_without_processes_keeps_its_reason() -> None:
     run = Run(lambda n: 0.05 / (n.num_workers or 1))
     run.reads.keep("num_workers", "it cannot be pickled")
     tuned = run.take(300)
-    assert set(run.used) <= {(0, 1), (0, 2)}
+    assert set(run.used) <= {(0, 1), (0, 4)}
     assert "num_workers stays at 0: it cannot be pickled" in tuned["reason"]
 
 

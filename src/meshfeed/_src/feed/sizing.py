@@ -24,11 +24,10 @@ from meshfeed._src.reading.reads import AutoReads, ReadNumbers
 from meshfeed._src.streams.protocol import AnyReader
 
 _STALLED = 0.05  # fraction of the time that the step waits, from which other numbers are tried
-_UNEVEN = 0.1  # fraction of the time that the reader has no room: reading is fast enough on average
-_GAIN = 0.1  # a change is kept if the capacity grows by this fraction, or the stall can only have been halved by that
+_GAIN, _WORKER_GAIN = 0.05, 0.1  # threads and processes are kept if the capacity grows by this, or by half of the stall
 _NOT_WORSE = 0.95  # and this ratio of delivered batches
-_SURE = 1.5  # below this ratio, the first numbers are measured once more; not if that would end worker processes
-_HOPELESS = 0.6  # a trial ends early below this ratio
+_HOPELESS, _CLEAR = 0.75, 1.5  # a trial ends early below the first ratio and from the second on
+_FACTORS = 4, 2  # the numbers of readers to try, as multiples of the current one: the first that is possible
 _LESS_STALLED = 0.8  # more prefetched batches are kept from this ratio of stalls on
 _CHANGED, _CHANGED_WINDOWS = 0.5, 10  # the pause ends early if the capacity is below this ratio in as many windows
 _PAUSE_SECONDS, _MAX_PAUSE_SECONDS = 600.0, 7200.0  # between two searches while the step waits; doubles
@@ -90,12 +89,12 @@ class Window(NamedTuple):
 
 
 Search = Generator[tuple[Numbers, float], "Window | None", Numbers]
-"""Yields numbers to measure and the capacity below which that can end early; receives the window, or None if the numbers
-could not be used; returns the best."""
+"""Yields numbers to measure and the capacity to compare with, or 0; far from it, the measurement ends early. Receives the
+window, or None if the numbers could not be used; returns the best."""
 
 
-def _is_better(tried: Window, found: Window) -> bool:
-    gain = min(_GAIN, found.stalled / 2)  # a step that waits for 6 % of the time cannot become 10 % faster
+def _is_better(tried: Window, found: Window, gain: float) -> bool:
+    gain = min(gain, found.stalled / 2)  # a step that waits for 6 % of the time cannot become 10 % faster
     return tried.capacity >= (1 + gain) * found.capacity and tried.rate >= _NOT_WORSE * found.rate
 
 
@@ -108,20 +107,21 @@ def climb(now: Numbers, found: Window, can: Callable[[Numbers], bool], max_worke
       can: whether numbers are possible.
       max_workers: the largest number of workers that makes sense.
     """
-    if found.uneven >= _UNEVEN:  # reads are fast enough on average, but not evenly
+    start = now
+    if found.uneven >= found.stalled - found.peers:  # reads are fast enough on average, but not evenly
         while can(more := now._replace(prefetch=2 * now.prefetch)):
             tried = yield more, 0.0
             if tried is None or tried.stalled > _LESS_STALLED * found.stalled:
                 break
             now, found = more, tried
-        return now
+        if now != start:
+            return now
 
-    start, first = now, found
-    changes: list[Callable[[Numbers], Numbers]] = [
-        lambda n: n if n.num_workers else n._replace(num_threads=2 * n.num_threads),
-        lambda n: n._replace(num_workers=min(max(2, 2 * n.readers), max_workers)),
-        lambda n: n if n.num_workers else n._replace(num_threads=max(1, n.num_threads // 2)),
-        lambda n: n._replace(num_workers=n.num_workers // 2),
+    changes: list[Callable[[Numbers], list[Numbers]]] = [
+        lambda n: [n._replace(num_threads=factor * n.num_threads) for factor in _FACTORS if not n.num_workers],
+        lambda n: [n._replace(num_workers=min(factor * n.readers, max_workers)) for factor in _FACTORS],
+        lambda n: [] if n.num_workers else [n._replace(num_threads=max(1, n.num_threads // 2))],
+        lambda n: [n._replace(num_workers=n.num_workers // 2)],
     ]
     for fewer, change in enumerate(changes):
         # Reads that wait for storage gain nothing from processes that threads do not give, and neither do short ones, nor any
@@ -131,15 +131,17 @@ def climb(now: Numbers, found: Window, can: Callable[[Numbers], bool], max_worke
         no_more = not now.num_workers and 1 < max_workers <= now.num_threads
         if (fewer >= 2 and now != start) or (fewer == 1 and (waits or short or no_more)):
             continue
-        while found.stalled >= _STALLED and (other := change(now)) != now and can(other):
-            tried = yield other, _HOPELESS * found.capacity
-            if tried is None or not _is_better(tried, found):
+        while found.stalled >= _STALLED and (other := next(filter(can, change(now)), now)) != now:
+            tried = yield other, found.capacity
+            with_workers = now.num_workers or other.num_workers
+            gain = _WORKER_GAIN if with_workers else _GAIN
+            if tried is None or not _is_better(tried, found, gain):
                 break
+            if not with_workers and tried.capacity < _CLEAR * found.capacity:
+                again = yield now, 0.0  # the machine may have become faster meanwhile
+                if again is None or not _is_better(tried, again, gain):
+                    break
             now, found = other, tried
-    if now != start and not now.num_workers and found.capacity < _SURE * first.capacity:
-        again = yield start, 0.0  # the machine may have become faster meanwhile
-        if again is None or not _is_better(found, again):
-            return start
     return now
 
 
@@ -223,7 +225,7 @@ class Sizer:
         self._tried: collections.deque[dict[str, Any]] = collections.deque(maxlen=_TRIED)
         self._control: Generator[tuple[Numbers, float], Window | None, None] | None = None
         self._wanted = self._before = Numbers(0, 1, prefetch.depth)
-        self._floor = 0.0
+        self._compared = 0.0
         self._applied = False
         self._measure_at = 0
         self._apply_until = 0.0
@@ -286,7 +288,10 @@ class Sizer:
         reads = self._reads
         if reads.in_use != reads.wanted:
             if self._clock() > self._apply_until:
-                reads.keep("num_workers", f"the change took more than {_START_SECONDS:.0f} s")
+                number = self._wanted.num_workers
+                opening = f"starting {number} worker processes and opening the source in them"
+                what = opening if number else "moving the reads back to this process"
+                reads.keep("num_workers", f"{what} took more than {_START_SECONDS:.0f} s")
             return False
         if self._now() != self._wanted:  # the reader cannot
             self._send(None)
@@ -316,11 +321,13 @@ class Sizer:
             cores=(end.cpu_seconds - begin.cpu_seconds) / seconds,
             work=(end.work_seconds - begin.work_seconds) / batches,
         )
-        enough = batches >= max(_WINDOW_BATCHES, 2 * self._wanted.readers) and seconds >= _WINDOW_SECONDS
+        ratio = window.capacity / self._compared if self._compared else 1.0
         # Readers that began together end together: less than one read of each says nothing about the rate.
-        hopeless = batches >= self._wanted.readers and seconds >= _WINDOW_SECONDS / 3 and window.capacity < self._floor
-        slow = batches >= _WINDOW_BATCHES // 2 and (seconds >= _LONG_WINDOW_SECONDS or hopeless)
-        return window if enough or slow else None
+        few = batches >= max(_WINDOW_BATCHES // 2, self._wanted.readers)
+        enough = batches >= max(_WINDOW_BATCHES, 2 * self._wanted.readers)
+        early = seconds >= _WINDOW_SECONDS / 3 and (ratio < _HOPELESS or (enough and ratio >= _CLEAR))
+        is_long = seconds >= _LONG_WINDOW_SECONDS and batches >= _WINDOW_BATCHES // 2
+        return window if (few and early) or (enough and seconds >= _WINDOW_SECONDS) or is_long else None
 
     def _send(self, window: Window | None) -> None:
         assert self._control is not None
@@ -331,7 +338,7 @@ class Sizer:
                 self._tried.pop()  # the same numbers again
             self._tried.append({**numbers, **found})
         try:
-            wanted, self._floor = self._control.send(window)
+            wanted, self._compared = self._control.send(window)
         except StopIteration:  # Ctrl-C has ended it: begin again with the numbers as they are
             self._control = None
             return

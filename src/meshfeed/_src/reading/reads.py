@@ -62,6 +62,12 @@ class AutoReads:
         (self._of_this_reader.discard if for_good else self._of_this_reader.add)(keyword)
         self.wanted = self.wanted._replace(**{keyword: getattr(self.in_use, keyword)})
 
+    def give_up_workers(self, why: str) -> None:
+        """Records, with a warning, that the reader goes on without the worker processes that the feed has chosen."""
+        _log.warning("reading without worker processes from now on (num_workers='auto'): %s", why)
+        self.in_use = self.in_use._replace(num_workers=0)
+        self.keep("num_workers", why)
+
 
 def most_worker_bytes() -> int:
     """Returns the size up to which a pickled source is sent to workers that ``"auto"`` starts."""
@@ -222,12 +228,12 @@ class Reads:
     def _give_up_workers(self, why: str) -> None:
         assert self._auto is not None
         if self._groups:
-            _log.warning("reading without worker processes from now on (num_workers='auto'): %s", why)
+            self._auto.give_up_workers(why)
+        else:
+            self._auto.keep("num_workers", why)
         self._leaving += self._groups + ([self._coming] if self._coming else [])
         self._groups, self._coming = [], None
         self._count()
-        self._auto.in_use = self.numbers
-        self._auto.keep("num_workers", why)
 
     def stop(self) -> None:
         """Ends reads in worker processes and wakes the thread that waits for them. Thread-safe."""

@@ -10,7 +10,6 @@ records may come from something that does not repeat them. Such lanes are not mo
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Mapping
 
 from meshfeed._src.base import hooks
@@ -23,7 +22,6 @@ from meshfeed._src.streams.lane import LaneEntry, LaneSettings
 from meshfeed._src.streams.lane_group import GroupRows, LaneGroup
 from meshfeed._src.streams.lane_workers import WorkerLanes
 
-_log = logging.getLogger("meshfeed.lanes")
 _CLOSE_SECONDS = 5.0
 _SHOWN_CHARACTERS = 300
 _CATCHES_UP = 0.75  # a place that comes no nearer than to this share of the steps that it was behind is waited for
@@ -206,13 +204,11 @@ class LanePlaces:
         self._close_later(before.close)
 
     def _give_up_workers(self, auto: AutoReads, why: str) -> None:
-        _log.warning("reading without worker processes from now on (num_workers='auto'): %s", why)
         self._drop_coming()
         here = LaneGroup(self._source, self._shared, self._num_threads)
         here.go_to(self._entries)
         self._change_to(here, 0)
-        auto.in_use = auto.in_use._replace(num_workers=0)
-        auto.keep("num_workers", why)
+        auto.give_up_workers(why)
 
     def _drop_coming(self) -> None:
         """Safe to call again after an interrupt."""
