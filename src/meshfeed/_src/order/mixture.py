@@ -581,11 +581,22 @@ class MixtureOrder:
         ]
         while self._chunk_records > _SHORTEST_CHUNK and self._chunk_records * num_lanes > _MOST_EPOCHS * min(drawn):
             self._chunk_records //= 2
-        # 64 KiB each; two of each lane for the reader, and that of the plan of files to fetch.
-        self._chunk = cached(self._compute_chunk, 3 * num_lanes)
+        self._forget()
         self.total = self._compute_total(dict(zip(names, counts, strict=True)))
         self._end = MAX_POSITION if self.total is None else self.total
         self._cells = LaneCells(num_lanes, self.total, segments)
+
+    def _forget(self) -> None:
+        # 64 KiB each; two of each lane for the reader, and that of the plan of files to fetch.
+        self._chunk = cached(self._compute_chunk, 3 * self.num_lanes)
+
+    # What is built over a mixture has an order, and is pickled for worker processes.
+    def __getstate__(self) -> dict[str, Any]:
+        return {name: value for name, value in self.__dict__.items() if name != "_chunk"}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        self._forget()
 
     def _compute_total(self, num_records: Mapping[str, int]) -> int | None:
         settings, num_lanes = self._settings, self.num_lanes
