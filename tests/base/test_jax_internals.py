@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import concurrent.futures
+import time
 import types
 
 import jax
@@ -86,3 +88,27 @@ def test_a_missing_fast_call_is_logged_once(monkeypatch: pytest.MonkeyPatch, cap
 def test_the_implementation_of_keys_is_found_through_the_public_api(impl: str) -> None:
     keys = jax.random.key(1, impl=impl)
     assert key_impl(keys.dtype) == impl == str(jax.random.key_impl(keys))
+
+
+class ChangingText:
+    """A call whose parameters are put together at each look, in memory that threads share, as JAX's are."""
+
+    def __init__(self) -> None:
+        self._looks = 0
+
+    @property
+    def __doc__(self) -> str:
+        self._looks += 1
+        time.sleep(0.01)
+        alone, self._looks = self._looks == 1, self._looks - 1
+        names = "aval sharding xs devices committed enable_x64" if alone else "aval sharding aval"
+        return f"put({', '.join(f'{name}: object' for name in names.split())}) -> object"
+
+
+def test_feeds_that_are_made_at_once_all_find_the_fast_call(monkeypatch) -> None:
+    from jax._src.lib import xla_client
+
+    monkeypatch.setattr(xla_client, "batched_device_put", ChangingText())
+    monkeypatch.setattr(jax_internals, "_report_slow", lambda: None)
+    with concurrent.futures.ThreadPoolExecutor(4) as pool:
+        assert all(pool.map(lambda _: jax_internals.probe_fast_call(), range(8)))

@@ -17,7 +17,19 @@ from typing import Any
 import pairwise
 import real_hosts
 import simulated_hosts
-from configurations import DEFAULTS, OPTIONS, REAL, SIMULATED, WEIGHTED_LANES, WEIGHTED_RECORDS, Case, valid
+from configurations import (
+    BAD_LANES,
+    CACHED,
+    DEFAULTS,
+    LATE,
+    OPTIONS,
+    REAL,
+    SIMULATED,
+    WEIGHTED_LANES,
+    WEIGHTED_RECORDS,
+    Case,
+    valid,
+)
 
 Config = dict[str, Any]
 _SHRINK_SECONDS = 120.0
@@ -34,9 +46,10 @@ def draw(options: dict[str, list[Any]], seed: int, count: int) -> list[Config]:
 def of_ci() -> list[Config]:
     """Configurations for simulated hosts in which every two values of every two settings meet.
 
-    They meet again for mixtures that get other weights, since what was delivered then depends on much at once.
+    They meet again for mixtures that get other weights, since what was delivered then depends on much at once, for lanes with
+    bad records, for a cache, and for hosts that are late.
     """
-    again = (WEIGHTED_LANES, WEIGHTED_RECORDS)
+    again = (WEIGHTED_LANES, WEIGHTED_RECORDS, BAD_LANES, CACHED, LATE)
     return pairwise.covering(SIMULATED, 1, valid) + [one for of in again for one in pairwise.covering(of, 1, valid)]
 
 

@@ -13,12 +13,15 @@ import io
 import itertools
 import json
 import math
+import os
 import pathlib
 import random
+import re
 import threading
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from fractions import Fraction
-from typing import Any
+from typing import Any, ClassVar
 
 import jax
 import lists
@@ -135,7 +138,7 @@ DEFAULTS: Config = {
 }
 OF_ALL_HOSTS = [fault for fault in OPTIONS["fault"] if fault not in ODD]
 IN_TIME = [reshard for reshard in OPTIONS["reshard"] if reshard != "late"]
-SIMULATED = {**OPTIONS, "num_workers": [0, "auto"]}
+SIMULATED = OPTIONS
 REAL_HOSTS = 4
 REAL = {
     **OPTIONS,
@@ -148,6 +151,7 @@ REAL = {
 }  # hosts beyond `hosts` are outside
 ONE_HOST = {  # on real devices
     **SIMULATED,
+    "num_workers": [0, "auto"],  # processes are slow to start
     "fault": OF_ALL_HOSTS,
     "reshard": IN_TIME,
     "hosts": [1],
@@ -174,6 +178,38 @@ WEIGHTED_RECORDS = {  # the same of records by shards: whether weights are refus
     "records": [1, 5, 13],
     "shuffle": [*WINDOWS],
     "weights": OPTIONS["weights"][1:],
+}
+BAD_LANES = {  # the counts of bad records that hosts learn from one another, at several steps and later
+    **{name: values[:1] for name, values in SIMULATED.items()},
+    **{name: OPTIONS[name] for name in ("end", "num_epochs", "outside", "taken", "midway")},
+    "source": ["stream_decode"],
+    "fault": ["bad"],
+    "records": [40],
+    "hosts": [2, 3],
+    "resume_hosts": [2, 1],
+    "num_workers": [0, 2],
+    "prefetch": [0, 4],
+    "script": ["run", "resume", "past"],
+    "reshard": ["none", "there", "lost", "back"],
+}
+CACHED = {  # what is asked of a cache ahead, which is compared where a feed begins once
+    **{name: values[:1] for name, values in SIMULATED.items()},
+    **{name: OPTIONS[name] for name in ("batch", "end", "load", "num_epochs")},
+    "source": ["records_cached"],
+    "records": [13, 40],
+    "shuffle": [True],
+    "hosts": [1, 3],
+    "layout": ["rows", "columns"],
+}
+LATE = {  # what hosts say of one that hangs, by what it reads; few, since they wait for seconds
+    **{name: values[:1] for name, values in SIMULATED.items()},
+    "source": ["records_batch", "stream_uneven"],
+    "fault": ["late"],
+    "records": [40],
+    "hosts": [2],
+    "taken": [0, 1],
+    "outside": [0, 1],
+    "prefetch": [0, 4],
 }
 RESUMING = ("resume", "future", "resume end", "twice")
 WEIGHTED = (*MIXTURES, "mixture_packed", "stream_mixture")
@@ -296,6 +332,7 @@ def _odd_host_forbidden(source: str, has: Callable[..., bool], differs: Callable
     yield has("fault", "wide") and (differs("dtype", "int64") or has("x64", True))
     yield has("fault", "wide") and (source == "mixture" or has("check_replicas", True))
     yield has("fault", "late", "dies") and _waits_too_often(source, has, differs)
+    yield has("fault", "late") and has("num_workers", 2)  # by which a host notices it itself
     yield has("fault", "late", "unopened") and has("num_epochs", None)
 
 
@@ -441,7 +478,7 @@ def leaf_x(first: int, dtype: str) -> np.ndarray:
         bits[1:3] = 0x7F81 + first % 64, 0x8000
         return bits.view(ml_dtypes.bfloat16)
     if dtype == "complex128":
-        return plain - 2j * plain
+        return (plain - 2j * plain).astype(np.complex128)
     if dtype == "int4":
         return ((first + np.arange(4)) % 16 - 8).astype(ml_dtypes.int4)
     if dtype == "float8_e5m2":
@@ -545,14 +582,32 @@ def decoded(data: bytes) -> Record:
 
 
 class Faults:
-    """What a source does wrong on this host."""
+    """What a source does wrong on this host. A worker that is a thread has the same, another process a copy."""
+
+    _here: ClassVar = weakref.WeakValueDictionary[tuple[int, int], "Faults"]()
+    _numbers = itertools.count()
 
     def __init__(self, kind: str = "none", fatal: Any = None, late: bool = False, form: str = "dict") -> None:
+        self._key = os.getpid(), next(self._numbers)
+        self._here[self._key] = self
         self.kind, self.fatal, self._late = kind, fatal, late  # whether passing faults wait for the first batch too
         self.form = form
         self.released = threading.Event()  # ends the wait of a host that is late
         self.armed = False  # a fatal fault waits for the first batch: constructors read records to identify the source
         self._seen: set[Any] = set()
+        self.passing = 0  # faults that have passed
+        self.planned: list[tuple[int, int]] = []  # lane, records of a read: whose files were asked for ahead
+
+    def __reduce__(self) -> Any:
+        return self._unpickled, (self._key, self.kind, self.fatal, self._late, self.form, self.armed)
+
+    @classmethod
+    def _unpickled(cls, key: tuple[int, int], kind: str, fatal: Any, late: bool, form: str, armed: bool) -> Faults:
+        found = cls._here.get(key)
+        if found is None:
+            found = cls(kind, fatal, late, form)
+            found.armed = armed
+        return found
 
     def strike(self, token: Any) -> None:
         """Called before record ``token`` is read."""
@@ -563,6 +618,7 @@ class Faults:
         number = token if isinstance(token, int) else sum(token)
         if self.kind == "transient" and (self.armed or not self._late) and number % 3 == 1 and token not in self._seen:
             self._seen.add(token)
+            self.passing += 1
             raise OSError("a passing fault")
         if self.kind in BAD and is_bad(number):
             raise ValueError("a bad record")
@@ -580,7 +636,7 @@ class Faults:
         if self.kind == "replicas":
             x[1] = 0 if x[1] else 1
         else:
-            x[2] = WIDE
+            x[2:] = 2**31 - 1, WIDE  # of which the first still fits
         return {**record, "x": x}
 
 
@@ -1035,7 +1091,12 @@ class LaneOfRecords:
 
 
 class LaneWithState(LaneOfRecords):
-    """The same with a state, in which a tuple must stay one."""
+    """The same with a state, in which a tuple must stay one, and files that are read through a cache."""
+
+    def coming_files(self, num_records: int) -> Iterator[list[CachedFile]]:
+        self._faults.planned.append((self._lane, num_records))
+        reads = range(self._next, len(self._records), num_records)
+        return iter([[CachedFile(self._lane << 48 | start)] for start in reads])
 
     def get_state(self) -> Any:
         return {"at": (self._next,)}
@@ -1165,6 +1226,8 @@ class Event:
     failing: tuple[int, ...] | None = None  # hosts that raise their own error; others of the mesh a PeerError
     kind: str = ""
     words: tuple[str, ...] = ()  # what the error of every host says
+    text: str | None = None  # a pattern of the whole text of the error of every host, if the model knows it
+    lanes: frozenset[int] = frozenset()  # lanes without a record, because of which hosts raise an error
     loose: bool = False  # other hosts may deliver what has been agreed on, perhaps up to the end
     bad: set[tuple[int, int, int]] = dataclasses.field(default_factory=set)  # record id, epoch, step: after the action
     step: int = 0  # after the action
@@ -1188,6 +1251,8 @@ class Event:
     unable: tuple[int, ...] = ()  # hosts that cannot do it, which raise a PlanError; the others a PeerError
     gone: tuple[int, ...] = ()  # hosts that then close their feeds for good
     present: int = 0  # number of hosts that have the feed
+    added: list[Any] = dataclasses.field(default_factory=list)  # stages of ``set_weights``: first step, weights
+    stages: list[list[int]] = dataclasses.field(default_factory=list)  # of a mixture: first step, first position
 
 
 @dataclasses.dataclass(frozen=True)
@@ -1624,6 +1689,8 @@ class Case:
                     continue  # a host that it needs has no feed
                 events.append(self._play(run, action, saved))
                 run.failed = run.failed or events[-1].failing is not None
+            if events and self.config["fault"] not in ODD:
+                events.append(self._play(run, ("merge",), saved))
             result.append(events)
         return result
 
@@ -1661,6 +1728,9 @@ class Case:
             event.total = event.model.order.total_of(steps)
         if self.config["source"] == "host_batches_vary":  # all as large as the first, for the state
             event.segments = event.segments[:1]
+        event.added = [[step, dict(weights)] for step, weights in place.added]
+        first = {0, *(step for step, _ in place.added), *([2] if self.config["source"] == "mixture_staged" else [])}
+        event.stages = [[step, steps.position_of(step)] for step in sorted(first)]
         self._look(event, steps)
         return event
 
@@ -1774,7 +1844,8 @@ class Case:
             try:
                 batch = model.batch(event.step, steps)
             except reference.Refused as refused:
-                event.failing, event.kind = self._empty_lanes(phase), refused.kind
+                event.lanes = self._empty_lanes()
+                event.failing, event.kind = self._hosts_of(phase, event.lanes), refused.kind
                 return
             if batch is None:
                 event.end = True
@@ -1798,12 +1869,23 @@ class Case:
             limit = BAD.get(self.config["fault"], 1.0)
             if batch.position >= 1 / limit and len(found) > limit * batch.position:
                 event.failing, event.kind = tuple(range(phase.topology.hosts)), "SourceError"
-                records = f"{len(found):,} of the {batch.position:,} records up to step {batch.step} are bad"
-                event.words = (records, f"SkipBad(max_fraction={limit:g})")
+                event.text = self._too_many(phase, batch, len(found), limit)
                 return
             event.bad = found
             event.batches.append(batch)
             event.step, event.position = event.step + 1, batch.position
+
+    def _too_many(self, phase: Phase, batch: Batch, count: int, limit: float) -> str:
+        """A pattern of the error of too many bad records: it names the last one that some host has reported."""
+        last = r"host \d+, record \d+" if phase.topology.hosts > 1 else r"record \d+"
+        if phase.topology.hosts == 1 and batch.bad:
+            last = f"record ({'|'.join(str(one) for one, _, _ in batch.bad)})"
+        return (
+            f"{count:,} of the {batch.position:,} records up to step {batch.step} are bad, a fraction of "
+            rf"{count / batch.position:.2g}; bad_records=SkipBad\(max_fraction={limit:g}\) allows {limit:g}"
+            rf"( \(last: {last}: ValueError: a bad record\))?"
+            r"\. Check the data; raise max_fraction only if so many bad records are expected\."
+        )
 
     def _begins_with_odd_host(self, event: Event, phase: Phase) -> bool:
         """Whether hosts cannot begin because one of them is not like the others; fills in how."""
@@ -1812,14 +1894,26 @@ class Case:
             name, value = next(iter(self.other_settings.items()))
             usual = self.settings(phase, len(everyone))[name]
             event.failing, event.kind = everyone, "AgreementError"
-            event.words = (f"{name} (", f"{_shown_hosts([odd])}: {json.dumps(value)}", json.dumps(usual))
+            shown = self._shown(everyone, json.dumps(value), json.dumps(usual))
+            event.text = re.escape(f"hosts differ in {name} ({shown}). Start all hosts with the same ") + ".*"
         elif fault == "unopened":
             event.failing, event.kind = (odd,), ""
             event.words = (f"host {odd} failed before its first batch: SettingsError: end='never'",)
         elif fault == "structure" and self._batch_if_any(self.model, 0, Steps((), phase.schedule)) is not None:
             event.failing, event.kind = everyone, "AgreementError"
-            event.words = ("different structure", f"{_shown_hosts([odd])}: ")
+            x, usual = PATHS[self.config["form"]], leaf_x(1, self.config["dtype"]).dtype
+            values = ("float32" if usual == "float64" else "float64", usual.str if usual.str[0] == ">" else usual.name)
+            others = "['id'] int32[], " + ("['mask'] bool[], " if self.config["mask"] else "")
+            shown = self._shown(everyone, *(f"{others}{x} {value}[4]" for value in values))
+            text = f"hosts read records of different structure ({shown}). Start all hosts with the same source."
+            event.text = re.escape(text)
         return event.failing is not None
+
+    def _shown(self, everyone: Sequence[int], odd: str, usual: str) -> str:
+        """What an error shows of hosts of which one has another value: those with the value of host 0 come first."""
+        others = [host for host in everyone if host != self.odd_host]
+        shown = [f"{_shown_hosts(others)}: {usual}", f"{_shown_hosts([self.odd_host])}: {odd}"]
+        return "; ".join(shown if self.odd_host else reversed(shown))
 
     def _of_odd_host(self, event: Event, phase: Phase, batch: Batch) -> bool:
         """Whether hosts stop before a batch because one of them is not like the others; fills in how."""
@@ -1828,14 +1922,17 @@ class Case:
             first, second = sorted((odd, 0 if odd else 1))
             event.failing, event.kind = everyone, "AgreementError"
             event.words = (
-                f"hosts {first} and {second} hold the same rows",
-                f"(step {found}, leaf {PATHS[self.config['form']]}[",
+                f"hosts {first} and {second} hold the same rows but read different bytes ",
+                f"(step {found}, leaf {PATHS[self.config['form']]}[0:{Steps((), phase.schedule).size(found)}, 0:4]). ",
             )
         elif fault == "late" and self.failing(phase, batch):
-            event.failing, event.kind, event.words = everyone, "StalledError", (f"host {odd} is ", "not read it yet")
+            event.failing, event.kind, event.words = everyone, "StalledError", ()
         elif fault == "wide" and self.failing(phase, batch):
             event.failing, event.kind, event.loose = (odd,), "SourceError", True
-            event.words = (f"leaf {PATHS[self.config['form']]} of dtype int64", str(WIDE))
+            event.words = (
+                f"leaf {PATHS[self.config['form']]} of dtype int64 holds {WIDE} at (",
+                ", 3), which does not fit",
+            )
         return event.failing is not None
 
     def _different_replica(self, phase: Phase, step: int) -> int | None:
@@ -1847,19 +1944,25 @@ class Case:
                 return number
         return None
 
-    def _empty_lanes(self, phase: Phase) -> tuple[int, ...]:
-        """The hosts with a lane that has no records; all hosts if no lane has any."""
+    def _empty_lanes(self) -> frozenset[int]:
+        """The lanes without a record whose epochs would be repeated."""
         if self.config["source"] in HOST_BATCHES or (
             self.config["num_epochs"] == 1 and self.config["source"] != "stream_mixture"
         ):
-            return tuple(range(self.processes))
+            return frozenset()
         empty = set()
         for lane in range(self.num_lanes):
             try:
-                Lanes(1, lambda _, lane=lane: self._lane(lane), True).batch(0, Steps((), ((0, 10_000),)))
+                Lanes(1, lambda _, lane=lane: self._lane(lane), True).batch(0, Steps((), ((0, 1_000),)))
             except reference.Refused:
                 empty.add(lane)
-        return tuple(host for host in range(phase.topology.hosts) if self.lanes_of(phase, host) & empty)
+        return frozenset(empty)
+
+    def _hosts_of(self, phase: Phase, lanes: frozenset[int]) -> tuple[int, ...]:
+        """The hosts that read one of some lanes; all hosts if there are none."""
+        if not lanes:
+            return tuple(range(self.processes))
+        return tuple(host for host in range(phase.topology.hosts) if self.lanes_of(phase, host) & lanes)
 
     def warnings_at_first(self, phase: Phase) -> list[tuple[Any, ...]]:
         """What every host warns of when it makes its feed: records that the settings leave out."""
@@ -1932,11 +2035,17 @@ class Case:
         """Whether some host would learn from others what a record is, and no host could tell it."""
         return not all(self.shows_structure(phase, host, batch) for host in range(phase.topology.hosts))
 
-    def num_replaced(self, phase: Phase, host: int, batch: Batch, first_step: int) -> int:
+    def bad_of(self, phase: Phase, host: int, batch: Batch, first_step: int) -> list[int]:
         """The bad records of a batch that a host finds, which has read from a step on."""
         if self.config["source"] in STREAMS:
-            return sum(record_id >> 48 in self.lanes_of(phase, host, first_step) for record_id, _, _ in batch.bad)
-        return len(set(batch.replaced) & set(self.rows_read(phase, host, len(batch.rows))))
+            lanes = self.lanes_of(phase, host, first_step)
+            return [record_id for record_id, _, _ in batch.bad if record_id >> 48 in lanes]
+        mine = set(self.rows_read(phase, host, len(batch.rows)))
+        return [one[0] for row, one in zip(batch.replaced, batch.bad, strict=True) if row in mine]
+
+    def num_replaced(self, phase: Phase, host: int, batch: Batch, first_step: int) -> int:
+        """How many they are."""
+        return len(self.bad_of(phase, host, batch, first_step))
 
     def lanes_of(self, phase: Phase, host: int, first_step: int = 0) -> set[int]:
         """The lanes that a host reads from a step on: those of its rows, in batches of any of the sizes."""
@@ -1953,6 +2062,14 @@ class Case:
             return "SettingsError"
         outside = host >= phase.topology.hosts
         return "SettingsError" if outside and not self.can_be_outside(phase) else self.refused
+
+    def refusal(self, phase: Phase, host: int) -> tuple[str | None, str]:
+        """The setting that the error of the constructor names, and some of its words."""
+        if self.config["fault"] == "unopened" and host == self.odd_host:
+            return "end", "end='never'; it takes 'drop' or 'pad'."
+        if host >= phase.topology.hosts and not self.can_be_outside(phase):
+            return "sharding", f"sharding has no device of this host, {host}: the stream is read by host 0 alone"
+        return (None, "") if self.refused == "SourceError" else ("num_lanes", "")
 
     def can_be_outside(self, phase: Phase) -> bool:
         """Whether a host outside of the mesh gets the batches of the others."""

@@ -8,13 +8,16 @@ import functools
 import json
 import logging
 import math
+import re
 import threading
 from collections.abc import Callable, Iterator
 from typing import Any, Protocol
 
 import jax
 import numpy as np
+import pytest
 from configurations import (
+    BAD,
     DOCUMENTS,
     HOST_BATCHES,
     LEAVES,
@@ -40,6 +43,7 @@ import meshfeed.remote
 
 TIMEOUT_SECONDS, SHORT_TIMEOUT_SECONDS = 20.0, 3.0
 LOOP_ERROR = "the loss is nan"
+BAD_RECORD = "ValueError: a bad record"
 _RETRY = meshfeed.Retry(attempts=20, initial_seconds=0.0002, max_seconds=0.001)
 
 
@@ -124,7 +128,8 @@ def play_host(case: Case, host: int, world: World, name: str) -> None:
         _play_phase(case, phase, wanted, host, world, f"{name}-{number}")
 
 
-def _play_phase(case: Case, phase: Phase, wanted: list[Event], host: int, world: World, name: str) -> None:
+def _settings_of(case: Case, phase: Phase, host: int) -> dict[str, Any]:
+    """The feed's keywords, with the classes of meshfeed."""
     settings = case.settings(phase, host)
     if settings["bad_records"] is not None:
         settings["bad_records"] = meshfeed.SkipBad(max_fraction=settings["bad_records"])
@@ -134,6 +139,11 @@ def _play_phase(case: Case, phase: Phase, wanted: list[Event], host: int, world:
         settings["global_batch_size"] = (
             phase.schedule[0][1] if len(phase.schedule) == 1 else meshfeed.BatchSchedule(phase.schedule)
         )
+    return settings
+
+
+def _play_phase(case: Case, phase: Phase, wanted: list[Event], host: int, world: World, name: str) -> None:
+    settings = _settings_of(case, phase, host)
     faults, refused = case.faults(phase, host), case.refused_on(phase, host)
     devices = world.devices(case.processes, phase.topology.devices)
     sharding = sharding_of(case, phase, devices)
@@ -153,8 +163,9 @@ def _play_phase(case: Case, phase: Phase, wanted: list[Event], host: int, world:
             timeout_seconds=timeout,
         )
     except meshfeed.MeshfeedError as error:
-        if type(error).__name__ != refused:
-            raise AssertionError(f"refused: {error!r}") from error
+        setting, words = case.refusal(phase, host)
+        if type(error).__name__ != refused or getattr(error, "setting", None) != setting or words not in str(error):
+            raise AssertionError(f"refused: {error!r}, not about {setting}: {words!r}") from error
         return
     assert refused is None, f"not refused: {refused}"
     faults.armed = True
@@ -171,7 +182,9 @@ def _play_phase(case: Case, phase: Phase, wanted: list[Event], host: int, world:
             ):
                 feed.start()
             player.play(event, f"action {name.rpartition('-')[2]}.{number} {event.action}")
-    assert not _warned(world, "lost"), f"lanes were read again from their start: {_warned(world, 'lost')}"
+    _check_warnings(case, phase, host, world, before)
+    if case.config["source"] in ("stream_state", "stream_uneven"):
+        player.check_planned()
     plain = case.config["script"] == "run" and case.config["reshard"] == "none"
     if case.config["source"] == "records_cached" and plain:
         asked = [
@@ -180,15 +193,33 @@ def _play_phase(case: Case, phase: Phase, wanted: list[Event], host: int, world:
         assert source.asked or not any(event.batches for event in wanted), "nothing is asked of the cache"
         wanted_ids = case.asked_ahead(phase, host, len(asked))
         assert asked == wanted_ids, f"asked ahead for {asked}, not {wanted_ids}"
-        assert not _warned(world, "ahead"), _warned(world, "ahead")
 
 
 _BEGINNING = ("set", "reset", "reshard", "weights")
+_MAY_WARN = {
+    "replaced %d bad records": lambda case: case.config["fault"] in BAD,
+    "%s %s cannot be read": lambda case: case.config["fault"] in BAD,
+    "%s failed (%s: %s); attempt": lambda case: case.config["fault"] == "transient",
+    "%s: the data ended before one full batch": lambda case: not is_random(case.config["source"]),
+    "%s: this host had received the batches": lambda case: case.config["reshard"] == "ahead",
+    "waited %.0f s for step": lambda case: case.config["fault"] in ("late", "unopened"),
+    "waited %.0f s for": lambda case: case.config["reshard"] == "late",
+}
+"""The beginnings of other warnings → whether a case may have them."""
+
+
+def _check_warnings(case: Case, phase: Phase, host: int, world: World, before: int) -> None:
+    """Asserts that this host has warned of nothing that it need not."""
+    known = [text for texts in (_WARNINGS["records"], _WARNINGS["end"]) for text in texts]
+    known += [text for text, may in _MAY_WARN.items() if may(case)]
+    for record in (world.warnings() or [])[before:]:
+        assert str(record.msg).startswith(tuple(known)), f"host {host} warned: {record.getMessage()}"
+
+
 _WARNINGS = {
     "records": ("%.0f %% of the records will not be delivered", "the source has %d records in all epochs, fewer"),
     "end": ("the stream ends with lane %d of %d",),
-    "ahead": ("fetching ahead has stopped",),
-    "lost": ("the state of lanes %s was known only to a host that is gone",),
+    "replaced": ("replaced %d bad records",),
 }
 
 
@@ -212,6 +243,9 @@ class _Player:
         self.lanes_from = 0  # the first step of the feed that has delivered the last batch: the state has its lanes
         self.state: Any = None  # to which the feed has been set
         self.set_at = 0  # the step of that state
+        self.stats: Any = None  # the last that were compared
+        self.has_read = self.resharded = False
+        self.replaced: dict[int, set[tuple[Any, ...]]] = {}  # step → what the log may say of bad records in it
 
     def _flat(self, tree: Any) -> dict[str, Any]:
         """Leaves by path, of a tree of the feed."""
@@ -223,9 +257,11 @@ class _Player:
         kind, *arguments = event.action
         self.model = event.model
         getattr(self, f"_{kind}")(event, where, *arguments)
-        if event.failing is None and not self.left and not self.gone and kind != "ahead":
+        if not self.left and not self.gone and kind != "ahead":
             at = self.feed.step, self.feed.position
             assert at == (event.step, event.position), f"{where}: at {at}, not {(event.step, event.position)}"
+            if self.case.config["fault"] != "settings":  # which the state of one host has otherwise
+                self._check_state(self.feed.get_state(), event, where)
 
     def _take(self, event: Event, where: str, count: int) -> None:
         late = self.case.config["outside"] == "late" and self.host >= self.phase.topology.hosts
@@ -315,19 +351,51 @@ class _Player:
                 assert error.host in event.failing, f"{where}: raised {error!r}, host {error.host}"
                 assert f"host {error.host}" in text or f"hosts {error.host}" in text, f"{where}: raised {error!r}"
                 assert error.peer_message in text, f"{where}: raised {error!r}, {error.peer_message!r}"
-            if event.kind == "Fatal" and isinstance(error, meshfeed.PeerError):
-                assert f"in the read of step {event.step}: Fatal: " in text, f"{where}: raised {error!r}"
-                assert f"delivered the steps before {event.step}; see" in text, f"{where}: raised {error!r}"
+            if not (is_follower and is_random(self.case.config["source"])):
+                pattern = self._text_of(event, error)
+                assert pattern is None or re.fullmatch(pattern, str(error)), f"{where}: raised {error!r}, not {pattern}"
+            if event.lanes and isinstance(error, meshfeed.SourceError) and not is_follower:
+                mine = event.lanes & self.case.lanes_of(self.phase, self.host, self.first_step)
+                assert error.lane_index in mine, f"{where}: raised {error!r} of lane {error.lane_index}, not {mine}"
             if isinstance(error, meshfeed.StalledError):
                 late = self.case.odd_host if not is_follower else 0
                 assert text.startswith(f"step {event.step}: "), f"{where}: raised {error!r}, not of step {event.step}"
                 assert error.hosts == (late,), f"{where}: raised {error!r}, of the hosts {error.hosts}"
                 assert error.waited_seconds >= SHORT_TIMEOUT_SECONDS, f"{where}: waited {error.waited_seconds} s"
-                assert f"timeout_seconds={SHORT_TIMEOUT_SECONDS:g}" in text, f"{where}: raised {error!r}"
+                assert is_follower or f"host {late}:\nthread " in text, f"{where}: raised {error!r}, without its stacks"
         if event.kind == "StalledError" and not is_follower:
             self.world.put(f"{self.name}/stalled", self.host, None)
             self.world.gather(f"{self.name}/stalled", self.phase.topology.hosts)
             self.faults.released.set()
+
+    def _text_of(self, event: Event, error: Exception) -> str | None:
+        """A pattern of the whole text of an error, as far as the model knows it."""
+        if isinstance(error, meshfeed.PeerError) and event.kind in ("Fatal", "SourceError"):
+            said = re.escape(error.peer_message.removesuffix("."))
+            before = rf"All hosts delivered the steps before {event.step}; see the log of host {error.host}\."
+            return rf"hosts? [0-9, ]+ failed in the read of step {event.step}: {said}\. {before}"
+        if isinstance(error, meshfeed.PeerError) and self.case.config["fault"] == "unopened":
+            said = re.escape(error.peer_message)
+            return rf"host {error.host} failed before its first batch: {said} See the log of host {error.host}\."
+        if isinstance(error, meshfeed.StalledError):
+            return self._text_of_stall(event)
+        if event.lanes and isinstance(error, meshfeed.SourceError):
+            lane, hint = f"lane {error.lane_index} of {self.case.num_lanes}", "so repeating .* would never end.*"
+            of_mixture = rf"component '[ab]' of the mixture has no record in {lane} \(epoch \d+\), {hint}"
+            return rf"{lane} has no record in epoch \d+, {hint}|{of_mixture}"
+        return event.text
+
+    def _text_of_stall(self, event: Event) -> str:
+        waited = rf"\d+ s \(timeout_seconds={SHORT_TIMEOUT_SECONDS:g}\)\. "
+        if self.host >= self.phase.topology.hosts:
+            has = "has announced" if event.step else "has not begun this stream: it has announced"
+            return rf"step {event.step}: host 0 {has} no further step for {waited}This host has no device .* host 0\."
+        odd = self.case.odd_host
+        records = r"(, )?(\d+|…)( \(\d+ in all\))?"
+        lane, steps = r"step \d+: reading lane \d+ \(epoch 0, after record \d+\)", r"reading steps? \d+( to \d+)?"
+        doing = rf"\(host {odd} is ({lane}|{steps} \(records? ({records})+\)) for [0-9.]+ s\)"
+        waited = rf"\(waited \d+ s, timeout_seconds={SHORT_TIMEOUT_SECONDS:g}\)"
+        return rf"step {event.step}: host {odd} has not read it yet {doing} {waited}\. Check the log of that host; .*"
 
     def _goes_on(self, event: Event, where: str) -> None:
         """Of a host that has read its part: up to the end, or until it learns that the one that fails has left."""
@@ -363,6 +431,7 @@ class _Player:
     def _check_leaver(self, error: meshfeed.PeerError, host: int, step: int, where: str) -> None:
         assert error.host == host, f"{where}: raised {error!r}, host {error.host}"
         assert f"host {host} closed its feed at step {step}" in str(error), f"{where}: raised {error!r}"
+        assert str(error).endswith(f"ee the log of host {host}."), f"{where}: raised {error!r}"
         if self.case.config["fault"] == "dies" and not self.left:
             self.left = True
             self._goes_on_alone(where, host, step)
@@ -370,6 +439,17 @@ class _Player:
         wanted = f"closed its feed at step {step}{because}"
         assert error.peer_message == wanted or self.case.config["fault"] == "wide", f"{where}: {error.peer_message!r}"
         self.left = True
+
+    def check_planned(self) -> None:
+        """Whether the files of all lanes were asked for ahead of their second read."""
+        asked, case = self.faults.planned, self.case
+        sizes = {size // case.num_lanes for _, size in self.phase.schedule}
+        assert {count for _, count in asked} <= sizes, f"files of {asked} were asked for, not of reads of {sizes}"
+        lanes = case.lanes_of(self.phase, self.host, self.first_step)
+        plain = {"script": "run", "reshard": "none", "weights": "none", "num_workers": 0, "feed": "local"}
+        known = plain == {name: case.config.get(name, "local") for name in plain} and not self.left
+        if known and self.delivered["batches"] >= 2:
+            assert {lane for lane, _ in asked} >= lanes, f"files of {asked} were asked for, not of the lanes {lanes}"
 
     def _count(self, batch: Batch) -> None:
         case = self.case
@@ -380,10 +460,21 @@ class _Player:
         arrays = flat(batch.arrays("mask" if case.config["mask"] else None))
         each = sum(self._bytes_of_row(name, leaf) for name, leaf in arrays.items())
         self.moved, self.lanes_from = True, self.first_step
+        self.has_read |= any(batch.rows[row] is not None for row in mine)
         self.delivered["batches"] += 1
         self.delivered["records"] += batch.position - batch.before
         self.delivered["bytes"] += each * len(mine) if self.has_structure else 0
         self.delivered["skipped_records"] += case.num_replaced(self.phase, self.host, batch, self.first_step)
+        self._check_replaced(batch)
+
+    def _check_replaced(self, batch: Batch) -> None:
+        """The warning of the bad records of a delivered batch."""
+        mine = self.case.bad_of(self.phase, self.host, batch, self.first_step)
+        if self.world.warnings() is None or not mine:
+            return
+        found = [args for args in _warned(self.world, "replaced") if args[1] == batch.step]
+        wanted = {(len(mine), batch.step, record_id, BAD_RECORD) for record_id in mine}
+        assert wanted & set(found), f"step {batch.step}: warned of {found}, not of one of {wanted}"
 
     def _bytes_of_row(self, name: str, leaf: np.ndarray) -> int:
         """Bytes of a row of a leaf that this host reads: of columns in memory and files only those that it holds."""
@@ -421,6 +512,20 @@ class _Player:
         stats = self.feed.stats()
         found = {name: getattr(stats, name) for name in self.delivered}
         assert found == self.delivered, f"{where}: stats {found}, not {self.delivered}"
+        since = self.feed.stats(since=self.stats)
+        more = {name: value - getattr(self.stats, name) for name, value in found.items()} if self.stats else found
+        found = {name: getattr(since, name) for name in found}
+        assert found == more, f"{where}: stats since the last {found}, not {more}"
+        self.stats = stats
+        assert 0 <= stats.startup_seconds <= stats.wait_seconds, f"{where}: {stats}"
+        assert (stats.transfer_seconds > 0) == bool(stats.batches), f"{where}: {stats}"
+        assert stats.read_seconds > 0 or not self.has_read, f"{where}: {stats}"
+        alone = self.phase.topology.hosts == 1 and not self.resharded and self.host == 0
+        assert not (alone and stats.peer_wait_seconds), f"{where}: {stats}"
+        passing = self.faults.passing if self.case.config["fault"] == "transient" else 0
+        bad = self.case.config["fault"] in BAD  # by which steps that are read together are read again one by one
+        here = self.case.config.get("feed") != "remote"  # or the faults are those of another process
+        assert stats.retries <= passing or bad or not here, f"{where}: {stats.retries} retries after {passing} faults"
         settings = self.case.settings(self.phase)
         tuned = {name for name in ("prefetch", "num_threads", "num_workers") if settings[name] == "auto"}
         shown = set(stats.tuned or ()) - {"state", "reason", "tried"}
@@ -439,13 +544,36 @@ class _Player:
     def _save(self, event: Event, where: str, key: str) -> None:
         state = self.feed.get_state()
         assert state == json.loads(json.dumps(state)), where
-        assert state["position"] == event.position, f"{where}: position {state['position']}, not {event.position}"
         self._check_state(state, event, where)
         self.world.put(f"{self.name}/{key}", self.host, state)
 
+    def _merge(self, event: Event, where: str) -> None:
+        """The states of all hosts together, when a phase has ended: one host compares them."""
+        if self.case.config["source"] == "host_batches_once" and event.step:
+            self._cannot_go_back(event, where)
+        self.world.put(f"{self.name}/{where}", self.host, self.feed.get_state())
+        if self.host == 0:
+            states = self.world.gather(f"{self.name}/{where}", event.present)
+            self._check_merged(meshfeed.merge_states(states), event, where)
+
+    def _cannot_go_back(self, event: Event, where: str) -> None:
+        state = self.feed.get_state()
+        with pytest.raises(meshfeed.StateMismatchError) as raised:
+            self.feed.set_state(state)
+        found = raised.value.field, raised.value.saved, raised.value.current
+        wanted = f"hosts.{self.host}", f"{event.step} batches", "an iterator that can be read once"
+        assert found == wanted, f"{where}: raised {raised.value!r}, not of {wanted}"
+        assert self.feed.get_state() == state, where
+
     def _check_state(self, state: Any, event: Event, where: str) -> None:
-        """What a state says of the stream, beside where it is."""
+        """What a state says of the stream and of where it is."""
         case = self.case
+        assert state["position"] == event.position, f"{where}: position {state['position']}, not {event.position}"
+        assert state.get("step", event.step) == event.step, f"{where}: step {state['step']}, not {event.step}"
+        follows = self.host >= self.phase.topology.hosts
+        if not (follows and is_random(case.config["source"])):  # which learns of no bad records
+            count = state.get("num_skipped", 0)
+            assert count == len(event.bad), f"{where}: the state counts {count} bad records, not {len(event.bad)}"
         source, fingerprint = case.config["source"], state["fingerprint"]
         wanted = {"num_epochs": case.config["num_epochs"], "end": case.config["end"]}
         names = {"source", *wanted}
@@ -468,10 +596,30 @@ class _Player:
             assert set(state["lanes"]) == {str(lane) for lane in lanes}, f"{where}: lanes {sorted(state['lanes'])}"
             fields = {"records", "epoch", "taken", "state", "skip", "ended", "digest"}
             assert all(set(lane) == fields for lane in state["lanes"].values()), f"{where}: {state['lanes']}"
+            self._check_lanes(state["lanes"], event, where)
+        if "mixture" in fingerprint:
+            mixture = fingerprint["mixture"]
+            added, stages = mixture.get("added", []), [stage[:2] for stage in mixture["stages"]]
+            assert added == event.added, f"{where}: stages {added} were added, not {event.added}"
+            assert stages == event.stages, f"{where}: stages begin at {stages}, not {event.stages}"
         found = {name: fingerprint.get(name) for name in wanted}
         assert found == wanted, f"{where}: the state is of {found}, not {wanted}"
         assert set(fingerprint) == names, f"{where}: the fingerprint has {sorted(fingerprint)}, not {sorted(names)}"
         assert state["segments"] == event.segments, f"{where}: segments {state['segments']}, not {event.segments}"
+
+    def _check_lanes(self, lanes: Any, event: Event, where: str) -> None:
+        """Where each lane of a state is."""
+        case = self.case
+        upto = Steps(event.sizes, self.phase.schedule).position_of(event.step) // case.num_lanes
+        found = {lane: entry["records"] for lane, entry in lanes.items()}
+        wanted = {lane: len(event.model.upto(int(lane), upto)) for lane in lanes}
+        assert found == wanted, f"{where}: lanes with {found} records, not {wanted}"
+        for lane, entry in lanes.items():
+            assert entry["skip"] <= entry["taken"], f"{where}: lane {lane}: {entry}"
+            if entry["ended"]:
+                assert wanted[lane] <= upto, f"{where}: lane {lane} has ended: {entry}"
+            elif wanted[lane] < upto:
+                raise AssertionError(f"{where}: lane {lane} has not ended: {entry}")
 
     def _set(self, event: Event, where: str, key: str) -> None:
         states = self.world.gather(f"{self.name}/{key}", self.case.savers(key))
@@ -503,7 +651,12 @@ class _Player:
         count = state.get("num_skipped", 0)
         assert count == len(event.bad), f"{where}: the state counts {count} bad records, not {len(event.bad)}"
         ledgers = (state.get("skipped") or {}).values()
+        ledgers = list(ledgers)
         bad = {(entry[0], entry[1], entry[3]) for ledger in ledgers for entry in ledger}
+        with_reason = 256 // self.case.processes
+        reasons = {entry[2] for ledger in ledgers for entry in ledger[:with_reason]}
+        assert reasons <= {BAD_RECORD}, f"{where}: the state gives the reasons {reasons}"
+        assert not state.get("num_unlisted"), f"{where}: {state['num_unlisted']} records are not listed"
         assert bad == event.bad, f"{where}: the state lists the bad records {bad}, not {event.bad}"
         if "lanes" in state and state["lanes"] is not None:
             assert len(state["lanes"]) == self.case.num_lanes, f"{where}: lanes {sorted(state['lanes'])}"
@@ -551,6 +704,7 @@ class _Player:
         if self.gone:
             self.feed.close()
         assert event.phase is not None
+        self.resharded = True
         self.phase, self.has_structure, self.first_step = event.phase, False, event.step
         if not refused:  # the state has no other lanes than this host reads
             self.moved, self.lanes_from = True, event.step
@@ -562,7 +716,11 @@ class _Player:
             if here:
                 self.feed.reshard(sharding)
         except meshfeed.StalledError as error:
-            if error.hosts != (event.late,) or "has not called reshard" not in str(error):
+            texts = (
+                f"host {event.late} did not arrive within {SHORT_TIMEOUT_SECONDS:g} s",
+                "or has not called reshard",
+            )
+            if error.hosts != (event.late,) or not all(text in str(error) for text in texts):
                 raise AssertionError(f"{where}: raised {error!r}, of the hosts {error.hosts}") from error
         except Exception as error:
             raise AssertionError(f"{where}: raised {error!r}") from error
@@ -583,7 +741,14 @@ class _Player:
         try:
             self.feed.reshard(sharding)
         except kind as error:
-            if kind is meshfeed.PeerError and error.host not in event.unable:
+            text = str(error)
+            if kind is meshfeed.PeerError and not (
+                error.host in event.unable
+                and error.peer_message.startswith("PlanError: ")
+                and text.startswith(f"host {error.host} cannot continue on this sharding: ")
+                and text.endswith(f". See the log of host {error.host}.")
+                and error.peer_message.removesuffix(".") in text
+            ):
                 raise AssertionError(f"{where}: raised {error!r}, not about the hosts {event.unable}") from error
         except Exception as error:
             raise AssertionError(f"{where}: raised {error!r}") from error

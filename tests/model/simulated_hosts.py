@@ -11,6 +11,8 @@ import collections
 import contextlib
 import dataclasses
 import logging
+import os
+import subprocess
 import sys
 import threading
 import time
@@ -27,9 +29,9 @@ from configurations import LEAVES, Case, Phase
 from driver import Exchange, blocks_of, check_block, play_host, types_of
 from memory_store import MemoryStore
 
-from meshfeed._src.agreement import handshake, windows
+from meshfeed._src.agreement import followers, handshake, windows
 from meshfeed._src.arrays import device_put, load_once
-from meshfeed._src.base import coordination, threads
+from meshfeed._src.base import child, coordination, serving, threads
 from meshfeed._src.plan.topology import fake_devices
 from meshfeed._src.reading import identity
 from meshfeed._src.state import files
@@ -94,6 +96,40 @@ class _Here:
     @job.setter
     def job(self, job: Any) -> None:
         self._local.job = job
+
+
+class _WorkerThread:
+    """A worker process as a thread of its host: it starts at once, and the faults of a source reach it."""
+
+    returncode = None
+
+    def __init__(self, command: list[str], **_: Any) -> None:
+        target, *descriptors = command[command.index("-c") + 2 :][:4]
+        assert target == "meshfeed._src.base.child:serve", target
+        parent = child.Parent(*(os.dup(int(number)) for number in descriptors), os.getpid())
+        self.pid = os.getpid()
+        self._thread = threading.Thread(target=self._serve, args=(parent,), name="worker", daemon=True)
+        self._thread.start()
+
+    @staticmethod
+    def _serve(parent: child.Parent) -> None:
+        with contextlib.suppress(BrokenPipeError, ConnectionResetError):  # its host has hung up
+            child._serve(parent)
+        parent._connection.close()
+        parent._stack_requests.close()
+        os.close(parent._stacks)
+
+    def poll(self) -> int | None:
+        self.returncode = None if self._thread.is_alive() else 0
+        return self.returncode
+
+    def wait(self, timeout: float | None = None) -> None:
+        self._thread.join(timeout)
+        if self.poll() is None:
+            raise subprocess.TimeoutExpired("worker", timeout or 0.0)
+
+    def send_signal(self, number: int) -> None:
+        """Does nothing: a thread cannot be killed."""
 
 
 class Job:
@@ -161,6 +197,8 @@ def simulation(*, quiet: bool = True) -> Iterator[None]:
     patches: list[tuple[Any, str, Any]] = [
         (threading.Thread, "start", start),
         (threads, "_thread", types.SimpleNamespace(start_new_thread=start_new_thread)),
+        (child, "subprocess", types.SimpleNamespace(**{**vars(subprocess), "Popen": _WorkerThread})),
+        (child, "TaskServer", lambda gc_every: serving.TaskServer(0)),  # which would disable this process's collector
         (coordination, "process_index", lambda: here.host),
         (coordination, "process_count", lambda: here.job.processes if here.job else 1),
         (coordination, "key_value_store", lambda: here.job.store),
@@ -168,6 +206,7 @@ def simulation(*, quiet: bool = True) -> Iterator[None]:
         (coordination, "is_distributed", lambda: True),
         (identity, "process_index", lambda: here.host),
         (files, "process_index", lambda: here.host),
+        *((module, "ASIDE_SECONDS", 0.1) for module in (followers, handshake, windows)),
         (lane_moves, "_CHUNK_RECORDS", 3),  # or no lane would be read forward in more than one piece
         (device_put, "BlockDevicePut", _Put),
         (load_once, "BlockDevicePut", _Put),

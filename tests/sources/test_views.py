@@ -307,6 +307,12 @@ def test_views_read_by_the_calls_of_their_source(tmp_path: Path) -> None:
     assert values(pickle.loads(pickle.dumps(view))) == values(view)
 
 
+def test_a_view_of_a_mixture_can_be_pickled_for_workers() -> None:
+    view = Subset(Mixture({"a": numbers(10), "b": numbers(10, 100)}, {"a": 3, "b": 1}, 4), slice(1, 9))
+    found = values(view)  # also fills the caches of its order, which a copy does without
+    assert values(pickle.loads(pickle.dumps(view))) == found
+
+
 def test_alike_sources_and_views_are_read_as_one(tmp_path: Path) -> None:
     for name in ("a", "b"):
         (tmp_path / name).mkdir()

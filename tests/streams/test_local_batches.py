@@ -600,6 +600,21 @@ def test_the_number_of_rows_may_vary_where_the_batches_allow_it() -> None:
     assert (restored.step, restored.position) == (3, 12)
 
 
+def test_batches_whose_rows_vary_have_the_size_of_the_first_in_a_state_also_after_a_later_one_was_read() -> None:
+    states = []
+    for first in (0, 1):  # a host that has been set to a later state has read a larger batch first
+        stream = stream_of(Uneven([1, 2], [3, 4, 5]), num_hosts=2, end="pad")
+        if first:
+            stream.learn(numbers([3, 4, 5])[0])
+        reader = open_reader(stream, (0, 1), hosts_agree=True)
+        cursor = stream.start()
+        for _ in range(2):
+            cursor = reader.advance(cursor, reader.next(), {}, 0)
+        states.append(stream.state(cursor).to_json())
+    assert states[0]["segments"] == [[0, 0, 4]]
+    assert states[1] == states[0]
+
+
 def test_an_iterator_that_is_shared_is_moved_by_opening_it_again() -> None:
     assert not stream_of(numbers([1])).moved_by_opening
     assert stream_of(Resumable()).moved_by_opening

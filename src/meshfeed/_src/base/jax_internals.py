@@ -10,6 +10,7 @@ import functools
 import logging
 import os
 import re
+import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -152,6 +153,9 @@ def _disown_client() -> None:
             setattr(state, name, None)
 
 
+_probing = threading.Lock()
+
+
 def probe_fast_call() -> FastCall | None:
     """Returns ``batched_device_put``, which underlies JAX's own transfers; None if missing or its parameters differ."""
     try:
@@ -161,7 +165,10 @@ def probe_fast_call() -> FastCall | None:
     except (ImportError, AttributeError):
         return _report_slow()
     # A C++ function: its parameters appear only in its docstring, "batched_device_put(aval: object, ...) -> object".
-    names = re.findall(r"(\w+):", (call.__doc__ or "").partition("->")[0])
+    # It is made anew at each look, in memory that threads share: two at once may find a part of both.
+    with _probing:
+        text = call.__doc__ or ""
+    names = re.findall(r"(\w+):", text.partition("->")[0])
     known = names[:5] == ["aval", "sharding", "xs", "devices", "committed"] and "enable_x64" in names
     return call if known else _report_slow()
 

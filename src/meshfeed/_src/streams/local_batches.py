@@ -296,8 +296,9 @@ class LocalBatchReader:
         """See :class:`meshfeed._src.streams.protocol.HostReader`; ``ended`` holds the padding that hosts announced."""
         del num_skipped
         step_schedule = cursor.step_schedule
-        if cursor.step == 0 and not cursor.entries:  # the size is known now
-            step_schedule = StepSchedule(self._stream.schedule or BatchSchedule([(0, batch.global_batch_size)]))
+        if cursor.step == 0 and not cursor.entries:
+            # The size is known now. Not that of the first batch that this host has read: it may be one of a later step.
+            step_schedule = StepSchedule(self._settings.schedule or BatchSchedule([(0, batch.global_batch_size)]))
         size = batch.global_batch_size
         padding = sum(missing for key, missing in ended.items() if key >> 32 == batch.step + 1)
         return LocalBatchCursor(step_schedule, batch.step + 1, cursor.position + size - padding, batch.entries)
