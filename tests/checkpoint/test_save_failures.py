@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import io
+import os
+import signal
 import threading
 import time
 
@@ -15,7 +17,7 @@ from checkpoint_trees import abstract, assert_same, make_mesh, place
 from etils import epath
 
 from meshfeed._src.base.errors import CheckpointError
-from meshfeed._src.checkpoint import array_handler, handlers, report, stored
+from meshfeed._src.checkpoint import array_handler, at_exit, handlers, report, stored
 from meshfeed.checkpoint import Checkpointer, restore_once
 
 
@@ -212,3 +214,35 @@ def test_a_bar_on_terminals(tmp_path, monkeypatch):
     restore_once(tmp_path / "c/1", abstract(state))
     assert "restoring" in terminal.getvalue()
     assert "GiB/s" in terminal.getvalue()
+
+
+@pytest.mark.parametrize("then", ["wait", "close", "exit", "save"])
+def test_a_wait_that_is_interrupted_leaves_a_save_that_is_waited_for(tmp_path, monkeypatch, then):
+    """CPython before 3.13 takes a thread for ended whose join was interrupted."""
+    join_parts, go_on = handlers.join_parts, threading.Event()
+
+    def wait_and_join(*args):
+        assert go_on.wait(60)
+        join_parts(*args)
+
+    ckpt = Checkpointer(tmp_path / "c", save_interval_steps=1)
+    with monkeypatch.context() as patch:
+        patch.setattr(handlers, "join_parts", wait_and_join)
+        ckpt.save(1, {"w": np.ones(8)})
+        interrupt = threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGINT))
+        interrupt.start()
+        with pytest.raises(KeyboardInterrupt):
+            ckpt.wait()
+        interrupt.join()
+        later = threading.Timer(0.3, go_on.set)
+        later.start()
+        {
+            "wait": ckpt.wait,
+            "close": ckpt.close,
+            "exit": at_exit.finish_open_saves,
+            "save": lambda: ckpt.save(2, {"w": np.ones(8)}),
+        }[then]()
+        assert go_on.is_set(), "the save had not ended"
+        assert ckpt.steps()[0] == 1
+        later.join()
+    ckpt.close()

@@ -10,7 +10,7 @@ import functools
 import logging
 import os
 import re
-import threading
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -153,7 +153,7 @@ def _disown_client() -> None:
             setattr(state, name, None)
 
 
-_probing = threading.Lock()
+_LOOKS, _LOOK_PAUSE_SECONDS = 50, 0.002
 
 
 def probe_fast_call() -> FastCall | None:
@@ -164,13 +164,23 @@ def probe_fast_call() -> FastCall | None:
         call = xla_client.batched_device_put
     except (ImportError, AttributeError):
         return _report_slow()
-    # A C++ function: its parameters appear only in its docstring, "batched_device_put(aval: object, ...) -> object".
-    # It is made anew at each look, in memory that threads share: two at once may find a part of both.
-    with _probing:
-        text = call.__doc__ or ""
-    names = re.findall(r"(\w+):", text.partition("->")[0])
-    known = names[:5] == ["aval", "sharding", "xs", "devices", "committed"] and "enable_x64" in names
-    return call if known else _report_slow()
+    return call if _has_known_parameters(call) else _report_slow()
+
+
+@functools.cache
+def _has_known_parameters(call: Any) -> bool:
+    """Whether the parameters of ``batched_device_put`` are those that meshfeed passes.
+
+    It is a C++ function: they appear only in its docstring, "batched_device_put(aval: object, ...) -> object". JAX puts that
+    text together at each look, in memory that it also uses for the texts of other functions and of errors, so what another
+    thread does meanwhile may stand in it. One look that finds the names is enough.
+    """
+    for look in range(_LOOKS):
+        names = re.findall(r"(\w+):", (call.__doc__ or "").partition("->")[0])
+        if names[:5] == ["aval", "sharding", "xs", "devices", "committed"] and "enable_x64" in names:
+            return True
+        time.sleep(look and _LOOK_PAUSE_SECONDS)
+    return False
 
 
 @functools.cache  # once per process

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import functools
 import logging
 import math
 import operator
@@ -70,6 +71,7 @@ from meshfeed._src.checkpoint.step import (
 )
 from meshfeed._src.checkpoint.store_manager import StoreManager, check_store_options
 from meshfeed._src.checkpoint.stored import DamagedCheckpointError
+from meshfeed._src.checkpoint.waiting import wait_until_finished
 from meshfeed._src.state import files as state_files
 
 SAVE_ORDER = "The order is save(step, train_state, feed)."
@@ -204,16 +206,18 @@ class Checkpointer(NotCopied):
                 if isinstance(self._directory, StorePath):
                     steps = agreement.publish(lambda: find_steps(self._directory))
                     self._manager = StoreManager(self._directory, handlers, manager_options, steps)
+                    self._wait = self._manager.wait_until_finished
                 else:
                     self._manager = ocp.CheckpointManager(
                         self._directory, options=manager_options, item_handlers=handlers
                     )
+                    self._wait = functools.partial(wait_until_finished, self._manager)
             # A random token per job and a counter make each save's id unique without communication per save.
             self._job_id = agreement.publish(lambda: secrets.token_hex(8))
         self._owner = Owner()
         self._saves = 0
         self._last: SkippedStep | None = None  # the newest step that the interval skipped since the last save
-        self._open = OpenSaves(self._manager.wait_until_finished, self._directory)
+        self._open = OpenSaves(self._wait, self._directory)
         self._damaged: set[int] = set()
         self._warned = False
         self._writes = False  # whether this job has saved
@@ -423,7 +427,7 @@ class Checkpointer(NotCopied):
             if self._torn is not None:
                 self._settle(self._torn)
                 self._torn = None
-            self._manager.wait_until_finished()
+            self._wait()
             self._saving = self._open.saving = None
         except Exception as error:
             self._failed, self._open.saving = True, None
