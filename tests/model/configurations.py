@@ -2068,7 +2068,9 @@ class Case:
         if self.config["fault"] == "unopened" and host == self.odd_host:
             return "end", "end='never'; it takes 'drop' or 'pad'."
         if host >= phase.topology.hosts and not self.can_be_outside(phase):
-            return "sharding", f"sharding has no device of this host, {host}: the stream is read by host 0 alone"
+            batches = self.config["source"] in HOST_BATCHES
+            why = ", so the host batches that it makes" if batches else ": the stream is read by host 0 alone"
+            return "sharding", f"sharding has no device of this host, {host}{why}"
         return (None, "") if self.refused == "SourceError" else ("num_lanes", "")
 
     def can_be_outside(self, phase: Phase) -> bool:
