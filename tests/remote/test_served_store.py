@@ -19,6 +19,7 @@ from jax.sharding import AxisType, Mesh
 
 import meshfeed
 from meshfeed._src.base import coordination, jax_internals
+from meshfeed._src.base.stacks import feed_stacks
 from meshfeed._src.remote import served_store
 from meshfeed._src.remote.client import Endpoint, RemoteClient, make_payload, rows_of
 from meshfeed._src.remote.served_store import Address, StoreClient, _Server
@@ -47,6 +48,7 @@ class Job:
     def __init__(self, patch: pytest.MonkeyPatch) -> None:
         self._patch = patch
         self.clients: dict[int, list[Any]] = {}
+        self.servers: list[_Server] = []
 
     def on(self, host: int, function: Callable[[], Any]) -> Any:
         with self._patch.context() as patch:
@@ -83,11 +85,19 @@ class Hosts:
 
 
 @pytest.fixture
-def job(monkeypatch: pytest.MonkeyPatch) -> Job:
+def job(monkeypatch: pytest.MonkeyPatch) -> Iterator[Job]:
     made = Job(monkeypatch)
+
+    def serve(host: str) -> _Server:
+        made.servers.append(_Server(host))
+        return made.servers[-1]
+
+    monkeypatch.setattr(served_store, "_Server", serve)
     monkeypatch.setattr(colocated_python, "colocated_python_class", lambda kind: functools.partial(Hosts, made))
     monkeypatch.setattr(colocated_python, "colocated_cpu_devices", lambda mesh: mesh)
-    return made
+    yield made
+    for server in made.servers:
+        end(server)
 
 
 def client_of(hosts: list[int]) -> RemoteClient:
@@ -125,12 +135,10 @@ def test_hosts_of_which_jax_connects_only_some_are_refused(job: Job, monkeypatch
         client_of([0, 1])
 
 
-def test_without_its_server_a_new_store_is_served(job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
-    servers = []
-    monkeypatch.setattr(served_store, "_Server", lambda host: servers.append(_Server(host)) or servers[-1])
+def test_without_its_server_a_new_store_is_served(job: Job) -> None:
     client_of([0, 1, 2])
     before = job.store_of(1)
-    end(servers[0])
+    end(job.servers[0])
     for client, *_ in job.clients.values():
         client._local = threading.local()  # its connections have ended, too
     client_of([1, 2])
@@ -173,6 +181,20 @@ def test_a_get_waits_for_another_thread_and_ends_in_time(server: _Server) -> Non
     setter.start()
     assert store.get("a", 30) == "1"
     setter.join()
+
+
+def test_who_waits_for_the_store_or_serves_it_is_not_shown_as_reading(server: _Server) -> None:
+    store = jax_internals.KeyValueStore(StoreClient(server.address))
+    waiting = threading.Thread(target=store.get, args=("a", 60), name="meshfeed-waits", daemon=True)
+    waiting.start()
+    deadline = time.monotonic() + 60
+    while not server.table._changed._waiters:  # type: ignore[attr-defined]
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    shown = feed_stacks()
+    assert not [text for text in ("meshfeed-waits", "meshfeed-store", "served_store.py") if text in shown], shown
+    store.set("a", "1")
+    waiting.join(60)
 
 
 def test_all_increments_of_many_threads_that_connect_at_once_count(server: _Server) -> None:

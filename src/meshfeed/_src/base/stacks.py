@@ -17,8 +17,21 @@ from types import FrameType
 from typing import Protocol
 
 _HERE = pathlib.Path(__file__).resolve()
+_LIBRARY = pathlib.Path(threading.__file__).parent
+# Frames of a wait: what called them tells what is waited for.
+_PASSIVE = frozenset(
+    str(_LIBRARY.joinpath(*path))
+    for path in (
+        ("threading.py",),
+        ("socket.py",),
+        ("selectors.py",),
+        ("socketserver.py",),
+        ("http", "client.py"),
+        ("http", "server.py"),
+    )
+)
 _PACKAGE = str(_HERE.parents[2]) + os.sep
-# The innermost frame of a thread that waits for another one is in these files.
+# The innermost other frame of a thread that waits for another thread or host is in these files.
 _WAITING = frozenset(
     str(_HERE.parents[1].joinpath(*path))
     for path in (
@@ -28,6 +41,7 @@ _WAITING = frozenset(
         ("base", "jax_internals.py"),
         ("agreement", "heartbeat.py"),
         ("monitoring", "exporters.py"),
+        ("remote", "served_store.py"),
     )
 )
 _SERVICES = ("meshfeed-parent",)  # of a child process; reads nothing
@@ -68,7 +82,7 @@ def _thread_stacks() -> list[str]:
 
 
 def _waits(frame: FrameType | None) -> bool:
-    while frame is not None and frame.f_code.co_filename == threading.__file__:  # in an Event or a Lock
+    while frame is not None and frame.f_code.co_filename in _PASSIVE:
         frame = frame.f_back
     return frame is not None and frame.f_code.co_filename in _WAITING
 
