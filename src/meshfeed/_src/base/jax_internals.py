@@ -139,7 +139,7 @@ def _disown_in_children() -> None:
 
 
 def _disown_client() -> None:
-    """Removes the parent's connection to the coordination service in a forked child, from JAX's global state, too.
+    """Removes the parent's connection to the coordination service in a forked child, also from JAX's global state.
 
     The child shares the parent's socket. A single request from the child, such as the one that JAX's exit handler
     makes, breaks the parent's connection, and the child waits for a reply that never comes.

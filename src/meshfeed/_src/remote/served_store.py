@@ -160,7 +160,7 @@ class StoreClient:
 
     Raises:
       MeshfeedError: the server does not answer.
-      LookupError: as :class:`Table`, or TimeoutError.
+      LookupError: what :class:`Table` raises, of any type, with its text.
     """
 
     def __init__(self, address: Address) -> None:

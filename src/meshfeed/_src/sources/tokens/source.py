@@ -796,7 +796,7 @@ class TokenFiles:
             return None
         sizes = self._item_bytes[file_index]
         begins = self._headers[file_index] + starts * sizes
-        spans = begins, begins + lengths * sizes
+        ends = begins + lengths * sizes
         numbers = np.unique(file_index)[: files_per_call()].tolist()
         with contextlib.suppress(MeshfeedError, OSError):  # the read itself raises it
             opened = {
@@ -804,12 +804,12 @@ class TokenFiles:
             }
             few = range(0, len(begins), len(begins) // _PROBED + 1)
             # In the middle: the first page may also have the end of a range that was read.
-            middles = [(int(file_index[i]), int(begins[i] + spans[1][i]) // 2) for i in few]
+            middles = [(int(file_index[i]), int(begins[i] + ends[i]) // 2) for i in few]
             if all(opened[number].is_cached(middle) for number, middle in middles if number in opened):
                 return False
             for number, descriptor in opened.items():
                 rows = file_index == number
-                descriptor.fetch_ahead(spans[0][rows], spans[1][rows])
+                descriptor.fetch_ahead(begins[rows], ends[rows])
             return True
         return False
 
