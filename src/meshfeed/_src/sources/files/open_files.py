@@ -6,6 +6,7 @@ A shard is checked once, when it is first opened: its local copy must be the fil
 from __future__ import annotations
 
 import collections
+import contextlib
 import errno
 import os
 import resource
@@ -16,10 +17,12 @@ from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 import numpy as np
 
+from meshfeed._src.base.errors import MeshfeedError
 from meshfeed._src.reading.fetch_policy import open_bytes
 from meshfeed._src.sources.files.shard import Shard, changed, local_copy
 
 if TYPE_CHECKING:
+    from meshfeed._src.sources.files.direct import RemoteBytes
     from meshfeed._src.sources.files.shard_cache import ShardCache
 
 _MAX_OPEN_FILES = 1024
@@ -27,6 +30,7 @@ _MAX_FILES_PER_CALL = 64  # a mixture of 35 files in one call, also if two steps
 _CALLS_AT_ONCE = 16  # threads whose calls may hold files open, beside those that the pool keeps
 _MAX_ENTRIES = 1 << 25  # of 8 bytes: the indexes of checked files in memory
 _LEAST_ENTRIES = 256  # charged per checked file, which bounds their number too
+_PROBED_FILES, _PROBED_RANGES = 4, 4  # at most, of a batch and of each of these files
 T = TypeVar("T")
 K = TypeVar("K", bound=Hashable)
 V = TypeVar("V")
@@ -47,6 +51,10 @@ def files_per_call() -> int:
 def out_of_descriptors(error: OSError) -> bool:
     """Whether too many files are open in this process or on this machine."""
     return error.errno in (errno.EMFILE, errno.ENFILE)
+
+
+FileRanges = Callable[[], "tuple[Descriptor | RemoteBytes, np.ndarray, np.ndarray]"]
+"""Opens a file, and returns it with starts and stops of byte ranges in it, int64[n] each."""
 
 
 class Descriptor:
@@ -92,6 +100,37 @@ class Descriptor:
         """Has the disk fetch byte ranges, int64[n], into the page cache, and does not wait for it."""
         for start, stop in zip(starts.tolist(), stops.tolist(), strict=True):
             os.posix_fadvise(self.number, start, stop - start, os.POSIX_FADV_WILLNEED)
+
+
+def fetch_missing(files: Sequence[FileRanges]) -> bool:
+    """Calls :func:`fetch_ahead` unless the page cache has the ranges, as far as a few of a few files show.
+
+    Returns:
+      Whether something was missing.
+    """
+    missing = not all(map(_are_cached, files[:: len(files) // _PROBED_FILES + 1]))
+    if missing:
+        fetch_ahead(files)
+    return missing
+
+
+def fetch_ahead(files: Sequence[FileRanges]) -> None:
+    """Has the disk fetch ranges of several files at once, so that their reads together wait for one access, not for each."""
+    for ranges in files[: files_per_call()]:
+        with contextlib.suppress(MeshfeedError, OSError):  # the read itself raises it
+            opened, starts, stops = ranges()
+            if isinstance(opened, Descriptor):
+                opened.fetch_ahead(starts, stops)
+
+
+def _are_cached(ranges: FileRanges) -> bool:
+    with contextlib.suppress(MeshfeedError, OSError):  # the read itself raises it
+        opened, starts, stops = ranges()
+        if isinstance(opened, Descriptor):
+            # In the middle: the first page may also have the end of a range that was read.
+            middles = (starts + stops)[:: len(starts) // _PROBED_RANGES + 1] // 2
+            return all(map(opened.is_cached, middles.tolist()))
+    return True
 
 
 class Lru(Generic[K, V]):

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import dataclasses
+import functools
 import itertools
 import types
 from collections.abc import Callable, Iterable, Sequence
@@ -12,14 +12,21 @@ from typing import TYPE_CHECKING, Generic, NamedTuple, Self, TypeVar, cast
 
 import numpy as np
 
-from meshfeed._src.base.errors import CorruptDataError, MeshfeedError
+from meshfeed._src.base.errors import CorruptDataError
 from meshfeed._src.base.types import JsonValue, RecordIds
 from meshfeed._src.reading.identity import probe_digest
 from meshfeed._src.reading.shared_probes import probe_once
 from meshfeed._src.sources.files import paths as file_paths
 from meshfeed._src.sources.files.direct import READ_THREADS, ByteRange, RemoteBytes, read_ranges
 from meshfeed._src.sources.files.manifest import lengths_by_file
-from meshfeed._src.sources.files.open_files import Descriptor, ShardPool, files_per_call, shared_pool
+from meshfeed._src.sources.files.open_files import (
+    Descriptor,
+    FileRanges,
+    ShardPool,
+    fetch_ahead,
+    fetch_missing,
+    shared_pool,
+)
 from meshfeed._src.sources.files.paths import is_url
 from meshfeed._src.sources.files.shard import Shard
 from meshfeed._src.sources.files.shards import S, Shards
@@ -31,8 +38,6 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 R = TypeVar("R")
-
-_PROBED_FILES, _PROBED_RECORDS = 4, 4  # at most, of a batch and of each of these files
 
 OpenFile = Callable[[], "Descriptor | RemoteBytes"]
 """Returns the open file, and opens it again if it has been closed; a remote file that is read without a cache as it is."""
@@ -254,7 +259,7 @@ class ShardReader(ShardSource[S], Generic[S, T]):
             nonlocal may_wait
             opened, (starts, stops) = file.open(), spans_of(file.index, rows)
             if may_wait and isinstance(opened, Descriptor) and not opened.is_cached(int(starts[0])):
-                self._fetch_ahead(parts, spans_of)
+                fetch_ahead(self._ranges(parts, spans_of))
             may_wait = False  # the first range tells
             return build(file, rows, first, read_spans(opened, starts, stops))
 
@@ -283,30 +288,14 @@ class ShardReader(ShardSource[S], Generic[S, T]):
         if not self._is_local:
             return None
         parts = [part for part in self._parts(record_ids) if self._pool.all_checked([self._shards.files[part.number]])]
-        missing = not all(self._is_cached(part, spans_of) for part in parts[:: len(parts) // _PROBED_FILES + 1])
-        if missing:
-            self._fetch_ahead(parts, spans_of)
-        return missing
+        return fetch_missing(self._ranges(parts, spans_of))
 
-    def _is_cached(self, part: FilePart, spans_of: SpansOf[T]) -> bool:
-        """Whether the page cache has the records of a part, as far as a few of them show."""
-        with contextlib.suppress(MeshfeedError, OSError):  # the read itself raises it
+    def _ranges(self, parts: Sequence[FilePart], spans_of: SpansOf[T]) -> list[FileRanges]:
+        def of_part(part: FilePart) -> tuple[Descriptor | RemoteBytes, np.ndarray, np.ndarray]:
             file = self._checked(self._shards.files[part.number])
-            opened = file.open()
-            if isinstance(opened, Descriptor):
-                starts, stops = spans_of(file.index, part.rows[:: len(part.rows) // _PROBED_RECORDS + 1])
-                # In the middle: the first page may also have the end of a record that was read.
-                return all(map(opened.is_cached, ((starts + stops) // 2).tolist()))
-        return True
+            return (file.open(), *spans_of(file.index, part.rows))
 
-    def _fetch_ahead(self, parts: Sequence[FilePart], spans_of: SpansOf[T]) -> None:
-        """Has the disk fetch all ranges at once, so that the reads together wait for one access and not for each."""
-        for part in parts[: files_per_call()]:
-            with contextlib.suppress(MeshfeedError, OSError):  # the read itself raises it
-                file = self._checked(self._shards.files[part.number])
-                opened = file.open()
-                if isinstance(opened, Descriptor):
-                    opened.fetch_ahead(*spans_of(file.index, part.rows))
+        return [functools.partial(of_part, part) for part in parts]
 
     def _read_file(self, number: int, rows: np.ndarray, read_rows: ReadRows[S, T, R]) -> Sequence[R]:
         shard, first = self._shards.files[number], int(self._shards.starts[number])

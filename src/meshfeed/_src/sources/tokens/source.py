@@ -16,8 +16,8 @@ the extension is not installed, and otherwise ranges with an error, which it rep
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
+import functools
 import io
 import logging
 import operator
@@ -33,7 +33,7 @@ import xxhash
 from numpy.typing import DTypeLike
 
 from meshfeed._src.base import memory
-from meshfeed._src.base.errors import CorruptDataError, MeshfeedError, SettingsError, SourceError, hides_own_frames
+from meshfeed._src.base.errors import CorruptDataError, SettingsError, SourceError, hides_own_frames
 from meshfeed._src.base.types import ColumnSlices, JsonValue, RecordIds, public
 from meshfeed._src.reading.identity import digest_tree
 from meshfeed._src.sources.checks import check_ids, checked_count, is_count
@@ -48,7 +48,13 @@ from meshfeed._src.sources.files.formats import (
 )
 from meshfeed._src.sources.files.lookup import FileFormat, find_files, look_at
 from meshfeed._src.sources.files.manifest import FileEntry, lengths_by_file
-from meshfeed._src.sources.files.open_files import Descriptor, files_per_call, open_descriptor, shared_pool
+from meshfeed._src.sources.files.open_files import (
+    Descriptor,
+    fetch_missing,
+    files_per_call,
+    open_descriptor,
+    shared_pool,
+)
 from meshfeed._src.sources.files.paths import is_url
 from meshfeed._src.sources.files.shard import Shard, inspect_copy
 from meshfeed._src.sources.files.shard_reader import ShardSource
@@ -76,7 +82,6 @@ LENGTHS_KEY = "tokens"
 """The leaf for which a manifest lists the lengths of documents; its name in a batch is a setting of the source."""
 
 _FEW = 16  # so many files are all opened for a batch, since finding those that it needs takes longer
-_PROBED = 8  # ranges of a batch, at most
 _RANGES_PER_CALL = 1024  # Ctrl-C takes effect only between calls
 _NATIVE = ("=", "|", "<" if sys.byteorder == "little" else ">")
 _INT32 = np.iinfo(np.int32)
@@ -797,21 +802,13 @@ class TokenFiles:
         sizes = self._item_bytes[file_index]
         begins = self._headers[file_index] + starts * sizes
         ends = begins + lengths * sizes
-        numbers = np.unique(file_index)[: files_per_call()].tolist()
-        with contextlib.suppress(MeshfeedError, OSError):  # the read itself raises it
-            opened = {
-                number: self.files[number].open(None) for number in numbers if shared_pool.is_open(self.files[number])
-            }
-            few = range(0, len(begins), len(begins) // _PROBED + 1)
-            # In the middle: the first page may also have the end of a range that was read.
-            middles = [(int(file_index[i]), int(begins[i] + ends[i]) // 2) for i in few]
-            if all(opened[number].is_cached(middle) for number, middle in middles if number in opened):
-                return False
-            for number, descriptor in opened.items():
-                rows = file_index == number
-                descriptor.fetch_ahead(begins[rows], ends[rows])
-            return True
-        return False
+
+        def of_file(number: int) -> tuple[Descriptor, np.ndarray, np.ndarray]:
+            rows = file_index == number
+            return self.files[number].open(None), begins[rows], ends[rows]
+
+        opened = [number for number in np.unique(file_index).tolist() if shared_pool.is_open(self.files[number])]
+        return fetch_missing([functools.partial(of_file, number) for number in opened])
 
     def _groups(self, file_index: np.ndarray) -> list[list[int]]:
         """Returns the files of ranges, in groups of one dtype, local or remote, few enough to be open at once."""
