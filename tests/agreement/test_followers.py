@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import sys
 from pathlib import Path
 
@@ -12,8 +13,8 @@ from hosts import CountingStore
 
 from meshfeed._src.agreement import followers
 from meshfeed._src.agreement.followers import Follower, Summary, announce_failure, follow_key
-from meshfeed._src.agreement.messages import Announcement, Stop
-from meshfeed._src.base.errors import StalledError
+from meshfeed._src.agreement.messages import Announcement, Stop, aside_key
+from meshfeed._src.base.errors import Failure, PeerError, StalledError
 
 
 @pytest.mark.parametrize("last", ["announces", "fails"])
@@ -58,3 +59,13 @@ def test_a_follower_that_is_further_behind_raises_at_once(monkeypatch: pytest.Mo
         follower(store, 0).wait_for(0)
     assert caught.value.hosts == (3,)
     assert caught.value.waited_seconds < 30
+
+
+def test_a_follower_is_told_that_a_host_has_left_for_another_sharding(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(followers, "ASIDE_SECONDS", 0.1)
+    store = CountingStore()
+    store.set("meshfeed/other/aside", json.dumps(Failure.left("another feed", 5).to_json()))
+    notice = Failure.left("called reshard after step 2", 5)
+    store.set(aside_key("meshfeed/feed/x/0"), json.dumps(notice.to_json()))
+    with pytest.raises(PeerError, match="host 5.*called reshard after step 2"):
+        follower(store, 0).wait_for(0)

@@ -522,3 +522,21 @@ def test_the_grace_period_of_the_reducer_begins_with_its_failure_and_ends_if_it_
     with pytest.raises(handshake._GivenUp) as caught:
         give_up(10.7)
     assert caught.value.outcome == {"failure": json.loads(failed)["failure"], "differences": []}
+
+
+@pytest.mark.parametrize("aside", [0, 1])
+def test_a_host_that_has_left_for_another_sharding_is_named(
+    aside: int, job: Job, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(handshake, "ASIDE_SECONDS", 0.1)
+    feeds = make(3)
+    assert job.run(range(3), lambda host: feeds[host].agree(SEED, timeout_seconds=20)) == [None] * 3
+    job.on(aside, feeds[aside].step_aside, "called reshard after step 2")
+    others = [host for host in range(3) if host != aside]
+    for host in others:
+        feeds[host].withdraw()
+    found = job.run(others, lambda host: feeds[host].agree(SEED, timeout_seconds=20))
+    for error in found:
+        assert isinstance(error, PeerError), error
+        assert error.host == aside
+        assert "called reshard after step 2" in str(error)

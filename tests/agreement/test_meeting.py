@@ -16,6 +16,7 @@ from hosts import CountingStore, Job
 
 import meshfeed
 from meshfeed import AgreementError, PeerError, StalledError
+from meshfeed._src.agreement import meeting
 from meshfeed._src.agreement.meeting import Meetings, Outcome
 from meshfeed._src.base import coordination
 
@@ -191,3 +192,38 @@ def test_hosts_that_all_failed_are_not_told_of_one_another_when_they_come_again(
         hosts.fail(host)
     assert [outcome.result for outcome in hosts.meet(seconds=2.0)] == [3, 3, 3]
     assert hosts.keys() == ["meshfeed/follow/feed/x-on-all-1/meet/out"]
+
+
+def test_hosts_that_came_for_different_participants_are_told_after_a_while(
+    hosts: Hosts, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(meeting, "_GRACE_SECONDS", 0.3)
+    found = list[Any]()
+    other = threading.Thread(target=lambda: found.extend(hosts.meet(hosts=[1])))
+    other.start()
+    start = time.monotonic()
+    (error,) = hosts.meet([0, 1], hosts=[0])
+    assert 0.3 < time.monotonic() - start < 15.0
+    other.join()
+    for mistaken, mine, theirs in (
+        (error, "host 0: hosts 0, 1", "host 1: hosts 0, 1, 2"),
+        (found[0], "host 1: hosts 0, 1, 2", "host 0: hosts 0, 1"),
+    ):
+        assert isinstance(mistaken, AgreementError)
+        assert str(mistaken).startswith(
+            f"hosts called reshard with shardings over different hosts ({mine}; {theirs}). Find"
+        )
+
+
+def test_a_host_that_comes_again_for_the_right_participants_is_waited_for(
+    hosts: Hosts, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(meeting, "_GRACE_SECONDS", 3.0)
+    found = list[Any]()
+    waiting = threading.Thread(target=lambda: found.extend(hosts.meet([0, 1], hosts=[0])))
+    waiting.start()
+    (mistaken,) = hosts.meet([1, 2], hosts=[1], seconds=0.5)
+    assert isinstance(mistaken, StalledError)
+    (joined,) = hosts.meet([0, 1], hosts=[1])
+    waiting.join()
+    assert found == [joined]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import sys
 import threading
@@ -19,7 +20,7 @@ from small_pipeline import new_window_reports, numbers_pipeline
 
 from meshfeed import PeerError, SourceError, StalledError
 from meshfeed._src.agreement import windows
-from meshfeed._src.agreement.messages import Announcement, Stop, WindowReport
+from meshfeed._src.agreement.messages import Announcement, Stop, WindowReport, aside_key
 from meshfeed._src.agreement.window_report import WindowReports
 from meshfeed._src.agreement.windows import WindowAgreement
 from meshfeed._src.base import coordination, reduction
@@ -659,3 +660,15 @@ def test_a_host_that_leaves_after_the_reducer_publishes_no_notice(stop: Stop | N
     one.publish(WindowReport(1))
     one.close("closed its feed")
     assert (f"{RUN}/1/in/1" in store.keys) == (stop is None)
+
+
+def test_a_host_that_has_left_for_another_sharding_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(windows, "ASIDE_SECONDS", 0.1)
+    store = CountingStore()
+    agreement = make_agreement(store, 1, 3)
+    notice = Failure.left("called reshard after step 2", 2)
+    store.set(aside_key(RUN), json.dumps(notice.to_json()))
+    agreement.publish(WindowReport(1))
+    with pytest.raises(PeerError, match="host 2.*called reshard after step 2"):
+        agreement.wait_for(0)
+    agreement.close()
