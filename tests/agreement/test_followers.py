@@ -67,5 +67,5 @@ def test_a_follower_is_told_that_a_host_has_left_for_another_sharding(monkeypatc
     store.set("meshfeed/other/aside", json.dumps(Failure.left("another feed", 5).to_json()))
     notice = Failure.left("called reshard after step 2", 5)
     store.set(aside_key("meshfeed/feed/x/0"), json.dumps(notice.to_json()))
-    with pytest.raises(PeerError, match="host 5.*called reshard after step 2"):
+    with pytest.raises(PeerError, match=r"host 5.*called reshard after step 2"):
         follower(store, 0).wait_for(0)

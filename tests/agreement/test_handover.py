@@ -21,6 +21,7 @@ from meshfeed._src.state.state import FeedState, Ledgers
 from meshfeed._src.streams.protocol import Cursor, HostBatch
 
 SCOPE = "feed/x"
+NO_LEDGERS = Ledgers()
 SIZES = BatchSchedule([[0, 8], [4, 16]])
 
 
@@ -42,7 +43,7 @@ class Host:
         monkeypatch.setattr(handover.time, "monotonic", lambda: self.now)
 
     def start(
-        self, lanes: dict[str, Any], step: int = 0, skipped: Ledgers = Ledgers(), prefetch: int = 0, num_hosts: int = 5
+        self, lanes: dict[str, Any], step: int = 0, skipped: Ledgers = NO_LEDGERS, prefetch: int = 0, num_hosts: int = 5
     ) -> Handover:
         cursor = Cursor(StepSchedule(SIZES), step, 8 * step, skipped=skipped, num_lanes=4)
         return Handover(

@@ -669,6 +669,6 @@ def test_a_host_that_has_left_for_another_sharding_is_named(monkeypatch: pytest.
     notice = Failure.left("called reshard after step 2", 2)
     store.set(aside_key(RUN), json.dumps(notice.to_json()))
     agreement.publish(WindowReport(1))
-    with pytest.raises(PeerError, match="host 2.*called reshard after step 2"):
+    with pytest.raises(PeerError, match=r"host 2.*called reshard after step 2"):
         agreement.wait_for(0)
     agreement.close()
