@@ -25,15 +25,17 @@ import mutant_texts
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 FOLDER = ROOT / "build" / "mutation"
-COPIED = ("src", "tests", "pyproject.toml")
+COPIED = ("src", "tests", "examples", "pyproject.toml")
 MUTANTS = 60  # the aim is less than an hour for all packages with 2 processes
 AIM = 0.85
 CONFIGURATION = """
 [tool.mutmut]
 source_paths = ["src"]
+also_copy = ["examples"]
 only_mutate = ["src/meshfeed/_src/{package}/*"]
 pytest_add_cli_args_test_selection = ["tests/{package}"]
 pytest_add_cli_args = ["-m", "not multihost and not slow", "-p", "no:cacheprovider", "--hypothesis-seed=0"]
+debug = true # or it hides why a test fails without a mutant
 process_isolation = "forkserver" # JAX's threads do not survive a fork
 timeout_multiplier = 3
 timeout_constant = 10
