@@ -244,3 +244,20 @@ def test_hosts_download_the_set_about_once_and_with_affinity_nothing_more():
     for first, second in needed:
         assert num_records(first | second) <= 1.1 * total / hosts
         assert num_records(second - first) <= 0.05 * total / hosts
+
+
+def test_scattered_positions_have_what_a_batch_has() -> None:
+    order, _ = short_chunks(lambda: order_of([[5, 9, 7], [4, 4]], 2, num_epochs=40, on_end="repeat"))
+    assert order.total is not None
+    all_ids, all_epochs = order.ids_between(0, order.total)
+    for positions in (
+        np.arange(order.total)[::-1],
+        np.arange(order.total)[:: order.total // 5],
+        np.array([order.total - 1, 0]),
+    ):
+        ids, epochs = order.ids_at(positions)
+        np.testing.assert_array_equal(ids, all_ids[positions])
+        np.testing.assert_array_equal(epochs, all_epochs[positions])
+    batches = [order.ids_between(start, min(start + 16, order.total)) for start in range(0, order.total, 16)]
+    np.testing.assert_array_equal(np.concatenate([ids for ids, _ in batches]), all_ids)
+    np.testing.assert_array_equal(np.concatenate([epochs for _, epochs in batches]), all_epochs)

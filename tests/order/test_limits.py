@@ -132,19 +132,15 @@ def test_first_fit_is_that_by_hand(data: st.DataObject, limits: int) -> None:
     assert limits_module._first_fit_in_python(sizes, capacity)[0].tolist() == found.tolist()
 
 
-def test_a_search_that_takes_too_long_opens_a_bin(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Half of the bins have room in one dimension, half in the other, and the last items need both."""
-    sizes = np.array([[9, 0], [0, 9]] * 2000 + [[2, 2]] * 50)
-    capacity = np.array([10, 10])
-    found, number = first_fit(sizes[:4000], capacity)
-    assert number == 2000  # a pair in each bin
-    sizes = np.array([[9, 1], [1, 9]] * 2000 + [[2, 2]] * 50)
+def test_a_search_that_takes_too_long_opens_a_bin() -> None:
+    """Every second bin has room in one dimension, the others in the other, and the last items need both."""
+    sizes, capacity = np.array([[9, 2], [2, 9]] * 2000 + [[3, 3]] * 50 + [[1, 1]]), np.array([10, 10])
     found, number = first_fit(sizes, capacity)
-    assert 2000 < number <= 2050
-    bins = limits_module._first_fit_in_python(sizes.tolist(), capacity.tolist())
-    np.testing.assert_array_equal(found, bins[0])
-    rooms = np.stack([np.bincount(found, column, number) for column in sizes.T])
-    assert rooms.max() <= 10
+    assert number == 4050, "a full search would put three of the last items into a bin"
+    bins, in_python = limits_module._first_fit_in_python(sizes.tolist(), capacity.tolist())
+    np.testing.assert_array_equal(found, bins)
+    assert in_python == number
+    assert first_fit(sizes[3800:], capacity)[1] == 217, "a short search is a full one"
 
 
 @pytest.mark.parametrize("cuts", [False, True])

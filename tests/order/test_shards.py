@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from meshfeed._src.base.settings import BatchSchedule
-from meshfeed._src.order.shards import ShardOrder
+from meshfeed._src.base.settings import BatchSchedule, ShardShuffle
+from meshfeed._src.order.shards import ShardOrder, shards_config, with_usual
 from meshfeed._src.order.steps import StepSchedule
 
 LENGTHS = st.lists(st.integers(0, 30), min_size=1, max_size=20).filter(any)
@@ -133,3 +135,10 @@ def test_positions_outside_the_stream_are_refused(wrong):
     order, _ = order_of([24], 2, (0, 1), num_epochs=2)
     with pytest.raises(IndexError, match=r"not all within the stream's \[0, 48\)"):
         order.ids_at(np.array(wrong))
+
+
+@pytest.mark.parametrize("shuffle", [ShardShuffle(), ShardShuffle(window_shards=3), ShardShuffle(affinity=True)])
+def test_a_fingerprint_gets_the_settings_that_it_leaves_out(shuffle: ShardShuffle) -> None:
+    config = shards_config(shuffle, 7, 4)
+    assert with_usual(config) == config | dataclasses.asdict(shuffle)
+    assert with_usual({"shuffle": True, "seed": 7}) == {"shuffle": True, "seed": 7}
