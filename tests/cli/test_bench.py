@@ -67,3 +67,22 @@ def test_wrong_values_are_refused(tmp_path: pathlib.Path) -> None:
     missing = CliRunner().invoke(main.main, ["bench", str(tmp_path / "none-*.array_record")])
     assert missing.exit_code == 1
     assert "none-" in missing.output
+
+
+def test_the_report_of_made_up_figures() -> None:
+    figures = {
+        "records": 1000, "record_bytes": 2048, "global_batch_size": 64, "devices": 4, "platform": "cpu",
+        "seconds_per_batch": {"read": 0.00125, "wait": 0.5}, "paced_records_per_second": None, "step_seconds": 0.0,
+        "bytes_per_second": 2.5e6, "records_per_second": 1220.7, "bare_records_per_second": 98765.4,
+        "stall_fraction": 0.25,
+    }  # fmt: skip
+    assert list(cli_bench.report(figures)) == [
+        "1,000 records of 2,048 bytes, batches of 64 to 4 cpu devices",
+        "feed                1,221 records/s         2.5 MB/s",
+        "bare loop          98,765 records/s  (reading and decoding alone)",
+        "per batch: read 1.25 ms, wait 500.00 ms",
+    ]
+    paced = figures | {"paced_records_per_second": 4000.0, "step_seconds": 0.016}
+    lines = list(cli_bench.report(paced))
+    assert lines[1].startswith("the feed is paced by simulated steps of 16 ms, which limits it to 4,000 records/s;")
+    assert lines[-1] == "the loop waits for data 25.0% of the time"

@@ -15,7 +15,8 @@ from click.testing import CliRunner, Result
 
 import meshfeed
 from meshfeed._src.base.errors import CheckpointError, SettingsError
-from meshfeed._src.cli import main
+from meshfeed._src.cli import data, main
+from meshfeed._src.convert import run as convert_run
 from meshfeed._src.convert.formats import FORMATS
 from meshfeed._src.sources.files.manifest import FileEntry, write_manifest
 
@@ -391,3 +392,19 @@ def test_a_picture_is_named_beside_the_table(tmp_path: pathlib.Path) -> None:
     assert result.exit_code == 0
     assert result.stderr == f"wrote {tmp_path / 'mesh.svg'}\nwrote {tmp_path / 'mesh.html'}\n"
     assert result.stdout == table
+
+
+def test_options_of_a_runner_get_their_dashes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(convert_run, "RunInBeam", lambda runner, options: (runner, options))
+    assert data._engine(None, "Runner", ("project=x", "--region=y--")) == ("Runner", ["--project=x", "--region=y--"])
+
+
+def test_a_library_that_another_command_lacks_is_in_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    def lacking(*_: object, **__: object) -> None:
+        raise ModuleNotFoundError("No module named 'rich'", name="rich")
+
+    monkeypatch.setattr(main.main.commands["doctor"], "callback", lacking)
+    result = run("doctor")
+    assert (result.exit_code, result.output[:6]) == (1, "Error:")
+    assert "meshfeed doctor needs rich" in result.output
+    assert "Run pip install '.[all]' in a checkout." in result.output
