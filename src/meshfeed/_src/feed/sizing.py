@@ -365,7 +365,7 @@ class Sizer:
         if window.error <= _PRECISE or self._compared is None:
             return window.error <= _PRECISE
         error = math.hypot(window.error * window.capacity, self._compared.error * self._compared.capacity)
-        return abs(window.capacity - self._compared.capacity) >= _CLEAR_ERRORS * error
+        return abs(window.capacity - self._compared.capacity) > _CLEAR_ERRORS * error
 
     def _send(self, window: Window | None) -> None:
         assert self._control is not None
