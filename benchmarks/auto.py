@@ -1,9 +1,12 @@
 """``"auto"`` for workers, threads and prefetch, beside fixed numbers, over seven kinds of data.
 
-Each feed first gives 200 batches, and ``"auto"`` as many as it takes until it has settled; then they take turns. A figure is
-the median over rounds of batches per second without a training step: the loop waits all of the time, so ``"auto"`` has most
-to try. "of the best" is the ratio to the best fixed numbers, "of the default" that to no workers and one thread. "while
-trying" are batches per second until it has settled, against the first 200 of the default.
+A figure is the median over rounds of batches per second without a training step: the loop waits all of the time, so
+``"auto"`` has most to try. "of the best" is the ratio to the best fixed numbers, "of the default" that to no workers and one
+thread.
+
+Before, several feeds with ``"auto"`` are opened one after the other, and each gives batches until it has settled. Of these,
+the medians: "batches 2-201" and "202-401" are their rates against that of the best fixed numbers, and "in use from" is the
+batch from which the numbers stay the same.
 """
 
 from __future__ import annotations
@@ -14,7 +17,7 @@ import statistics
 import tempfile
 import time
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -24,6 +27,8 @@ from benchmarks.images import SIZES, photographs
 
 AUTO: dict[str, Any] = {"num_workers": "auto", "num_threads": "auto", "prefetch": "auto"}
 DEFAULT = "default"
+FIRST = 201, 401
+SHARES = "batches 2-201", "202-401"
 
 
 class SlowDisk:
@@ -121,21 +126,24 @@ def one(name: str, make_source: Callable[[], Any], options: argparse.Namespace) 
     fixed |= {f"{number} threads": {"num_threads": number} for number in options.threads}
     fixed |= {f"{number} workers": {"num_workers": number} for number in options.workers}
     is_stream = name.startswith("stream")
-    trying: dict[str, float] = {}
-    settled: dict[str, str] = {}
     feeds: dict[str, Any] = {}
 
-    def way(label: str, numbers: dict[str, Any]) -> Way:
+    def opened(label: str, numbers: dict[str, Any]) -> Any:
         order: dict[str, Any] = {"num_lanes": 8} if is_stream else {"shuffle": True}
-        feed = feeds[label] = meshfeed.Feed(
+        feeds[label] = meshfeed.Feed(
             make_source(), sharding, global_batch_size=options.batch, num_epochs=None, **order, **numbers
         )
-        last: list[Any] = [next(feed)]
-        start = time.perf_counter()
-        while feed.step < 201 or (_is_trying(feed) and time.perf_counter() - start < options.settle):
-            last[0] = next(feed)
-        trying[label] = (feed.step - 1) / (time.perf_counter() - start)
-        settled[label] = f"{feed.step:,} batches, {time.perf_counter() - start:.1f} s"
+        return feeds[label]
+
+    begun: list[Begun] = []
+    for _ in range(options.starts):
+        begun.append(begin(opened("auto", AUTO), options.settle))
+        if len(begun) < options.starts:
+            feeds["auto"].close()
+
+    def way(label: str, numbers: dict[str, Any]) -> Way:
+        feed = feeds["auto"] if label == "auto" else opened(label, numbers)
+        last: list[Any] = [None]
 
         def run() -> int:
             last[0] = next(feed)
@@ -156,18 +164,57 @@ def one(name: str, make_source: Callable[[], Any], options: argparse.Namespace) 
         "best fixed": f"{best}: {rate[best]:.0f}",
         "auto": rate["auto"],
         "chosen": f"{tuned['num_workers']} workers, {tuned['num_threads']} threads, prefetch {tuned['prefetch']}",
-        "settled after": settled["auto"],
+        **{name: median_of(begun, lambda one, i=i: one.rates[i]) / rate[best] for i, name in enumerate(SHARES)},
+        "in use from": median_of(begun, lambda one: one.in_use),
+        "settled after": f"{median_of(begun, lambda one: one.settled):,.0f} batches, "
+        f"{median_of(begun, lambda one: one.seconds):.1f} s",
         "of the best": rate["auto"] / rate[best],
         "of the default": rate["auto"] / rate[DEFAULT],
-        "while trying": trying["auto"] / trying[DEFAULT],
     }
     grid = ", ".join(f"{label} {value:.0f}" for label, value in rate.items())
     return row, f"{name}: {grid}. {tuned['reason']}."
 
 
-def _is_trying(feed: Any) -> bool:
-    tuned = feed.stats().tuned
-    return tuned is not None and tuned["state"] == "measuring"
+class Begun(NamedTuple):
+    """The first batches of a feed with ``"auto"``.
+
+    Attributes:
+      rates: batches per second between the batches of :data:`FIRST`.
+      in_use: the batch from which the numbers stay the same.
+      settled: the batch at which it had settled.
+      seconds: the time until then.
+    """
+
+    rates: list[float]
+    in_use: int
+    settled: int
+    seconds: float
+
+
+def begin(feed: Any, settle: float) -> Begun:
+    """Takes batches until the feed has settled, or for ``settle`` seconds, and at least the first ones."""
+    last = next(feed)
+    start = time.perf_counter()
+    times, numbers, in_use, settled, seconds = [start], (), 1, 0, settle
+    while feed.step < max(FIRST[-1], settled + 20) or (not settled and time.perf_counter() - start < settle):
+        last = next(feed)
+        if feed.step in FIRST:
+            times.append(time.perf_counter())
+        if feed.step % 10 == 0:  # not always: it takes as long as a tenth of a tiny batch
+            tuned = feed.stats().tuned
+            before, numbers = numbers, tuple(tuned[name] for name in AUTO)
+            in_use = in_use if numbers == before else feed.step
+            if not settled and tuned["state"] == "settled":
+                settled, seconds = feed.step, time.perf_counter() - start
+    del last
+    ends = (1, *FIRST)
+    rates = [(ends[i + 1] - ends[i]) / (times[i + 1] - times[i]) for i in range(len(FIRST))]
+    return Begun(rates, in_use, settled or feed.step, seconds)
+
+
+def median_of(begun: list[Begun], figure: Callable[[Begun], float]) -> float:
+    """The median over feeds."""
+    return statistics.median(figure(one) for one in begun)
 
 
 def measure(options: argparse.Namespace) -> Iterator[Table]:
@@ -182,6 +229,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--batch", type=int, default=64)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--seconds", type=float, default=1.0, help="of each turn")
+    parser.add_argument("--starts", type=int, default=3, help="feeds with auto, one after the other")
     parser.add_argument("--settle", type=float, default=60.0, help="longest time to settle")
     parser.add_argument("--threads", type=int, nargs="*", default=[2, 4, 8, 16])
     parser.add_argument("--workers", type=int, nargs="*", default=[1, 2])

@@ -266,16 +266,25 @@ def _eight_cores(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sizing, "host_memory_bytes", lambda: 64 << 30)
 
 
-def test_a_slow_disk_gets_threads_within_80_batches() -> None:
+def test_a_slow_disk_gets_threads_within_40_batches() -> None:
     run = Run(lambda n: 0.05 / (n.num_workers or n.num_threads))
     run.cores = 0.1
-    tuned = run.take(80)
+    tuned = run.take(40)
     assert (tuned["num_threads"], tuned["num_workers"], tuned["prefetch"]) == (16, 0, 2)
     assert [found["num_threads"] for found in tuned["tried"]] == [1, 4]
     assert json.loads(json.dumps(tuned)) == tuned
-    run.take(100)
+    run.take(140)
     assert run.sizer.tuned()["state"] == "settled"
     assert "faster than num_workers=0, num_threads=1" in run.sizer.tuned()["reason"]
+
+
+def test_processes_are_started_within_100_short_batches_of_decoding_that_holds_the_lock_of_python() -> None:
+    noise = np.random.default_rng(0)
+    run = Run(lambda n: noise.normal(0.0024, 0.0002) / (1.25 if n.num_workers else 1.0))
+    run.take(100)
+    assert run.reads.wanted.num_workers
+    run.take(1000)
+    assert run.sizer.tuned()["num_workers"] == 4
 
 
 def test_threads_whose_batches_come_together_are_not_given_up() -> None:
@@ -304,6 +313,24 @@ def test_noise_seldom_hides_a_gain_of_an_eighth_and_makes_none() -> None:
 
     assert sum(chosen(1.125, seed) > 1 for seed in range(30)) >= 24
     assert sum(chosen(0.97, seed) > 1 for seed in range(30)) <= 1
+
+
+def test_short_windows_find_no_gain_in_noise_that_lasts() -> None:
+    def chosen(seed: int) -> int:
+        noise = np.random.default_rng(seed)
+        slow = 0.0  # lasts for ten batches, of the 27 of the shortest window
+
+        def seconds(numbers: ReadNumbers) -> float:
+            nonlocal slow
+            slow = 0.9 * slow + 0.044 * noise.normal()
+            return (1 + slow) * (0.003 if numbers.num_threads == 1 else 0.0031)
+
+        run = Run(seconds, num_workers=0)
+        run.take(800)
+        assert run.sizer.tuned()["state"] == "settled"
+        return run.reads.in_use.num_threads
+
+    assert sum(chosen(seed) > 1 for seed in range(60)) <= 1
 
 
 def test_slow_decoding_gets_processes_and_threads_that_hinder_are_left_soon() -> None:

@@ -11,6 +11,8 @@ this host and process; they are in no state and no fingerprint, and hosts do not
 from __future__ import annotations
 
 import collections
+import itertools
+import math
 import time
 from collections.abc import Callable, Generator
 from typing import Any, NamedTuple
@@ -26,7 +28,7 @@ from meshfeed._src.streams.protocol import AnyReader
 _STALLED = 0.05  # fraction of the time that the step waits, from which other numbers are tried
 _GAIN, _WORKER_GAIN = 0.05, 0.1  # threads and processes are kept if the capacity grows by this, or by half of the stall
 _NOT_WORSE = 0.95  # and this ratio of delivered batches
-_HOPELESS, _CLEAR = 0.75, 1.5  # a trial ends early below the first ratio and from the second on
+_CLEAR = 1.5  # a gain by threads from this ratio on is not checked
 _FACTORS = 4, 2  # the numbers of readers to try, as multiples of the current one: the first that is possible
 _LESS_STALLED = 0.8  # more prefetched batches are kept from this ratio of stalls on
 _CHANGED, _CHANGED_WINDOWS = 0.5, 10  # the pause ends early if the capacity is below this ratio in as many windows
@@ -40,6 +42,10 @@ _INTERRUPTED, _INTERRUPTED_SECONDS = (
 _READ_AHEAD_SHARE = 0.25  # of the host's memory
 _WORKER_BYTES = 400 << 20  # of a worker process, besides its batches
 _WINDOW_SECONDS, _WINDOW_BATCHES = 0.3, 8
+_SHORT_SECONDS, _SHORT_SAMPLES = 0.08, 4  # after which a window of a search ends if it is precise or clear
+_PRECISE = 0.015  # relative error of the capacity
+_CLEAR_ERRORS = 3.0  # standard errors between the capacity and the one to compare with
+_ERROR_GROUPS = 8  # batches are compared in so many groups: those next to each other are alike
 _LOOK_SECONDS = 0.005
 _LONG_WINDOW_SECONDS = 20.0  # ends a window of few, slow batches
 _START_SECONDS = 60.0  # for workers to start, and for lanes to move
@@ -76,6 +82,7 @@ class Window(NamedTuple):
       peers: fraction of the time that this host waited for others.
       cores: CPU seconds of this process per second.
       work: seconds of reading and decoding per batch, summed over threads.
+      error: relative standard error of the capacity.
     """
 
     end: float
@@ -86,16 +93,25 @@ class Window(NamedTuple):
     peers: float
     cores: float
     work: float
+    error: float = 0.0
 
 
-Search = Generator[tuple[Numbers, float], "Window | None", Numbers]
-"""Yields numbers to measure and the capacity to compare with, or 0; far from it, the measurement ends early. Receives the
-window, or None if the numbers could not be used; returns the best."""
+Search = Generator[tuple[Numbers, "Window | None"], "Window | None", Numbers]
+"""Yields numbers to measure and a window; the measurement ends once its capacity clearly differs from that of the window, or
+without one, once it is precise. Receives what was measured, or None if the numbers could not be used; returns the best."""
+
+
+def _bar(found: Window, gain: float) -> float:
+    """The ratio of capacities that is worth a change; a step that waits for 6 % of the time cannot become 10 % faster."""
+    return 1 + min(gain, found.stalled / 2)
 
 
 def _is_better(tried: Window, found: Window, gain: float) -> bool:
-    gain = min(gain, found.stalled / 2)  # a step that waits for 6 % of the time cannot become 10 % faster
-    return tried.capacity >= (1 + gain) * found.capacity and tried.rate >= _NOT_WORSE * found.rate
+    return tried.capacity >= _bar(found, gain) * found.capacity and tried.rate >= _NOT_WORSE * found.rate
+
+
+def _times(ratio: float, window: Window) -> Window:
+    return window._replace(capacity=ratio * window.capacity)
 
 
 def climb(now: Numbers, found: Window, can: Callable[[Numbers], bool], max_workers: int) -> Search:
@@ -110,7 +126,7 @@ def climb(now: Numbers, found: Window, can: Callable[[Numbers], bool], max_worke
     start = now
     if found.uneven >= found.stalled - found.peers:  # reads are fast enough on average, but not evenly
         while can(more := now._replace(prefetch=2 * now.prefetch)):
-            tried = yield more, 0.0
+            tried = yield more, None
             if tried is None or tried.stalled > _LESS_STALLED * found.stalled:
                 break
             now, found = more, tried
@@ -132,13 +148,13 @@ def climb(now: Numbers, found: Window, can: Callable[[Numbers], bool], max_worke
         if (fewer >= 2 and now != start) or (fewer == 1 and (waits or short or no_more)):
             continue
         while found.stalled >= _STALLED and (other := next(filter(can, change(now)), now)) != now:
-            tried = yield other, found.capacity
             with_workers = now.num_workers or other.num_workers
             gain = _WORKER_GAIN if with_workers else _GAIN
+            tried = yield other, _times(_bar(found, gain), found)
             if tried is None or not _is_better(tried, found, gain):
                 break
             if not with_workers and tried.capacity < _CLEAR * found.capacity:
-                again = yield now, 0.0  # the machine may have become faster meanwhile
+                again = yield now, _times(1 / _bar(found, gain), tried)  # the machine may have become faster meanwhile
                 if again is None or not _is_better(tried, again, gain):
                     break
             now, found = other, tried
@@ -147,7 +163,7 @@ def climb(now: Numbers, found: Window, can: Callable[[Numbers], bool], max_worke
 
 def control(
     now: Numbers, can: Callable[[Numbers], bool], max_workers: int, conclude: Callable[[str, bool], object]
-) -> Generator[tuple[Numbers, float], Window | None, None]:
+) -> Generator[tuple[Numbers, Window | None], Window | None, None]:
     """Yields the numbers to use, for ever; receives what was measured with them. See :data:`Search`.
 
     Args:
@@ -158,7 +174,7 @@ def control(
     """
     pause, pause_ends, settled, slow = _PAUSE_SECONDS, 0.0, 0.0, 0
     while True:
-        found = yield now, 0.0
+        found = yield now, None
         if found is None:
             continue
         settled = settled or found.capacity
@@ -223,16 +239,16 @@ class Sizer:
         self._reads = AutoReads()
         self._reason, self._measuring = "no batch has been measured yet", True
         self._tried: collections.deque[dict[str, Any]] = collections.deque(maxlen=_TRIED)
-        self._control: Generator[tuple[Numbers, float], Window | None, None] | None = None
+        self._control: Generator[tuple[Numbers, Window | None], Window | None, None] | None = None
         self._wanted = self._before = Numbers(0, 1, prefetch.depth)
-        self._compared = 0.0
+        self._compared: Window | None = None
         self._applied = False
         self._measure_at = 0
         self._apply_until = 0.0
         self.look_at = 0.0
         self._outside = clock()
         self._usual_step = 0.0
-        self._begin: _Totals | None = None
+        self._samples: list[_Totals] = []  # of this window
 
     def begin(self, reader: AnyReader, *, alone: bool) -> None:
         """Makes the reader of a new generation use the numbers chosen so far, and measures again from its first batch.
@@ -243,7 +259,7 @@ class Sizer:
         """
         reader.adapt(self._reads)
         self._alone = alone
-        self._applied, self._begin = False, None
+        self._applied, self._samples = False, []
         self._apply_until = self._clock() + _START_SECONDS
 
     # ------------------------------------------------------------------ measuring
@@ -262,7 +278,7 @@ class Sizer:
             return
         now, waited = self._clock(), sums["wait_seconds"]
         if self._is_interrupted(now - waited):
-            self._measure_at, self._begin = batches + self._wanted.batches_ahead, None
+            self._measure_at, self._samples = batches + self._wanted.batches_ahead, []
         if batches < self._measure_at:
             return
         production = pipeline.production
@@ -270,10 +286,9 @@ class Sizer:
             production = batches, now - waited
         work = sums["read_seconds"] + sums["decode_seconds"]
         totals = _Totals(now, self._cpu_clock(), batches, waited, stats.peer_wait_seconds, work, *production)
-        if self._begin is None:
-            self._begin = totals
-        elif (window := self._window(self._begin, totals)) is not None:
-            self._begin = None
+        self._samples.append(totals)
+        if (window := self._window()) is not None:
+            self._samples = []
             self._send(window)
 
     def _is_interrupted(self, outside: float) -> bool:
@@ -304,30 +319,53 @@ class Sizer:
     def _now(self) -> Numbers:
         return Numbers(*self._reads.wanted, self._prefetch.depth)
 
-    def _window(self, begin: _Totals, end: _Totals) -> Window | None:
+    def _window(self) -> Window | None:
         """What was measured, or None if the window is not complete."""
+        begin, end = self._samples[0], self._samples[-1]
         seconds, batches = end.seconds - begin.seconds, end.batches - begin.batches
         if seconds <= 0 or batches < 1:
             return None
-        idle = end.idle_seconds - begin.idle_seconds
-        rate, busy = batches / seconds, max(seconds - idle, 1e-3 * seconds)
+        busy, read = self._reading(begin, end)
         window = Window(
             end=end.seconds,
-            rate=rate,
-            capacity=rate if self._alone else (end.produced - begin.produced) / busy,
+            rate=batches / seconds,
+            capacity=read / busy,
             stalled=(end.wait_seconds - begin.wait_seconds) / seconds,
-            uneven=idle / seconds,
+            uneven=(end.idle_seconds - begin.idle_seconds) / seconds,
             peers=(end.peer_wait_seconds - begin.peer_wait_seconds) / seconds,
             cores=(end.cpu_seconds - begin.cpu_seconds) / seconds,
             work=(end.work_seconds - begin.work_seconds) / batches,
+            error=self._error(busy, read),
         )
-        ratio = window.capacity / self._compared if self._compared else 1.0
-        # Readers that began together end together: less than one read of each says nothing about the rate.
-        few = batches >= max(_WINDOW_BATCHES // 2, self._wanted.readers)
-        enough = batches >= max(_WINDOW_BATCHES, 2 * self._wanted.readers)
-        early = seconds >= _WINDOW_SECONDS / 3 and (ratio < _HOPELESS or (enough and ratio >= _CLEAR))
+        enough = batches >= max(_WINDOW_BATCHES, 2 * self._wanted.readers) and seconds >= _WINDOW_SECONDS
         is_long = seconds >= _LONG_WINDOW_SECONDS and batches >= _WINDOW_BATCHES // 2
-        return window if (few and early) or (enough and seconds >= _WINDOW_SECONDS) or is_long else None
+        # Readers that began together end together: less than one read of each says nothing about the rate.
+        few = batches < self._wanted.readers or len(self._samples) <= _SHORT_SAMPLES or seconds < _SHORT_SECONDS
+        return window if enough or is_long or (not few and self._is_clear(window)) else None
+
+    def _reading(self, begin: _Totals, end: _Totals) -> tuple[float, int]:
+        """The time in which this host read, in seconds, and the batches."""
+        seconds = end.seconds - begin.seconds
+        if self._alone:
+            return seconds, end.batches - begin.batches
+        return max(seconds - (end.idle_seconds - begin.idle_seconds), 1e-3 * seconds), end.produced - begin.produced
+
+    def _error(self, seconds: float, batches: int) -> float:
+        """The relative standard error of the capacity, from how much groups of the samples differ."""
+        ends = self._samples[:: -max(1, len(self._samples) // _ERROR_GROUPS)]
+        groups = [self._reading(begin, end) for end, begin in itertools.pairwise(ends)]
+        squares = sum((taken - seconds / max(1, batches) * read) ** 2 for taken, read in groups)
+        return math.sqrt(squares * len(groups) / max(1, len(groups) - 1)) / seconds
+
+    def _is_clear(self, window: Window) -> bool:
+        """Whether a window of a search may end early."""
+        # What takes seconds to start is worth a whole window, and so is prefetch, which is compared by the stall.
+        if not self._measuring or self._wanted._replace(num_threads=0) != self._before._replace(num_threads=0):
+            return False
+        if window.error <= _PRECISE or self._compared is None:
+            return window.error <= _PRECISE
+        error = math.hypot(window.error * window.capacity, self._compared.error * self._compared.capacity)
+        return abs(window.capacity - self._compared.capacity) > _CLEAR_ERRORS * error
 
     def _send(self, window: Window | None) -> None:
         assert self._control is not None
@@ -348,7 +386,7 @@ class Sizer:
         if wanted.prefetch != self._prefetch.depth:
             self._prefetch.want(wanted.prefetch)
         self._reads.wanted = ReadNumbers(wanted.num_workers, wanted.num_threads)
-        self._applied, self._begin = False, None
+        self._applied, self._samples = False, []
         self._apply_until = self._clock() + _START_SECONDS
 
     # ------------------------------------------------------------------ limits and result
