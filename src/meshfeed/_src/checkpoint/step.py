@@ -257,6 +257,8 @@ def _problems(check: Callable[[], object]) -> tuple[str, ...]:
         check()
     except MeshfeedError as error:
         return (str(error),)
+    except OSError as error:  # a file that cannot be read, or a folder in its place
+        return (f"{type(error).__name__}: {error}",)
     return ()
 
 
@@ -289,7 +291,7 @@ def _verify_arrays(item: epath.Path, step: int | None, problems: list[str]) -> F
         for name in names:
             problems += _problems(lambda name=name: reader.check(stored.saved(name)))
             without += not stored.manifest.digests.get(name)
-    except MeshfeedError as error:
+    except (MeshfeedError, OSError) as error:
         problems.append(str(error))
     problems = list(dict.fromkeys(problems))  # read_step may already have reported the same
     return Finding(str(item), step, tuple(problems), len(names), sum(sizes), without, time.perf_counter() - started)
@@ -389,8 +391,11 @@ def _load(path: epath.PathLike) -> tuple[dict[str, JsonValue], dict[str, JsonVal
     if not path.is_dir():
         return flatten(state_files.read_json(path)), {}
     iterator, arrays = (path / part if (path / part).exists() else path for part in (ITERATOR, ARRAYS))
-    state = state_files.read_state(iterator) if state_files.state_paths(iterator) else {}
-    manifest = read_manifest(arrays)
+    try:
+        state = state_files.read_state(iterator) if state_files.state_paths(iterator) else {}
+        manifest = read_manifest(arrays)
+    except OSError as error:
+        raise CheckpointError(f"{path}: cannot be read: {error}") from error
     if not state and manifest is None:
         steps = find_steps(path)
         remedy = f"Pass one of its steps, such as {path / str(steps[-1])}." if steps else "Pass a step's folder."
