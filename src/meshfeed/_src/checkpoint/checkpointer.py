@@ -101,7 +101,7 @@ _OTHER_PROCESS = (
     "one job, call jax.distributed.initialize() in each before anything else; if not, give each job a folder of its own."
 )
 _IN_A_BARRIER = (
-    ". If another host has ended, which its log and the logger meshfeed.agree show, restart the job: it resumes at the newest "
+    ". If another host has ended, as its log and the logger meshfeed.agree show, restart the job: it resumes at the newest "
     "step."
 )
 _NOT_REMOVED = (
@@ -330,6 +330,8 @@ class Checkpointer(NotCopied):
                 with contextlib.suppress(OSError):
                     remove_unfinished(self._directory)
         if step in self._manager.all_steps():
+            self._manager.reload()  # it may have been removed by hand since
+        if step in self._manager.all_steps():
             raise CheckpointError(
                 f"step {step} already exists in {self._directory}. Save under a different number, or remove it first.",
                 step=step,
@@ -460,7 +462,10 @@ class Checkpointer(NotCopied):
                 _log.warning(_NOT_REMOVED, step, self._directory, first)
                 return self._end(self._saving)
             where = "" if process_count() == 1 or isinstance(first, MeshfeedError) else _on_this_host(first)
-            text = f"{self._directory}: saving step {step} failed: {where}{first}"
+            named = where or (
+                "" if isinstance(first, MeshfeedError | OSError | ValueError) else f"{type(first).__name__}: "
+            )
+            text = f"{self._directory}: saving step {step} failed: {named}{first}"
             # Not found, in the words of TensorStore.
             changed = getattr(first, "errno", None) in _CHANGED or str(first).startswith("NOT_FOUND:")
             if process_count() == 1 and changed:
