@@ -30,7 +30,8 @@ class SavePoints:
     """
 
     def __init__(self, save_id: object, step: int, timeout_seconds: float) -> None:
-        self._agreement = Agreement(f"saving step {step}", timeout_seconds, f"save-{save_id}", kind="saving a step")
+        doing = f"waiting for the other hosts of step {step}"
+        self._agreement = Agreement(doing, timeout_seconds, f"save-{save_id}", kind="saving a step")
         self._caller = threading.get_ident()
         self._closed = False
 
