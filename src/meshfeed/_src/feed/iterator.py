@@ -59,8 +59,9 @@ from meshfeed._src.streams.protocol import AnyReader, Cursor
 _log = logging.getLogger("meshfeed.feed")
 _CLOSE_SECONDS = 5.0
 _INTERRUPTED = (
-    "%s: step %d was interrupted by %s while its rows moved between hosts. The other hosts may wait for it until their runtime "
-    "ends the collective. Then call set_state(get_state()) on every host, or restart the job from its last checkpoint."
+    "%s: step %d was interrupted by %s while its rows moved between hosts. The other hosts may wait for it until their "
+    "runtime ends the collective. Then call set_state(get_state()) on every host, or restart the job from its last "
+    "checkpoint."
 )
 _RESHARDED = "called reshard of its feed"
 
