@@ -9,7 +9,7 @@ lowest one that has not left reads all counters with one request, and publishes 
 with its own beat, so a beat costs two requests per host, and intervals grow with the number of hosts. The publication is
 the watcher's own sign of life: if it stops, the others name the watcher, and the next host takes over.
 
-A host that is interrupted in a collective is alive, but the others wait for it. It leaves a note, which the watcher publishes.
+A host that is interrupted in a collective is alive, but the others wait for it. It leaves a note that the watcher publishes.
 
 All feeds of a process share one thread, since a process lives or dies as a whole.
 """
