@@ -221,3 +221,20 @@ def test_hosts_that_no_feed_waits_for_any_more_are_not_logged(caplog: pytest.Log
     log.update({2: 8.0})
     log.update({})
     assert [record.getMessage().partition(":")[0] for record in caplog.records] == ["hosts 1, 2", "host 2"]
+
+
+@pytest.mark.parametrize("host", [0, 2])
+def test_what_a_host_tells_reaches_the_others_though_it_leaves_and_is_forgotten(
+    monkeypatch: pytest.MonkeyPatch, host: int
+) -> None:
+    cluster = Cluster(4)
+    cluster.run(10)
+    monkeypatch.setattr(heartbeat.coordination, "key_value_store", lambda: cluster.store)
+    monkeypatch.setattr(heartbeat.coordination, "process_index", lambda: host)
+    heartbeat.tell("interrupted")
+    cluster.leave(host)
+    cluster.run(8)
+    assert all(pulse.told == {host: "interrupted"} for pulse in cluster.pulses.values())
+    assert not [key for key in cluster.store.keys if "told" in key]
+    cluster.run(30)
+    assert not any(pulse.told for pulse in cluster.pulses.values())

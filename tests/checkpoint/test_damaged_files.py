@@ -17,7 +17,8 @@ from jax.sharding import Mesh
 
 import meshfeed
 from meshfeed import CheckpointError, CorruptDataError, StateMismatchError
-from meshfeed.checkpoint import Checkpointer
+from meshfeed._src.checkpoint.step import diff
+from meshfeed.checkpoint import Checkpointer, verify
 
 REFUSALS = (CheckpointError, CorruptDataError, StateMismatchError)
 STEP = 1
@@ -127,3 +128,21 @@ def test_each_file_of_a_step(saved: tuple[pathlib.Path, Any], tmp_path: pathlib.
         shutil.rmtree(copy)
     assert not wrong, f"{len(wrong)} of {refused}:\n" + "\n".join(wrong)
     assert refused > 100
+
+
+@pytest.mark.parametrize(
+    "name", ["arrays/_METADATA", "arrays/meshfeed/manifest.json", "iterator/metadata", "iterator/state.json"]
+)
+def test_a_file_that_cannot_be_read_is_a_finding(
+    saved: tuple[pathlib.Path, Any], tmp_path: pathlib.Path, name: str
+) -> None:
+    """Such as on a disk with errors; here a folder is in its place."""
+    shutil.copytree(saved[0], tmp_path / "c")
+    path = tmp_path / "c" / str(STEP) / name
+    path.unlink()
+    path.mkdir()
+    (finding,) = verify(tmp_path / "c")
+    assert any(str(path) in problem for problem in finding.problems), finding.problems
+    if path.suffix == ".json":
+        with pytest.raises(CheckpointError, match="cannot be read"):
+            diff(tmp_path / "c" / str(STEP), saved[0] / str(STEP))

@@ -19,7 +19,7 @@ from flips import flipped, is_noticed, is_refused
 from orbax.checkpoint._src.serialization import tensorstore_utils
 from store_servers import S3, running
 
-from meshfeed._src.base import stores
+from meshfeed._src.base import store_path, stores
 from meshfeed._src.base.errors import CheckpointError
 from meshfeed._src.base.store_path import StorePath, make_path
 from meshfeed._src.checkpoint import step as checkpoint_step
@@ -231,6 +231,51 @@ def test_a_store_that_is_down(mesh, monkeypatch, tmp_path):
             Checkpointer(f"{BUCKET}/down")
         with pytest.raises(CheckpointError, match=r"s3://bucket/down.*Check the network and that the store is up"):
             verify(f"{BUCKET}/down")
+
+
+@pytest.mark.parametrize("refused", ["meshfeed/manifest.json", "/w/.zarray", "/w/0"])
+def test_a_store_that_refuses_an_object_says_nothing_of_the_step(memory, mesh, monkeypatch, refused):
+    """Such as expired credentials, or a key that may not be used: no step is passed over, or set aside by the next save."""
+    directory, state = f"memory://bucket/refused{refused.replace('/', '-')}", state_at(1, mesh)
+    with Checkpointer(directory, save_interval_steps=1) as ckpt:
+        for step in (1, 2):
+            ckpt.save(step, state)
+    ask = store_path.ask
+
+    def refuse(url, *arguments, **keywords):
+        if refused in url:
+            with stores.store_errors(url):
+                raise PermissionError("AccessDenied")
+        return ask(url, *arguments, **keywords)
+
+    with Checkpointer(directory, save_interval_steps=1) as ckpt:
+        with monkeypatch.context() as patch:
+            patch.setattr(store_path, "ask", refuse)
+            with pytest.raises(CheckpointError, match="AccessDenied") as raised:
+                ckpt.restore(state)
+            assert "none of its steps" not in str(raised.value)
+        assert ckpt.restore(state)[0] == 2
+        ckpt.save(3, state)
+        ckpt.wait()
+        assert names(directory) == ["1", "2", "3"]
+
+
+def test_an_object_that_is_removed_meanwhile_is_missing(memory, mesh, monkeypatch):
+    """The job that saves may remove a step while another one restores it."""
+    directory, state = "memory://bucket/meanwhile", state_at(1, mesh)
+    with Checkpointer(directory, save_interval_steps=1) as ckpt:
+        for step in (1, 2):
+            ckpt.save(step, state)
+    ask = store_path.ask
+
+    def without(url, *arguments, **keywords):
+        if "meanwhile/2/arrays/w" in url:
+            raise FileNotFoundError(url)
+        return ask(url, *arguments, **keywords)
+
+    monkeypatch.setattr(store_path, "ask", without)
+    with Checkpointer(directory) as ckpt:
+        assert ckpt.restore(state)[0] == 1
 
 
 def test_a_bucket_that_does_not_exist(s3, mesh):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import datetime
+import shutil
 
 import jax
 import jax.numpy as jnp
@@ -112,3 +113,12 @@ def test_a_save_inside_jit_is_refused(tmp_path):
         with pytest.raises(CheckpointError, match=r"outside jax\.jit"):
             jax.jit(step)(jnp.ones(3))
         assert save(ckpt, 1) == [1]
+
+
+def test_a_step_that_was_removed_by_hand_may_be_saved_again(tmp_path):
+    with Checkpointer(tmp_path / "c", save_interval_steps=1) as ckpt:
+        save(ckpt, 1, 2)
+        with pytest.raises(CheckpointError, match=r"step 2 already exists in .* or remove it first"):
+            save(ckpt, 2, force=True)
+        shutil.rmtree(tmp_path / "c/2")
+        assert save(ckpt, 2, force=True) == [1, 2]

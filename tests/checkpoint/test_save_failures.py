@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import io
 import os
+import pathlib
+import shutil
 import signal
 import threading
 import time
@@ -76,23 +78,49 @@ def test_a_folder_that_cannot_be_written_is_an_error_at_once(tmp_path, monkeypat
         assert ckpt.steps() == [1, 3]
 
 
-def test_a_folder_in_which_nothing_can_be_created_is_an_error_of_the_save(tmp_path, monkeypatch):
-    """Not of Orbax, which would let the other hosts wait for host 0."""
+@pytest.mark.parametrize("method", ["mkdir", "write_bytes"])
+def test_a_folder_in_which_nothing_can_be_created_is_an_error_of_the_save(tmp_path, monkeypatch, method):
+    """Not of Orbax, which would let the other hosts wait for host 0. A full disk may have room for an empty file."""
     state, path_type = {"w": np.ones(8)}, type(epath.Path(tmp_path))
 
     def fail(self, *args, **kwargs):
-        raise OSError(30, "Read-only file system", str(self))
+        raise OSError(28, "No space left on device", str(self))
 
     with Checkpointer(tmp_path / "c", save_interval_steps=1) as ckpt:
         ckpt.save(1, state)
+        ckpt.wait()
         with monkeypatch.context() as patch:
-            patch.setattr(path_type, "touch", fail)
-            with pytest.raises(CheckpointError, match=r"nothing can be created there: .*Read-only file system"):
+            patch.setattr(path_type, method, fail)
+            with pytest.raises(CheckpointError, match=r"nothing can be created there: .*No space left"):
                 ckpt.save(2, state)
         ckpt.save(3, state)
         ckpt.wait()
         assert ckpt.steps() == [1, 3]
         assert sorted(path.name for path in (tmp_path / "c").iterdir()) == ["1", "3"]
+
+
+def test_a_step_that_is_saved_is_no_error_though_an_older_one_is_not_removed(tmp_path, monkeypatch, caplog):
+    """Such as on NFS, where a file that somebody reads keeps its folder."""
+    rmtree, state = shutil.rmtree, {"w": np.arange(8)}
+
+    def fail(path, *args, **kwargs):
+        if pathlib.Path(path) == tmp_path / "c/1":
+            raise OSError(39, "Directory not empty", str(path))
+        rmtree(path, *args, **kwargs)
+
+    with Checkpointer(tmp_path / "c", save_interval_steps=1, max_to_keep=1) as ckpt:
+        ckpt.save(1, state)
+        with monkeypatch.context() as patch:
+            patch.setattr(shutil, "rmtree", fail)
+            ckpt.save(2, state)
+            ckpt.wait()
+        assert "step 2 is saved in" in caplog.text
+        assert "an older step is not removed: [Errno 39] Directory not empty" in caplog.text
+        assert ckpt.steps() == [1, 2]
+        assert ckpt.restore(state)[0] == 2
+        assert ckpt.save(3, state)
+        ckpt.wait()
+        assert ckpt.steps() == [3]
 
 
 @pytest.mark.parametrize("then", ["save", "restore"])

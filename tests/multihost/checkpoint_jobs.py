@@ -148,3 +148,52 @@ def fail_before_a_save(directory: str):
         assert step == 6
         steps = ckpt.steps(), brief.steps()
     return found, steps
+
+
+def fail_after_all_have_written(directory: str):
+    """Host 0 alone cannot merge a step, then cannot remove an older one: no host waits for its timeout, half an hour."""
+    import logging
+    import shutil
+    import time
+
+    import jax
+    import numpy as np
+
+    from meshfeed._src.checkpoint import handlers
+    from meshfeed._src.state import files
+    from meshfeed.checkpoint import Checkpointer
+
+    mesh, feed, lines = checkpoint_trees.make_mesh(4, 2), checkpoint_feeds.LaneFeed(lanes(), NUM_LANES), []
+    handler = logging.Handler(logging.WARNING)
+    handler.emit = lambda record: lines.append(record.getMessage())
+    logging.getLogger("meshfeed.checkpoint").addHandler(handler)
+    state = {"w": checkpoint_trees.place(np.ones((64, 8), np.float32), mesh, "data")}
+
+    def full(*args, **kwargs):
+        raise OSError(28, "No space left on device")
+
+    def busy(path, *args, **kwargs):
+        raise OSError(39, "Directory not empty")
+
+    faults = {2: (handlers, "join_parts", full), 3: (files, "merge_files", full), 5: (shutil, "rmtree", busy)}
+    messages = []
+    with Checkpointer(f"{directory}/commit", max_to_keep=1, save_interval_steps=1) as ckpt:
+        for step in range(1, 7):
+            next(feed)
+            module, name, fault = faults.get(step, (handlers, "join_parts", handlers.join_parts))
+            whole, started = getattr(module, name), time.monotonic()
+            try:
+                ckpt.save(step, state, feed)
+                if jax.process_index() == 0:  # after what the save before has left was removed
+                    setattr(module, name, fault)
+                ckpt.wait()
+            except Exception as error:
+                messages.append(f"{type(error).__name__}: {error}")
+            finally:
+                setattr(module, name, whole)
+            assert time.monotonic() - started < 20, step
+            if step == 5:
+                assert ckpt.restore(state, feed)[0] == 5
+        assert ckpt.restore(state, feed)[0] == 6
+    logging.getLogger("meshfeed.checkpoint").removeHandler(handler)
+    return messages, lines, sorted(path.name for path in pathlib.Path(directory, "commit").iterdir())

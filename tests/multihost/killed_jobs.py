@@ -64,3 +64,39 @@ def run(where: str) -> dict[str, object]:
         "seconds": named and named[0] - start,
         "error": error,
     }
+
+
+def interrupted() -> dict[str, object]:
+    """The victim is interrupted where rows move between hosts, and closes its feed; the others wait for it there."""
+    from meshfeed._src.arrays import load_once
+
+    lines = _Lines()
+    logging.getLogger("meshfeed").addHandler(lines)
+    move, armed, here = load_once.RowAssignment._reshard, [False], jax.process_index()
+
+    def interrupt(self, loaded):
+        if armed[0] and here == VICTIM:
+            raise KeyboardInterrupt
+        return move(self, loaded)
+
+    load_once.RowAssignment._reshard = interrupt
+    feed = meshfeed.Feed(
+        meshfeed.sources.Memory(data()),
+        mesh_of("rows"),
+        global_batch_size=2 * jax.device_count(),
+        num_epochs=None,
+        load=[0, 2],
+    )
+    for _ in range(3):
+        jax.block_until_ready(next(feed))
+    armed[0], start, error = True, time.monotonic(), None
+    try:
+        jax.block_until_ready(next(feed))
+    except KeyboardInterrupt:
+        error = "KeyboardInterrupt"
+    except Exception as raised:  # of Gloo, after its timeout of 30 s
+        error = f"{type(raised).__name__}: {raised}"
+    load_once.RowAssignment._reshard = move
+    feed.close()
+    told = [(when - start, line) for when, line in lines.lines if "was interrupted" in line]
+    return {"error": error, "told": told}

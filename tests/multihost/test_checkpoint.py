@@ -10,6 +10,7 @@ import checkpoint_trees
 import pytest
 from checkpoint_jobs import (
     NUM_LANES,
+    fail_after_all_have_written,
     fail_before_a_save,
     lanes,
     restore_elsewhere,
@@ -275,6 +276,16 @@ def check_failures_before_a_save(results):
         assert of_host["interrupt"].startswith(text), of_host
 
 
+def check_failures_after_all_have_written(results):
+    for host, (messages, lines, left) in enumerate(results):
+        assert len(messages) == 2, messages
+        for step, message in zip((2, 3), messages, strict=True):
+            assert message.startswith("CheckpointError: ")
+            assert f"saving step {step} failed: host 0: OSError: [Errno 28] No space left on device" in message
+        assert ["an older step is not removed: [Errno 39]" in line for line in lines] == [True] * (host == 0)
+        assert left == ["6"]
+
+
 def test_exact_read_once_and_agreed_on_several_hosts(tmp_path):
     modes = [("once", None), ("once", 1 << 20), ("single_replica", None), ("every_host", None)]
     save_on_one_device(str(tmp_path))
@@ -298,6 +309,8 @@ def test_exact_read_once_and_agreed_on_several_hosts(tmp_path):
             for step, message in zip((2, 3), messages, strict=True):
                 assert f"saving step {step} failed: host 1: OSError: [Errno 28] No space left" in message
             assert left == ["4"]
+        written = pool.run(fail_after_all_have_written, str(tmp_path))
+        check_failures_after_all_have_written([result.value for result in written])
         check_failures_before_a_save([result.value for result in pool.run(fail_before_a_save, str(tmp_path))])
         refused = {tuple(result.value) for result in pool.run(refuse_what_does_not_fit, str(tmp_path))}
         assert len(refused) == 1

@@ -11,7 +11,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 import killed_jobs
 
-from meshfeed.testing import HostRunError, start_hosts
+from meshfeed.testing import HostRunError, run_hosts, start_hosts
 
 
 def test_the_others_name_it() -> None:
@@ -31,3 +31,17 @@ def test_the_others_name_it() -> None:
                     assert result.value["early"] == []
                     assert result.value["line"].startswith(f"host {killed_jobs.VICTIM}: no sign of life for ")
                     assert "JAX will abort this process when its heartbeat times out" in result.value["line"]
+
+
+def test_the_others_hear_of_one_that_was_interrupted_while_they_wait_for_its_rows() -> None:
+    results = run_hosts(killed_jobs.interrupted, num_hosts=3, devices_per_host=1, timeout_seconds=120, grace_seconds=90)
+    for host, result in enumerate(results):
+        if host == killed_jobs.VICTIM:
+            assert result.value == {"error": "KeyboardInterrupt", "told": []}
+            continue
+        ((seconds, line),) = result.value["told"]
+        print(host, seconds, result.value["error"])
+        assert seconds < 20, "Gloo ends the wait after 30 s"
+        assert line.startswith(
+            f"host {killed_jobs.VICTIM}: feed-0: step 3 was interrupted by KeyboardInterrupt while its rows"
+        )

@@ -9,6 +9,8 @@ lowest one that has not left reads all counters with one request, and publishes 
 with its own beat, so a beat costs two requests per host, and intervals grow with the number of hosts. The publication is
 the watcher's own sign of life: if it stops, the others name the watcher, and the next host takes over.
 
+A host that is interrupted in a collective is alive, but the others wait for it. It leaves a note that the watcher publishes.
+
 All feeds of a process share one thread, since a process lives or dies as a whole.
 """
 
@@ -29,6 +31,8 @@ from meshfeed._src.base.threads import Background
 from meshfeed._src.base.wake_up import Signal
 
 _ALIVE, _WATCH = "meshfeed/alive", "meshfeed/watch"
+_TOLD = "told-"  # and the host, beside the counters, which the watcher lists anyway
+_TOLD_BEATS = 10  # for which the watcher repeats what a host told the others
 _INTERVAL_SECONDS = 2.0
 # Of the 27,000 that one coordinator can handle; the windows of the feeds use up to 5,000 (windows.py).
 _REQUESTS_PER_SECOND = 2_500
@@ -63,6 +67,11 @@ class Pulse:
         self._quiet = 0.0  # seconds since that
         self.silent: dict[int, float] = {}
         """Hosts that have stopped, and for how many seconds."""
+        self.told: dict[int, str] = {}
+        """What hosts have told the others with :func:`tell` in the last beats."""
+        self._beats_left: dict[
+            int, int
+        ] = {}  # on the watcher: host → for how many beats it repeats what that host told
 
     def beat(self, elapsed: float, participants: Sequence[int]) -> dict[int, float]:
         """Shows that this process is alive, and returns :attr:`silent`.
@@ -85,12 +94,19 @@ class Pulse:
         return dict(self.silent)
 
     def _watch(self, elapsed: float) -> None:
-        found = {int(host): count for host, count in self._store.directory(_ALIVE).items()}
+        listed = self._store.directory(_ALIVE)
+        new = {int(key.removeprefix(_TOLD)): listed.pop(key) for key in list(listed) if key.startswith(_TOLD)}
+        found = {int(host): count for host, count in listed.items()}
         self._counters = {host: self._silence(host, count, elapsed) for host, count in found.items()}
         self.silent = {host: seconds for host, (_, seconds) in self._counters.items() if seconds >= self._limit}
         self._watches = True
-        value = json.dumps([self._count, sorted(self.silent.items())])
+        self._beats_left = {host: left - 1 for host, left in self._beats_left.items() if left > 1}
+        self._beats_left |= dict.fromkeys(new, _TOLD_BEATS)
+        self.told = {host: text for host, text in (self.told | new).items() if host in self._beats_left}
+        value = json.dumps([self._count, sorted(self.silent.items()), sorted(self.told.items())])
         self._store.set(f"{_WATCH}/{self._host}", value, overwrite=True)
+        for host in new:  # it may have left since, and would not delete it
+            self._store.delete(f"{_ALIVE}/{_TOLD}{host}")
 
     def _silence(self, host: int, count: str, elapsed: float) -> tuple[str, float]:
         if host not in self._counters:
@@ -102,7 +118,8 @@ class Pulse:
         published = self._store.try_get(f"{_WATCH}/{watcher}")
         if published is not None and published != self._published:
             self._published, self._quiet = published, 0.0
-            self.silent = dict(json.loads(published)[1])
+            _, silent, told = json.loads(published)
+            self.silent, self.told = dict(silent), dict(told)
             return
         if self._published is None and not self._passed:  # no host has begun
             return
@@ -184,6 +201,7 @@ class _Heart:
         self.job = _job(store)
         self.members: list[Member] = []
         self._interval = interval_seconds(coordination.process_count())
+        self._host = host
         self._pulse = Pulse(store, host, self._interval)
         self._wake = Signal()
         self._closed = False
@@ -191,6 +209,7 @@ class _Heart:
 
     def _run(self) -> None:
         shown, last, failing = SilenceLog(), time.monotonic(), False
+        logged: dict[int, str] = {}
         while not self._closed:
             now = time.monotonic()
             try:
@@ -198,6 +217,11 @@ class _Heart:
                 silent = self._pulse.beat(now - last, participants)
                 shown.forget_all_but(participants)  # no feed of this process waits for the others any more
                 shown.update({host: seconds for host, seconds in silent.items() if host in participants})
+                told = {host: text for host, text in self._pulse.told.items() if host in participants}
+                for host, text in told.items():
+                    if logged.get(host) != text and host != self._host:
+                        _log.warning("host %d: %s", host, text)
+                logged = told
                 failing = False
             except Exception as error:
                 self._sleep()
@@ -230,6 +254,13 @@ class _Heart:
         self._closed = True
         self._wake.set()
         self.thread.join(_END_SECONDS)
+
+
+def tell(text: str) -> None:
+    """Has the other hosts log a line within a few beats, also while they wait in a collective, and if this host leaves."""
+    store, key = coordination.key_value_store(), f"{_ALIVE}/{_TOLD}{coordination.process_index()}"
+    if store is not None:
+        coordination.call_briefly(lambda: store.set(key, text, overwrite=True), name="meshfeed-tell", at_exit=False)
 
 
 def _job(store: KeyValueStore) -> object:

@@ -23,6 +23,10 @@ from meshfeed._src.base.retry import call_with_retry
 from meshfeed._src.base.settings import Retry, local_path
 
 
+class RefusedError(CheckpointError):
+    """A store refuses to answer, or does not answer: a checkpoint in it may be intact."""
+
+
 class StoreError(OSError):
     """A request to a store failed in a way for which a retry may help."""
 
@@ -147,7 +151,7 @@ def credentials_looked_at(url: str) -> str:
     return f"Looked for credentials in {', '.join(before)} and {last}. Set or renew one of them."
 
 
-def open_store(url: str, error: MakeError = CheckpointError) -> tuple[Any, str]:
+def open_store(url: str, error: MakeError = RefusedError) -> tuple[Any, str]:
     """Returns the fsspec file system of ``url``, which caches no listings, and the path within it.
 
     Raises:
@@ -182,7 +186,7 @@ def _file_system(scheme: str, family: str, process: int) -> Any:
 
 
 def ask(
-    url: str, method: str, *arguments: Any, error: MakeError = CheckpointError, num_bytes: int = 0, **keywords: Any
+    url: str, method: str, *arguments: Any, error: MakeError = RefusedError, num_bytes: int = 0, **keywords: Any
 ) -> Any:
     """Calls a method of the file system of ``url`` with the path and ``arguments``, and again if a retry may help.
 
@@ -220,7 +224,7 @@ def ask(
         raise error(f"{problem}. Check the network and that the store is up, then try again.") from problem
 
 
-def find_objects(url: str, error: MakeError = CheckpointError) -> dict[str, dict[str, Any]]:
+def find_objects(url: str, error: MakeError = RefusedError) -> dict[str, dict[str, Any]]:
     """Returns the objects below a folder: path relative to it → what the store reports; an object itself has the path "".
 
     Objects that stand for folders, which some stores list, are left out.
@@ -261,7 +265,7 @@ def write_output(setting: str, path: str | os.PathLike[str], content: str | byte
         ) from error
 
 
-def abort_uploads(url: str, error: MakeError = CheckpointError) -> int:
+def abort_uploads(url: str, error: MakeError = RefusedError) -> int:
     """Aborts uploads in parts that killed processes have begun below a folder; returns their number.
 
     S3 keeps and bills their parts, and only lists them here. Other stores drop them by themselves.
@@ -342,7 +346,7 @@ def _is_alive(file_system: Any, path: str) -> bool:
 
 
 @contextlib.contextmanager
-def store_errors(url: str, error: MakeError = CheckpointError) -> Iterator[None]:
+def store_errors(url: str, error: MakeError = RefusedError) -> Iterator[None]:
     """Maps exceptions of fsspec and its clients; all messages name the URL.
 
     Raises:

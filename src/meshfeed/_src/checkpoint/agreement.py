@@ -28,7 +28,7 @@ _ERRORS: dict[str, type[CheckpointError]] = {
 }
 
 
-def _report_of(error: BaseException) -> JsonValue:
+def report_of(error: BaseException) -> JsonValue:
     """Returns an error as JSON, for other hosts."""
     text = str(error) if isinstance(error, MeshfeedError) else f"{type(error).__name__}: {error}"
     if isinstance(error, SettingsError) and error.setting is not None:
@@ -37,7 +37,7 @@ def _report_of(error: BaseException) -> JsonValue:
     return Failure(kind, text, process_index(), getattr(error, "step", None)).to_json()
 
 
-def _error_of(report: JsonValue, where: str | None = None) -> MeshfeedError:
+def error_of(report: JsonValue, where: str | None = None) -> MeshfeedError:
     """Returns the error of a report; ``where`` is by default the host that reported it."""
     failure = Failure.from_json(report)
     message = f"{where or f'host {failure.host}'}: {failure.message}"
@@ -106,10 +106,10 @@ class Agreement(Rounds):
         except Exception as error:
             if alone and isinstance(error, MeshfeedError):
                 raise
-            report = _report_of(error)
-            raise (_error_of(report, self.doing) if alone else _error_of(self._first(report))) from error
+            report = report_of(error)
+            raise (error_of(report, self.doing) if alone else error_of(self._first(report))) from error
         if not alone and (report := self._first(None)) is not None:
-            raise _error_of(report)
+            raise error_of(report)
         return result
 
     def _first(self, report: JsonValue) -> JsonValue:
@@ -128,10 +128,10 @@ class Agreement(Rounds):
                 value = work()
             except Exception as error:
                 failed = error
-        report = None if failed is None else _report_of(failed)
+        report = None if failed is None else report_of(failed)
         value, report = self.reduce([value, report], lambda reports: reports[0])
         if report is not None:
-            raise _error_of(report) from failed
+            raise error_of(report) from failed
         return value
 
     def collect(self, value: JsonValue) -> dict[int, JsonValue]:

@@ -23,6 +23,7 @@ from meshfeed._src.base.errors import (
     Failure,
     MeshfeedError,
     SettingsError,
+    StalledError,
     hides_own_frames,
     suggests_keywords,
 )
@@ -33,6 +34,7 @@ from meshfeed._src.base.store_path import StorePath, is_in_store
 from meshfeed._src.base.types import JsonValue, PyTree, public
 from meshfeed._src.checkpoint.agreement import Agreement
 from meshfeed._src.checkpoint.at_exit import OpenSaves
+from meshfeed._src.checkpoint.barrier import OrbaxBarrier
 from meshfeed._src.checkpoint.directory import (
     as_directory,
     check_no_step,
@@ -97,6 +99,14 @@ _CHANGED = (errno.EEXIST, errno.ENOENT, errno.ENOTEMPTY)  # as nobody else makes
 _OTHER_PROCESS = (
     ". Something else makes or removes files of this folder: another process that saves here, perhaps. If both belong to "
     "one job, call jax.distributed.initialize() in each before anything else; if not, give each job a folder of its own."
+)
+_IN_A_BARRIER = (
+    ". If another host has ended, as its log and the logger meshfeed.agree show, restart the job: it resumes at the newest "
+    "step."
+)
+_NOT_REMOVED = (
+    "step %d is saved in %s, but an older step is not removed: %s. The next save tries again; a step that is left in part is "
+    "passed over by restore."
 )
 _CLOSE_SECONDS = 300.0
 _GOODBYE_SECONDS = 1.0
@@ -192,7 +202,8 @@ class Checkpointer(NotCopied):
             check_step_names(orbax_options)
             if in_store:
                 check_store_options(orbax_options)
-            waits = ocp.AsyncOptions(timeout_secs=math.ceil(timeout_seconds))
+            self._barrier = OrbaxBarrier() if process_count() > 1 else None
+            waits = ocp.AsyncOptions(timeout_secs=math.ceil(timeout_seconds), barrier_sync_fn=self._barrier)
             settings = {"save_interval_steps": save_interval_steps, "async_options": waits, **(orbax_options or {})}
             manager_options = ocp.CheckpointManagerOptions(**retention_options(max_to_keep, settings))
         if (forgotten := forgotten_processes()) is not None:
@@ -290,12 +301,17 @@ class Checkpointer(NotCopied):
                 check_same(agreement, step, items[ARRAYS].encoded)
         self._saves += 1
         self._saving, self._open.saving = save, step
+        if self._barrier is not None:
+            self._barrier.points = save.points
         try:
             # Forced, because save() has checked the interval, and the last step of a run need not be on it.
             saved = bool(self._manager.save(step, args=ocp.args.Composite(**items), force=True))
-        except BaseException:
+        except BaseException as error:
             self._failed, self._torn = True, save
-            raise
+            if isinstance(error, MeshfeedError) or not isinstance(error, Exception) or process_count() == 1:
+                raise
+            text = f"{self._directory}: saving step {step} failed: {type(error).__name__}: {error}{_IN_A_BARRIER}"
+            raise CheckpointError(text, step=step) from error
         failure = next(iter(save.failures), None)
         save.failures.clear()  # their tracebacks would keep the caller's train state alive
         if failure is not None and (process_count() == 1 or not isinstance(failure, Exception)):
@@ -313,6 +329,8 @@ class Checkpointer(NotCopied):
             if process_index() == 0:  # not agreed on: the other hosts may not have seen the failure
                 with contextlib.suppress(OSError):
                     remove_unfinished(self._directory)
+        if step in self._manager.all_steps():
+            self._manager.reload()  # it may have been removed by hand since
         if step in self._manager.all_steps():
             raise CheckpointError(
                 f"step {step} already exists in {self._directory}. Save under a different number, or remove it first.",
@@ -428,22 +446,42 @@ class Checkpointer(NotCopied):
                 self._settle(self._torn)
                 self._torn = None
             self._wait()
-            self._saving = self._open.saving = None
+            self._end(self._saving)
         except Exception as error:
             self._failed, self._open.saving = True, None
             if self._saving is not None:
                 self._settle(self._saving)
+                self._saving.end()
             first = error  # Orbax raises errors of its barriers while it handles another
             while first.__cause__ is None and isinstance(first.__context__, Exception):
                 first = first.__context__
+            if isinstance(first.__cause__, StalledError):  # Orbax raises a TimeoutError of its own, which names no host
+                first = first.__cause__
             step = None if self._saving is None else self._saving.step
-            text = f"{self._directory}: saving step {step} failed: {first}"
+            if step is not None and self._is_saved(step, first):
+                _log.warning(_NOT_REMOVED, step, self._directory, first)
+                return self._end(self._saving)
+            where = "" if process_count() == 1 or isinstance(first, MeshfeedError) else _on_this_host(first)
+            named = where or (
+                "" if isinstance(first, MeshfeedError | OSError | ValueError) else f"{type(first).__name__}: "
+            )
+            text = f"{self._directory}: saving step {step} failed: {named}{first}"
             # Not found, in the words of TensorStore.
             changed = getattr(first, "errno", None) in _CHANGED or str(first).startswith("NOT_FOUND:")
             if process_count() == 1 and changed:
                 text += _OTHER_PROCESS
             # Orbax keeps the error until the next save, and its traceback would keep the caller's train state alive.
             raise CheckpointError(text, step=step) from error.with_traceback(None)
+
+    def _end(self, save: StepSave | None) -> None:
+        self._saving = self._open.saving = None
+        if save is not None:
+            save.end()
+
+    def _is_saved(self, step: int, error: Exception) -> bool:
+        """Whether an error came after the rename that commits a step: Orbax's primary host then removes older steps."""
+        removing = isinstance(error, OSError) and not isinstance(error, MeshfeedError | TimeoutError)
+        return removing and process_index() == 0 and "://" not in str(self._directory) and step in self.steps()
 
     def _settle(self, save: StepSave) -> None:
         """Waits for the parts of a save that failed. Orbax stops at the first error, but the others must not write later.
@@ -571,6 +609,11 @@ class Checkpointer(NotCopied):
         if kind is not None and not self._closed and self._owner.is_here:
             self._abandon_skipped(f"the with block of the Checkpointer raised {kind.__name__}")
         self.close()
+
+
+def _on_this_host(error: Exception) -> str:
+    """What the other hosts put before the text of an error of this host."""
+    return f"host {process_index()}: {type(error).__name__}: "
 
 
 def _position(folder: epath.Path) -> dict[str, JsonValue]:

@@ -8,6 +8,7 @@ import logging
 import os
 import re
 import secrets
+import shutil
 import time
 from collections.abc import Iterator, Mapping
 
@@ -27,6 +28,7 @@ _NAMES_OF_STEPS = ("step_prefix", "step_format_fixed_length", "step_name_format"
 _UNFINISHED = ".orbax-checkpoint-tmp"
 _SHARED = ".shared-with-all-hosts-"
 _SEEN_SECONDS, _PAUSE_SECONDS = 60.0, 0.1  # network file systems may show a new name only after a minute
+_TRIAL_BYTES = 1 << 16  # more than a file system stores in an inode
 _FOLDERS_LOOKED_INTO = 20
 _FOLDERS_NAMED = 3
 
@@ -138,7 +140,7 @@ def remove_unfinished(directory: epath.Path) -> None:
         return
     for path in directory.iterdir():
         if path.name.startswith(_SHARED):
-            path.unlink(missing_ok=True)
+            remove_mark(directory, path.name)
         if _UNFINISHED in path.name and path.is_dir():
             path.rmtree()
             _log.info("removed the unfinished save %s", path)
@@ -167,11 +169,20 @@ def put_mark(directory: epath.Path) -> str | None:
 def check_writable(directory: epath.Path) -> None:
     """Checks that a step can be added, on host 0; if Orbax found that it cannot, the other hosts would wait for host 0.
 
+    Makes a folder and a file with content, since a full disk may still have room for an empty file.
+
     Raises:
       CheckpointError: nothing can be created in the folder, such as on a full disk or a read-only file system.
     """
+    if "://" in str(directory):
+        return
+    trial = directory / f"{_SHARED}{secrets.token_hex(6)}"
     try:
-        remove_mark(directory, put_mark(directory))
+        try:
+            trial.mkdir(parents=True)
+            (trial / "content").write_bytes(secrets.token_bytes(_TRIAL_BYTES))
+        finally:
+            shutil.rmtree(trial, ignore_errors=True)  # what is left is removed by the next job that saves
     except OSError as error:
         raise CheckpointError(
             f"{directory}: nothing can be created there: {error}. Steps saved before are unchanged. Free space or quota, or "
@@ -200,7 +211,8 @@ def check_shared(directory: epath.Path, mark: str | None) -> None:
 def remove_mark(directory: epath.Path, mark: str | None) -> None:
     """Removes what :func:`put_mark` has written, unless it is gone."""
     if mark is not None:
-        (directory / mark).unlink(missing_ok=True)
+        path = directory / mark
+        path.rmtree(missing_ok=True) if path.is_dir() else path.unlink(missing_ok=True)
 
 
 def set_aside(directory: epath.Path, step: int) -> None:

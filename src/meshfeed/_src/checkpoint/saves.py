@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
-import math
+import functools
 import time
 from collections.abc import Coroutine, Mapping, Sequence
 from typing import Any, Protocol, TypeVar
@@ -19,6 +19,7 @@ from meshfeed._src.base.errors import CheckpointError, MeshfeedError
 from meshfeed._src.base.threads import SingleCall
 from meshfeed._src.base.types import JsonValue, PyTree
 from meshfeed._src.checkpoint.agreement import Agreement
+from meshfeed._src.checkpoint.barrier import SavePoints
 from meshfeed._src.checkpoint.leaves import EncodedTree, describe_leaves
 from meshfeed._src.checkpoint.stored import digest
 from meshfeed._src.state.state import digest_of
@@ -42,13 +43,22 @@ class StepSave:
         """The caller's step number."""
         return self.identity["step"]
 
+    @functools.cached_property
+    def points(self) -> SavePoints:
+        """Where the hosts of this save wait for each other."""
+        return SavePoints(self.identity["id"], self.step, self.timeout_seconds)
+
+    def end(self) -> None:
+        """Ends the waits for other hosts, once the save has ended on this one."""
+        if "points" in vars(self):
+            self.points.close()
+
     def begin(self, item: str, futures: Sequence[orbax_future.Future]) -> list[orbax_future.Future]:
         """Returns the futures of an item for Orbax, which succeed on all hosts or raise the same error on all."""
         self.started += futures
         if process_count() == 1:
             return list(futures)
-        name = f"save-{self.identity['id']}/{item}"
-        return [_OnAllHosts(futures, f"saving step {self.step}", name, self.timeout_seconds)]
+        return [_OnAllHosts(futures, item, self.points)]
 
     def failed(self, error: BaseException) -> orbax_future.Future:
         """Returns the future of a part that could not be captured.
@@ -65,14 +75,12 @@ class _OnAllHosts:
     """Otherwise, if one host failed, the others would wait for it in Orbax's barriers, and raise the barriers' errors."""
 
     futures: Sequence[orbax_future.Future]
-    doing: str
-    name: str
-    timeout_seconds: float
+    item: str
+    points: SavePoints
 
     def result(self, timeout: float | None = None) -> None:
         """Waits for this host's futures, then for the other hosts."""
-        with Agreement(self.doing, min(timeout or math.inf, self.timeout_seconds), self.name) as agreement:
-            agreement.attempt(lambda: [future.result(timeout) for future in self.futures])
+        self.points.attempt(self.item, lambda: [future.result(timeout) for future in self.futures])
 
     def cancel(self) -> None:
         """Cancels this host's futures."""

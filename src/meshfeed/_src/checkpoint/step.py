@@ -13,6 +13,7 @@ from etils import epath
 
 from meshfeed._src.base.errors import CheckpointError, MeshfeedError
 from meshfeed._src.base.store_path import children, make_path
+from meshfeed._src.base.stores import RefusedError
 from meshfeed._src.base.threads import in_threads
 from meshfeed._src.base.types import JsonValue, PyTree, public
 from meshfeed._src.checkpoint.handlers import PLAIN_FILE
@@ -102,7 +103,8 @@ def read_step(directory: epath.PathLike, step: int) -> StepParts:
         error.step = step
         raise
     except OSError as error:
-        raise CheckpointError(f"step {step} in {directory}: cannot be read: {error}", step=step) from error
+        kind = RefusedError if isinstance(error, PermissionError) else CheckpointError
+        raise kind(f"step {step} in {directory}: cannot be read: {error}", step=step) from error
     except Exception as error:  # a flipped bit can turn any field of a small file into anything
         raise DamagedCheckpointError(
             f"step {step} in {directory}: its metadata is damaged ({type(error).__name__}: {error})", step=step
@@ -111,11 +113,17 @@ def read_step(directory: epath.PathLike, step: int) -> StepParts:
 
 
 def newest_readable(directory: epath.PathLike, excluded: Collection[int]) -> tuple[int | None, list[tuple[int, str]]]:
-    """Returns the newest step that can be read, or None, and the newer steps that cannot, each with the reason."""
+    """Returns the newest step that can be read, or None, and the newer steps that cannot, each with the reason.
+
+    Raises:
+      RefusedError: whether a step is intact cannot be known, since its storage refuses to be read.
+    """
     unreadable: list[tuple[int, str]] = []
     for step in sorted(set(find_steps(directory)) - set(excluded), reverse=True):
         try:
             return read_step(directory, step).step, unreadable
+        except RefusedError:
+            raise
         except CheckpointError as error:
             unreadable.append((step, str(error)))
     return None, unreadable
@@ -257,6 +265,8 @@ def _problems(check: Callable[[], object]) -> tuple[str, ...]:
         check()
     except MeshfeedError as error:
         return (str(error),)
+    except OSError as error:  # a file that cannot be read, or a folder in its place
+        return (f"{type(error).__name__}: {error}",)
     return ()
 
 
@@ -289,7 +299,7 @@ def _verify_arrays(item: epath.Path, step: int | None, problems: list[str]) -> F
         for name in names:
             problems += _problems(lambda name=name: reader.check(stored.saved(name)))
             without += not stored.manifest.digests.get(name)
-    except MeshfeedError as error:
+    except (MeshfeedError, OSError) as error:
         problems.append(str(error))
     problems = list(dict.fromkeys(problems))  # read_step may already have reported the same
     return Finding(str(item), step, tuple(problems), len(names), sum(sizes), without, time.perf_counter() - started)
@@ -389,8 +399,11 @@ def _load(path: epath.PathLike) -> tuple[dict[str, JsonValue], dict[str, JsonVal
     if not path.is_dir():
         return flatten(state_files.read_json(path)), {}
     iterator, arrays = (path / part if (path / part).exists() else path for part in (ITERATOR, ARRAYS))
-    state = state_files.read_state(iterator) if state_files.state_paths(iterator) else {}
-    manifest = read_manifest(arrays)
+    try:
+        state = state_files.read_state(iterator) if state_files.state_paths(iterator) else {}
+        manifest = read_manifest(arrays)
+    except OSError as error:
+        raise CheckpointError(f"{path}: cannot be read: {error}") from error
     if not state and manifest is None:
         steps = find_steps(path)
         remedy = f"Pass one of its steps, such as {path / str(steps[-1])}." if steps else "Pass a step's folder."

@@ -30,6 +30,7 @@ from numpy.typing import NDArray
 from meshfeed._src.base.coordination import process_count, process_index
 from meshfeed._src.base.errors import CheckpointError
 from meshfeed._src.base.store_path import StorePath, children, make_path
+from meshfeed._src.base.stores import RefusedError
 from meshfeed._src.base.threads import in_threads
 from meshfeed._src.base.types import JsonValue, PyTree, public
 from meshfeed._src.checkpoint.chunks import ChunkReader, database_of, write_into
@@ -404,12 +405,13 @@ class StoredArrays:
         # TensorStore raises ValueError alike for a truncated file, a failed checksum and a missing file. Errors of the
         # storage itself can be recognized by their text; they do not mean that the checkpoint is damaged.
         text = str(error).split(" [tensorstore_spec=")[0].split(" [source locations=")[0]
-        refused = isinstance(error, OSError) or any(
+        missing = isinstance(error, FileNotFoundError) or text.startswith("NOT_FOUND")
+        refused = isinstance(error, OSError | RefusedError) or any(
             word in text for word in ("RESOURCE_EXHAUSTED", "PERMISSION_DENIED", "UNAVAILABLE", "OS error")
         )
-        if refused and "No such file" not in text:
+        if refused and not missing and "No such file" not in text:
             return CheckpointError(f"{what}: {text}")
-        kind = MissingArrayError if text.startswith("NOT_FOUND") else DamagedCheckpointError
+        kind = MissingArrayError if missing else DamagedCheckpointError
         return kind(f"{what}: {text}. {RESTORE_EARLIER}", path=str(self.directory))
 
     def chunk_of(self, name: str) -> list[int]:

@@ -58,6 +58,11 @@ from meshfeed._src.streams.protocol import AnyReader, Cursor
 
 _log = logging.getLogger("meshfeed.feed")
 _CLOSE_SECONDS = 5.0
+_INTERRUPTED = (
+    "%s: step %d was interrupted by %s while its rows moved between hosts. The other hosts may wait for it until their "
+    "runtime ends the collective. Then call set_state(get_state()) on every host, or restart the job from its last "
+    "checkpoint."
+)
 _RESHARDED = "called reshard of its feed"
 
 
@@ -334,7 +339,12 @@ class Feed(Inspection, Checkpointable, NotCopied):
                 "restart the job from its last checkpoint."
             )
         ready.finishing = True
-        ready.arrays = self._placer.finish(ready.arrays, ready.batch.global_batch_size)
+        try:
+            ready.arrays = self._placer.finish(ready.arrays, ready.batch.global_batch_size)
+        except BaseException as error:
+            if self._hosts_agree and not isinstance(error, Exception):
+                self._membership.tell(_INTERRUPTED % (self.name, ready.batch.step, type(error).__name__))
+            raise
         ready.finished = True
 
     def _fail(self, error: Exception) -> None:

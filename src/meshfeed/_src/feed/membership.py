@@ -41,6 +41,11 @@ class Membership:
         if self._heartbeat is not None:
             self._heartbeat.on_beat = call
 
+    def tell(self, text: str) -> None:
+        """Has the other hosts log a line, though they may wait in a collective."""
+        if self._heartbeat is not None:
+            heartbeat.tell(text)
+
     def leave(self, notice: str, *, awaited: bool = False) -> None:
         """Ends the membership. Idempotent.
 
