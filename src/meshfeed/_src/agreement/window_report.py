@@ -266,9 +266,18 @@ def _source_failure(message: str) -> Failure:
 
 def _different_records(contents: _Contents) -> str | None:
     shown = format_differences({host: one["records"] for host, one in contents.items() if "records" in one})
+    if shown is None:  # a list instead of a tuple, or a None
+        elements = {host: one["element"] for host, one in contents.items() if {"records", "element"} <= one.keys()}
+        shown = format_differences({host: _containers(element) for host, element in elements.items()})
     if shown is None:
         return None
     return f"hosts read records of different structure ({shown}). Start all hosts with the same source."
+
+
+def _containers(element: JsonValue) -> str:
+    if "unsupported" in element:  # registered classes may have settings whose text differs between processes
+        return "a class that is registered as a pytree"
+    return str(jax.tree.structure(tree_from_json(element)))
 
 
 def _different_sizes(contents: _Contents) -> str | None:

@@ -72,6 +72,12 @@ def file_of(source: object, record_id: int) -> str | None:
     return None if located is None else located.file_of(int(record_id))
 
 
+def describe_record(source: object, record_id: int) -> str:
+    """Returns what an error calls a record."""
+    path = file_of(source, record_id)
+    return f"record {record_id}" + (f" of {path}" if path else "")
+
+
 Undecoded = Sequence[bytes] | np.ndarray
 """The bytes of each record, or uint8 ``[n, bytes per record]``."""
 
@@ -205,8 +211,7 @@ class SourceReader:
 
     def describe(self, record_id: int) -> str:
         """Returns what an error calls a record."""
-        path = file_of(self.source, record_id)
-        return f"record {record_id}" + (f" of {path}" if path else "")
+        return describe_record(self.source, record_id)
 
     def _read_stacked(
         self, reader: hooks.BatchReader, record_ids: RecordIds, rngs: Rngs | None, columns: ColumnSlices | None

@@ -8,7 +8,6 @@ import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, TypeVar, cast
 
-import jax
 import numpy as np
 import xxhash
 
@@ -17,8 +16,10 @@ from meshfeed._src.base.errors import SettingsError, SourceError
 from meshfeed._src.base.progress import Dropping
 from meshfeed._src.base.retry import call_with_retry
 from meshfeed._src.base.settings import Retry
+from meshfeed._src.base.trees import flatten
 from meshfeed._src.base.types import RandomAccessSource, Record
-from meshfeed._src.reading.records import file_of, wants_rng
+from meshfeed._src.reading.items import get_item, get_items
+from meshfeed._src.reading.records import describe_record, wants_rng
 from meshfeed._src.sources.host_batches import HostBatches
 from meshfeed._src.sources.lists import listed
 from meshfeed._src.sources.recognize import as_source
@@ -132,16 +133,17 @@ def digest_of_lengths(lengths: np.ndarray) -> str:
 
 
 def read_items(source: RandomAccessSource, ids: np.ndarray) -> Sequence[Record]:
-    """Reads records, which may differ in shape."""
-    reader = hooks.find(source, hooks.ItemsReader)
+    """Reads records, which may differ in shape; an error names the record."""
+    reader, name = hooks.find(source, hooks.ItemsReader), functools.partial(describe_record, source)
     if reader is not None:
-        return reader.__getitems__(ids.tolist())
-    return [_copied(source[record_id]) for record_id in ids.tolist()]
+        return get_items(reader, ids.tolist(), name)
+    return [_copied(get_item(source, record_id, name)) for record_id in ids.tolist()]
 
 
 def _copied(record: Record) -> Record:
     """The record with its arrays copied, whose memory the source may reuse for the next one."""
-    return jax.tree.map(lambda leaf: leaf.copy() if isinstance(leaf, np.ndarray) else leaf, record)
+    leaves, structure = flatten(record)
+    return structure.unflatten([leaf.copy() if isinstance(leaf, np.ndarray) else leaf for leaf in leaves])
 
 
 class RowError(Exception):
@@ -185,5 +187,4 @@ def of_each(
 
 def in_record(source: object, record_id: int, reason: Exception) -> SourceError:
     """Returns an error that names a record, and its file if that is known."""
-    path = file_of(source, record_id)
-    return SourceError(f"record {record_id}{f' of {path}' if path else ''}: {reason}", record_id=record_id)
+    return SourceError(f"{describe_record(source, record_id)}: {reason}", record_id=record_id)
