@@ -1,9 +1,9 @@
-"""Sources built over a source that a user wrote: errors of its methods name the record, whatever is built over it."""
+"""Sources built over a source that a user wrote: errors of its methods and in its records name the record."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -11,7 +11,7 @@ import pytest
 from jax.sharding import AxisType
 
 import meshfeed
-from meshfeed.sources import Buckets, Concat, Map, Mixture, Packed, Padded, Zip
+from meshfeed.sources import Buckets, Concat, Map, Mixture, Packed, Padded, Stream, Zip
 
 BAD = 40
 
@@ -54,9 +54,14 @@ def of_zip(record: Any) -> dict[str, np.int32]:
     return number_of_tokens(record["a"])
 
 
-def run_through(source: object) -> None:
+class Answer(NamedTuple):
+    tokens: np.ndarray
+    label: np.ndarray
+
+
+def run_through(source: object, *, shuffle: bool = True) -> None:
     mesh = jax.make_mesh((2,), ("data",), devices=jax.devices()[:2], axis_types=(AxisType.Auto,))
-    with meshfeed.MultiHostDataLoadIterator(source, mesh, global_batch_size=2, shuffle=True) as feed:
+    with meshfeed.MultiHostDataLoadIterator(source, mesh, global_batch_size=2, shuffle=shuffle) as feed:
         for _ in feed:
             pass
 
@@ -117,6 +122,35 @@ def test_getitems_that_returns_something_else_is_a_source_error(name: str, items
 
     with pytest.raises(meshfeed.SourceError, match=words):
         run_through(BUILT[name](Odd(KeyError)))
+
+
+@pytest.mark.parametrize(
+    ("record", "words"),
+    [
+        (
+            (np.ones(3, np.int32), np.ones(3, np.int32)),
+            r"a tuple of 2 leaves\. Expected a dict, or the leaf 'tokens' alone",
+        ),
+        (([1, 2], [3, 4]), "a tuple of 2 leaves"),
+        (Answer(np.ones(3, np.int32), np.ones(3, np.int32)), "an? Answer of 2 leaves"),
+        ({"tokens": [[1], [1, 2]]}, "ragged rows: .*leaf 'tokens'"),
+        ([[1], [1, 2]], "ragged rows: .*leaf 'tokens'"),
+        ({"tokens": np.arange(3).astype("datetime64[s]")}, r"leaf 'tokens'.* datetime64\[s\]"),
+    ],
+)
+@pytest.mark.parametrize("name", ["packed", "padded", "buckets", "padded stream"])
+def test_a_record_that_is_no_document_is_refused_by_name(name: str, record: Any, words: str) -> None:
+    if name == "padded stream":
+        source: Any = Padded(Stream(lambda lane, lanes: iter([record] * 4)), 8)
+    else:
+        source = [record] * 64
+    with pytest.raises(meshfeed.SourceError, match=f"record 0[^\\d].*{words}"):
+        run_through(BUILT.get(name, lambda source: source)(source), shuffle=False)
+
+
+def test_a_tuple_of_numbers_is_a_document() -> None:
+    assert Padded([(1, 2, 3)], 4)[0]["tokens"].tolist() == [1, 2, 3, 0]
+    assert Packed([(1, 2, 3)], 4)[0]["tokens"].tolist() == [1, 2, 3, 0]
 
 
 def test_the_same_holds_without_anything_built_over_it() -> None:

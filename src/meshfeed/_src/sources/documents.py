@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import logging
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, TypeVar, cast
 
 import numpy as np
@@ -20,6 +20,8 @@ from meshfeed._src.base.trees import flatten
 from meshfeed._src.base.types import RandomAccessSource, Record
 from meshfeed._src.reading.items import get_item, get_items
 from meshfeed._src.reading.records import describe_record, wants_rng
+from meshfeed._src.reading.stacking import check_unmasked
+from meshfeed._src.reading.structure import RAGGED
 from meshfeed._src.sources.host_batches import HostBatches
 from meshfeed._src.sources.lists import listed
 from meshfeed._src.sources.recognize import as_source
@@ -138,6 +140,35 @@ def read_items(source: RandomAccessSource, ids: np.ndarray) -> Sequence[Record]:
     if reader is not None:
         return get_items(reader, ids.tolist(), name)
     return [_copied(get_item(source, record_id, name)) for record_id in ids.tolist()]
+
+
+def leaves_by_name(record: object, key: str) -> Mapping[str, object]:
+    """Returns the leaves of a record; a bare array or list of numbers is the leaf ``key``.
+
+    Raises:
+      SourceError: the record is a tuple of arrays, which are several leaves, without names.
+    """
+    if isinstance(record, Mapping):
+        return record
+    if isinstance(record, tuple) and any(getattr(leaf, "ndim", 0) or isinstance(leaf, list) for leaf in record):
+        raise SourceError(
+            f"it is a {type(record).__name__} of {len(record)} leaves. Expected a dict, or the leaf {key!r} alone. Make a "
+            "dict of it with Map."
+        )
+    return {key: record}
+
+
+def as_array(leaf: object, what: str) -> np.ndarray:
+    """Returns a leaf as an array.
+
+    Raises:
+      SourceError: it holds lists of unequal lengths, or masked values; ``what`` names it.
+    """
+    check_unmasked(leaf, what)
+    try:
+        return np.asarray(leaf)
+    except ValueError as error:
+        raise SourceError(f"{RAGGED}{what} cannot be an array: {error}") from error
 
 
 def _copied(record: Record) -> Record:
