@@ -42,7 +42,7 @@ from meshfeed._src.convert.values import Measure, merge
 from meshfeed._src.convert.writers import ArrayRecordFile, OutputFile, Settings, TokenWriter, check_column
 from meshfeed._src.sources.files.formats import compression_of, decompress, uncompressed_name
 from meshfeed._src.sources.files.manifest import FileEntry, describe_file, digest_of
-from meshfeed._src.sources.files.paths import in_threads, is_url
+from meshfeed._src.sources.files.paths import in_threads, is_url, name_bytes
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -459,8 +459,10 @@ def make_task(directory: str, phase: Phase) -> Callable[[int], None]:
 def version_of_input(reader: Input, path: str) -> str:
     """Returns what changes if an input does: sizes and times of the files in it; of a URL, versions of the objects."""
     if is_url(path):
-        return digest_of("".join(f"{name}\0{file.version};" for name, file in remote_files(path).items()).encode())
-    return digest_of("".join(f"{name.removeprefix(path)}\0{stamp(name)};" for name in reader.files(path)).encode())
+        versions = [(name, file.version) for name, file in remote_files(path).items()]
+    else:
+        versions = [(name.removeprefix(path), stamp(name)) for name in reader.files(path)]
+    return digest_of(name_bytes("".join(f"{name}\0{version};" for name, version in versions)))
 
 
 def _check_columns(path: str, scan: Scan) -> None:
