@@ -444,16 +444,16 @@ class Conversion:
         return int(bounds[-1]), lambda: before + int(counts.sum())
 
 
-def run_task(directory: str, phase: Phase, number: int) -> None:
-    """Runs a task: scans an input, or writes an output file."""
+def task_of(directory: str, phase: Phase) -> Callable[[int], None]:
+    """Returns the function that scans an input, or writes an output file. It reads the list of inputs once, not per task."""
     job = Conversion(directory)
-    (job.scan if phase == "scan" else job.write)(number)
+    return job.scan if phase == "scan" else job.write
 
 
 def make_task(directory: str, phase: Phase) -> Callable[[int], None]:
-    """Returns :func:`run_task` for a worker. Here, and not in run.py, because workers import what the task needs only."""
+    """Returns :func:`task_of` for a worker. Here, and not in run.py, because workers import what the task needs only."""
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # there is a process per core
-    return functools.partial(run_task, directory, phase)
+    return task_of(directory, phase)
 
 
 def version_of_input(reader: Input, path: str) -> str:
