@@ -72,6 +72,24 @@ def file_of(source: object, record_id: int) -> str | None:
     return None if located is None else located.file_of(int(record_id))
 
 
+def checked_lengths(source: RandomAccessSource, found: object) -> np.ndarray:
+    """Returns what ``lengths()`` of a source returned, as an array.
+
+    Raises:
+      SourceError: it is not one integer of at least 0 per record.
+    """
+    lengths, number = np.asarray(found), len(source)
+    if lengths.shape != (number,) or lengths.dtype.kind not in "iu":
+        what = f"{lengths.dtype} of shape {lengths.shape}"
+    elif lengths.dtype.kind == "i" and number and (shortest := int(lengths.min())) < 0:
+        what = f"{shortest:,} at least"
+    else:
+        return lengths
+    raise SourceError(
+        f"the lengths of {type(source).__name__} are {what}. Expected one integer of at least 0 per record, [{number}]."
+    )
+
+
 def describe_record(source: object, record_id: int) -> str:
     """Returns what an error calls a record."""
     path = file_of(source, record_id)

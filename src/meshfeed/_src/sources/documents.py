@@ -19,7 +19,7 @@ from meshfeed._src.base.settings import Retry
 from meshfeed._src.base.trees import flatten
 from meshfeed._src.base.types import RandomAccessSource, Record
 from meshfeed._src.reading.items import get_item, get_items
-from meshfeed._src.reading.records import describe_record, wants_rng
+from meshfeed._src.reading.records import checked_lengths, describe_record, wants_rng
 from meshfeed._src.reading.stacking import check_unmasked
 from meshfeed._src.reading.structure import RAGGED
 from meshfeed._src.sources.host_batches import HostBatches
@@ -96,7 +96,7 @@ def lengths_of_leaves(
         known.lengths() if known is not None and not leaf else stored.stored_lengths(name) if stored and name else None
         for leaf, name in enumerate([key, *others])
     ]
-    all_lengths = [None if values is None else _checked_lengths(source, values) for values in found]
+    all_lengths = [None if values is None else checked_lengths(source, values) for values in found]
     missing = [leaf for leaf, lengths in enumerate(all_lengths) if lengths is None]
     number = len(source)
     measured = {leaf: empty(number, np.uint32) for leaf in missing}
@@ -107,16 +107,6 @@ def lengths_of_leaves(
             for leaf, values in measured.items():
                 values[record_id] = lengths[leaf]
     return [measured[leaf] if lengths is None else lengths for leaf, lengths in enumerate(all_lengths)]
-
-
-def _checked_lengths(source: RandomAccessSource, found: object) -> np.ndarray:
-    lengths, number = np.asarray(found), len(source)
-    if lengths.shape != (number,) or lengths.dtype.kind not in "iu":
-        raise SourceError(
-            f"the lengths of {type(source).__name__} are {lengths.dtype} of shape {lengths.shape}. Expected one "
-            f"integer per record, [{number}]."
-        )
-    return lengths
 
 
 def empty(number: int, dtype: np.dtype[Any] | type[np.unsignedinteger[Any]]) -> np.ndarray:
