@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import json
 import logging
 import random
@@ -16,6 +17,7 @@ from meshfeed import SkipBad, SourceError
 from meshfeed._src.agreement.messages import WindowReport
 from meshfeed._src.agreement.window_report import WindowReports
 from meshfeed._src.base.errors import Failure
+from meshfeed._src.base.trees import tree_to_json
 from meshfeed._src.streams.protocol import EMPTY_BATCHES, EMPTY_STREAM, HostBatch
 
 
@@ -152,6 +154,32 @@ def test_records_of_different_structure_are_an_error_naming_the_hosts() -> None:
     assert reduced(make(), {"records": "int8[]"}, {}, {"records": "int8[]"})[1] is None
 
 
+@pytest.mark.parametrize(
+    ("one", "other", "shown"),
+    [
+        (lambda x: (x,), lambda x: [x], "hosts 0, 2: PyTreeDef((*,)); host 1: PyTreeDef([*])"),
+        (
+            lambda x: {"x": x},
+            lambda x: {"x": x, "y": None},
+            "hosts 0, 2: PyTreeDef({'x': *}); host 1: PyTreeDef({'x': *, 'y': None})",
+        ),
+        (
+            lambda x: {"x": x},
+            lambda x: collections.OrderedDict(x=x),
+            "hosts 0, 2: PyTreeDef({'x': *}); host 1: a class that is registered as a pytree",
+        ),
+    ],
+)
+def test_so_are_records_of_equal_leaves_in_different_containers(one: Any, other: Any, shown: str) -> None:
+    def contents(make_tree: Any) -> Any:
+        return make().contents([batch(0, tree=make_tree(np.zeros((4, 3), np.int32)))])
+
+    _, failure = reduced(make(), contents(one), contents(other), contents(one))
+    assert failure is not None
+    assert failure.message.startswith(f"hosts read records of different structure ({shown}).")
+    assert reduced(make(), contents(other), contents(other))[1] is None
+
+
 def test_sizes_that_do_not_fit_are_an_error_naming_two_hosts() -> None:
     _, failure = reduced(
         make(compare_sizes=True), {"sizes": {"1": 8, "2": 8}}, {"sizes": {"1": 8}}, {"sizes": {"2": 6}}
@@ -219,7 +247,7 @@ contents_of_a_host = st.fixed_dictionaries(
         "bad": st.dictionaries(st.sampled_from("0123"), st.lists(st.tuples(st.integers(0, 5), st.integers(0, 1)))),
         "empty": st.just(True),
         "needs_element": st.just(True),
-        "element": st.sampled_from([{"a": 1}, {"unsupported": "odd"}]),
+        "element": st.sampled_from([tree_to_json({"a": np.zeros(2)}), {"unsupported": "odd"}]),
         "failed": st.just({"kind": "OSError", "message": "no disk"}),
     },
 )

@@ -21,7 +21,7 @@ import pytest
 import meshfeed
 from meshfeed._src.convert import run as convert_run
 from meshfeed._src.convert.destination import Disk
-from meshfeed._src.convert.job import Conversion, Phase
+from meshfeed._src.convert.job import JOB, Conversion, Phase
 from meshfeed._src.convert.run import convert, run_here
 from meshfeed._src.convert.writers import Settings
 from meshfeed._src.sources.manifest import make_manifest
@@ -274,3 +274,20 @@ def test_a_manifest_that_was_being_written_at_the_kill_is_removed(tmp_path: path
     (out / "manifest.json.0123456789abcdef.part").touch()
     convert(data, str(out), Settings(shards=3), run_here)
     assert sorted(path.name for path in out.iterdir())[-1] == "manifest.json"
+
+
+def test_the_list_of_inputs_is_not_read_for_each_of_them(
+    tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Or a conversion of 10,000 small files takes the square of that."""
+    for number in range(20):
+        (tmp_path / f"{number:02}.jsonl").write_text('{"a": 1}\n')
+    read, names = Disk.read, []
+
+    def counted(disk: Disk, name: str) -> bytes | None:
+        names.append(name)
+        return read(disk, name)
+
+    monkeypatch.setattr(Disk, "read", counted)
+    convert([str(tmp_path / "*.jsonl")], str(tmp_path / "out"), Settings(), run_here)
+    assert names.count(JOB) < 10

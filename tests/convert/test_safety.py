@@ -42,6 +42,13 @@ def features(data: pathlib.Path | str, out: pathlib.Path, **settings: Any) -> li
 # ------------------------------------------------------------------------ names that become paths
 
 
+def test_a_name_that_is_not_utf8(tmp_path: pathlib.Path) -> None:
+    folder = tmp_path / "in"
+    folder.mkdir()
+    (folder / os.fsdecode(b"\xe9.jsonl")).write_text('{"a": 1}\n{"a": 2}\n')
+    assert features(folder / "*.jsonl", tmp_path / "out") == [{"a": [1]}, {"a": [2]}]
+
+
 @pytest.fixture
 def bucket() -> Iterator[str]:
     fsspec = pytest.importorskip("fsspec")

@@ -259,6 +259,12 @@ def test_a_column_that_the_mesh_cannot_divide_names_the_leaf() -> None:
         (lambda i: {"a": np.array([[1, 2], [3]], object)}, ["ragged rows", "['a']", "2 lists of unequal lengths"]),
         (lambda i: {"a": 1} if i != 9 else {"b": 1}, ["['a']", "['b']", "record 9"]),
         (lambda i: {"a": 2**40 + i}, ["['a']", "int64"]),
+        (
+            lambda i: {"a": np.rec.array((i, 2.0), dtype=[("n", "i4"), ("x", "f4")])},
+            ["['a']", "record 0", "('n', '<i4')"],
+        ),
+        (lambda i: {"a": 1} if i != 9 else {"a": 1, 2: 1}, ["record 9", "['a', 2]", "sorted"]),
+        (lambda i: {"a": 1, 2: 1}, ["record 0", "['a', 2]", "sorted"]),
     ],
 )
 def test_records_that_cannot_be_batched_name_leaf_dtype_shape_and_record(
@@ -269,6 +275,22 @@ def test_records_that_cannot_be_batched_name_leaf_dtype_shape_and_record(
             with pytest.raises(meshfeed.SourceError) as info:
                 next(feed)
             assert all(part in str(info.value) for part in parts), str(info.value)
+
+
+def test_keys_that_cannot_be_sorted_are_refused_wherever_records_come_from() -> None:
+    class Batches(Records):
+        def read_batch(self, record_ids: np.ndarray) -> Any:
+            return {"a": record_ids, 2: record_ids}
+
+    with pytest.raises(meshfeed.SourceError, match=r"\['a', 2\]"):
+        make_feed({"a": np.zeros(64), 2: np.zeros(64)})
+    with pytest.raises(meshfeed.SourceError, match=r"\['a', 2\]"):
+        meshfeed.sources.Memory({"a": np.zeros(64), 2: np.zeros(64)})
+    with pytest.raises(meshfeed.SourceError, match=r"\['tokens', 2\]"):
+        meshfeed.sources.Packed(Records(lambda i: {"tokens": np.ones(4, np.int32), 2: np.ones(4)}), 8)
+    for source in (Batches(None), iter([{"a": np.zeros(16), 2: np.zeros(16)}])):
+        with make_feed(source) as feed, pytest.raises(meshfeed.SourceError, match=r"\['a', 2\]"):
+            next(feed)
 
 
 def test_a_scalar_batch_leaf_of_host_batches_is_refused_by_name() -> None:

@@ -299,6 +299,16 @@ SOURCES: list[tuple[Callable[[], Any], dict[str, Any], type[Exception], list[str
         ["returned inf for the segment lengths [0]"],
         None,
     ),
+    (
+        lambda: Table(lengths=np.arange(3)),
+        {"balance": "tokens"},
+        meshfeed.SourceError,
+        ["the lengths of Table are int64 of shape (3,). Expected one integer of at least 0 per record, [40]"],
+        None,
+    ),
+    (lambda: Table(lengths=np.ones((40, 2))), {"balance": "tokens"}, meshfeed.SourceError, ["shape (40, 2)"], None),
+    (lambda: Table(lengths=np.full(40, np.nan)), {"balance": "tokens"}, meshfeed.SourceError, ["are float64"], None),
+    (lambda: Table(lengths=-np.arange(40)), {"balance": "attention"}, meshfeed.SourceError, ["-39 at least"], None),
     (lambda: Table(lengths=np.arange(40)), {"balance": stop}, meshfeed.SourceError, ["costs of records raised"], None),
 ]
 

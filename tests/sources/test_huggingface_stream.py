@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import gzip
 import itertools
 import json
 import logging
@@ -425,6 +426,47 @@ def test_a_damaged_file_is_named(tmp_path, suffix):
         read_ids(source.open(1, 2))
     with pytest.raises(SourceError, match=r"01\..*is missing"):
         source.fingerprint()
+
+
+@pytest.mark.parametrize(
+    ("suffix", "contents"),
+    [
+        ("jsonl", [b"\0" * 100, b"\xff" * 100, b'{"id": 1, "x": [']),
+        ("csv", [b"\xff" * 100, b'id,x\n"1,2\n']),
+        ("jsonl.gz", [b"\0" * 100, gzip.compress(b'{"id": 1}\n' * 1000)[:-20]]),
+    ],
+)
+def test_so_is_one_that_datasets_itself_reads(tmp_path, suffix, contents):
+    kind = suffix.partition(".")[0]
+    paths = write_files(tmp_path, kind, [30, 30])
+    if suffix.endswith(".gz"):
+        for number, path in enumerate(paths):
+            paths[number] = f"{path}.gz"
+            Path(paths[number]).write_bytes(gzip.compress(Path(path).read_bytes()))
+            Path(path).unlink()
+    source = HuggingFace(stream(paths, kind))
+    for content in contents:
+        Path(paths[1]).write_bytes(content)
+        with pytest.raises(
+            CorruptDataError, match=rf"01\.{suffix} is no intact file for datasets' \w+ reader"
+        ) as error:
+            read_ids(source.open(1, 2))
+        assert error.value.path.endswith(paths[1])
+
+
+def test_errors_of_the_users_generator_stay_as_they_are():
+    def rows(shards):
+        raise ValueError("of the user")
+        yield {"id": 1}
+
+    source = HuggingFace(
+        datasets.IterableDataset.from_generator(
+            rows, gen_kwargs={"shards": ["a", "b"]}, features=datasets.Features({"id": datasets.Value("int64")})
+        )
+    )
+    with pytest.raises(ValueError, match="of the user") as error:
+        read_ids(source.open(0, 2))
+    assert not isinstance(error.value, meshfeed.MeshfeedError)
 
 
 def test_wrong_datasets_are_refused(parquet):

@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import functools
+import io
+import json
+import os
 import pathlib
+import tarfile
 import tempfile
 import threading
 from collections.abc import Callable
@@ -11,12 +15,14 @@ from typing import Any
 
 import array_record_files
 import fsspec
+import jax
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from jax.sharding import AxisType
 from token_files import write_llm_c, write_megatron
 
 import meshfeed
@@ -232,3 +238,63 @@ def test_a_failed_look_up_waits_for_no_thread_that_hangs() -> None:
         assert not resume.is_set()
     finally:
         resume.set()
+
+
+def renamed(path: pathlib.Path, name: bytes) -> str:
+    """The path after the file got a name that is not UTF-8, as a copy from an old file system has."""
+    other = os.path.join(os.path.dirname(path), os.fsdecode(name))
+    os.rename(path, other)
+    return other
+
+
+@pytest.mark.parametrize("kind", ["array_record", "npy", "tar", "megatron", "huggingface"])
+def test_names_that_are_not_utf8(kind: str, tmp_path: pathlib.Path) -> None:
+    tokens = np.arange(64, dtype=np.int32)
+    if kind == "array_record":
+        records = [tokens[i : i + 8].tobytes() for i in range(0, 64, 8)]
+        path = renamed(
+            pathlib.Path(array_record_files.write(tmp_path / "a.array_record", records)), b"\xe9.array_record"
+        )
+        source: Any = ArrayRecord(path, decode_batch=meshfeed.sources.DecodeRaw(np.int32, (8,), key="tokens"))
+    elif kind == "tar":
+        with tarfile.open(tmp_path / "a.tar", "w") as archive:
+            for i in range(8):
+                content = tokens[8 * i : 8 * i + 8].tobytes()
+                member = tarfile.TarInfo(f"{i}.bin")
+                member.size = len(content)
+                archive.addfile(member, io.BytesIO(content))
+        path = renamed(tmp_path / "a.tar", b"\xe9.tar")
+        source = meshfeed.sources.WebDataset(path, decode=decode_tokens)
+    elif kind == "huggingface":
+        datasets = pytest.importorskip("datasets")
+        rows = [json.dumps({"tokens": tokens[i : i + 8].tolist()}) for i in range(0, 64, 8)]
+        (tmp_path / "a.jsonl").write_text("\n".join(rows))
+        path = renamed(tmp_path / "a.jsonl", b"\xe9.jsonl")
+        source = datasets.load_dataset("json", data_files=[path], split="train", streaming=True)
+    elif kind == "megatron":
+        write_megatron(tmp_path / "a", [[tokens]])
+        renamed(tmp_path / "a.idx", b"\xe9.idx")
+        source = Tokens(renamed(tmp_path / "a.bin", b"\xe9.bin"), 8, next_token=False)
+    else:
+        np.save(tmp_path / "a.npy", tokens)
+        source = Tokens(renamed(tmp_path / "a.npy", b"\xe9.npy"), 8, next_token=False)
+    mesh = jax.make_mesh((1,), ("data",), devices=jax.devices()[:1], axis_types=(AxisType.Auto,))
+    with meshfeed.MultiHostDataLoadIterator(source, mesh, global_batch_size=2) as feed:
+        found = [np.asarray(batch["tokens"]) for batch in feed]
+        json.loads(json.dumps(feed.get_state()))
+    np.testing.assert_array_equal(np.concatenate(found).ravel(), tokens)
+
+
+def decode_tokens(record: dict[str, Any]) -> dict[str, np.ndarray]:
+    return {"tokens": np.frombuffer(record["bin"], np.int32)}
+
+
+def test_libraries_that_take_no_such_name_are_named(tmp_path: pathlib.Path) -> None:
+    pq.write_table(pa.table({"x": [1, 2]}), tmp_path / "a.parquet")
+    with pytest.raises(SourceError, match=r"pyarrow opens no file whose name is not UTF-8\. Rename it"):
+        Parquet(renamed(tmp_path / "a.parquet", b"\xe9.parquet"))
+    compressed = array_record_files.write(tmp_path / "a.array_record", [b"x"] * 9, "group_size:4,zstd:3")
+    with pytest.raises(SourceError, match=r"the ArrayRecord library opens no file whose name is not UTF-8"):
+        ArrayRecord(renamed(pathlib.Path(compressed), b"\xe9.array_record"), decode=len)[0]
+    pq.write_table(pa.table({"x": [1, 2]}), tmp_path / "é.parquet")
+    assert len(Parquet(tmp_path / "é.parquet")) == 2

@@ -19,11 +19,14 @@ import threading
 import time
 from collections.abc import Callable
 
+import jax
 import numpy as np
 import pytest
 import xxhash
 from http_store import BLOCK, Store
+from jax.sharding import AxisType
 
+import meshfeed
 from meshfeed._src.base.errors import CorruptDataError, SettingsError, SourceError, StalledError
 from meshfeed._src.base.retry import call_with_retry
 from meshfeed._src.base.settings import Retry
@@ -647,6 +650,33 @@ def test_a_full_disk_and_a_read_only_folder(store: Store, tmp_path, monkeypatch)
     cache.identify(url)
     with pytest.raises(OSError, match=r"the folder /sys cannot be written any more .*another directory=$"):
         read(cache, url)
+
+
+def test_a_folder_that_is_emptied_while_a_file_is_fetched(store: Store, tmp_path) -> None:
+    """As programs do that clean up temporary folders. A feed reads on, and no file of the store is called missing."""
+    urls = []
+    for number in range(3):
+        np.save(tmp_path / "tokens.npy", np.arange(number * 64, number * 64 + 64, dtype=np.int32))
+        urls.append(store.put(f"{number}.npy", (tmp_path / "tokens.npy").read_bytes()))
+    folder, emptied = tmp_path / "cache", []
+
+    def empty(name: str, first: int) -> None:
+        if folder.exists() and len(emptied) < 2 and any(folder.glob("*.part")):
+            emptied.append(name)
+            for path in folder.iterdir():
+                path.unlink(missing_ok=True)
+
+    store.answered = empty  # type: ignore[method-assign]
+    cache = ShardCache(folder, retry=QUICK, ahead_bytes=0)
+    with pytest.raises(OSError, match=rf"the copy of {urls[0]} was removed from {folder} by something else") as caught:
+        read(cache, urls[0])
+    assert not isinstance(caught.value, FileNotFoundError)
+    source = meshfeed.sources.Tokens(urls, 8, next_token=False, cache=cache)
+    mesh = jax.make_mesh((1,), ("data",), devices=jax.devices()[:1], axis_types=(AxisType.Auto,))
+    with meshfeed.MultiHostDataLoadIterator(source, mesh, global_batch_size=8, retry=QUICK) as feed:
+        tokens = np.concatenate([np.asarray(batch["tokens"]) for batch in feed])
+    assert tokens.ravel().tolist() == [*range(192)]
+    assert len(emptied) == 2
 
 
 @pytest.mark.parametrize("number", [errno.ENOSPC, errno.EROFS])

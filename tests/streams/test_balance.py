@@ -63,6 +63,9 @@ def test_rows_of_equal_cost_are_spread_over_the_batch() -> None:
 
 def test_costs_beyond_int64_do_not_wrap() -> None:
     class Long(Records):
+        def __len__(self) -> int:
+            return 4
+
         def lengths(self) -> np.ndarray:
             return np.array([1 << 62, 1, 1 << 62, 1])
 

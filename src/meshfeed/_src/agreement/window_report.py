@@ -23,7 +23,7 @@ from meshfeed._src.agreement.messages import AnnouncedContents, ReportContents, 
 from meshfeed._src.base.coordination import format_differences
 from meshfeed._src.base.errors import AgreementError, Failure, SourceError
 from meshfeed._src.base.settings import SkipBad
-from meshfeed._src.base.trees import tree_from_json, tree_to_json
+from meshfeed._src.base.trees import flatten, tree_from_json, tree_to_json
 from meshfeed._src.base.types import JsonValue, PyTree
 from meshfeed._src.reading.host_batch import spec_of_batch
 from meshfeed._src.reading.stacking import num_bytes
@@ -266,9 +266,18 @@ def _source_failure(message: str) -> Failure:
 
 def _different_records(contents: _Contents) -> str | None:
     shown = format_differences({host: one["records"] for host, one in contents.items() if "records" in one})
+    if shown is None:  # a list instead of a tuple, or a None
+        elements = {host: one["element"] for host, one in contents.items() if "records" in one and "element" in one}
+        shown = format_differences({host: _containers(element) for host, element in elements.items()})
     if shown is None:
         return None
     return f"hosts read records of different structure ({shown}). Start all hosts with the same source."
+
+
+def _containers(element: JsonValue) -> str:
+    if "unsupported" in element:  # registered classes may have settings whose text differs between processes
+        return "a class that is registered as a pytree"
+    return str(flatten(tree_from_json(element))[1])
 
 
 def _different_sizes(contents: _Contents) -> str | None:

@@ -16,7 +16,7 @@ from jax.sharding import NamedSharding
 
 from meshfeed._src.base import memory
 from meshfeed._src.base.errors import SourceError
-from meshfeed._src.base.trees import flatten
+from meshfeed._src.base.trees import flatten, flatten_with_paths
 from meshfeed._src.base.types import PyTree
 from meshfeed._src.plan.plan import check_shape, cut_spec, leaves_with_shardings
 
@@ -81,6 +81,19 @@ def narrow(leaf: npt.ArrayLike, path: str, x64: bool) -> np.ndarray:
         _check_fits(array, dtype, path)
     with np.errstate(over="ignore"):  # an out-of-range float becomes inf, as in jax.device_put
         return memory.copy(array, dtype)
+
+
+def check_values(tree: PyTree, x64: bool) -> None:
+    """Checks that the values of a host batch fit in the dtypes that they have on device; see :func:`narrow`.
+
+    Raises:
+      SourceError: an integer does not fit in 32 bits.
+    """
+    if x64 or not any(leaf.dtype.kind in "iu" and leaf.dtype.itemsize == 8 for leaf in flatten(tree)[0]):
+        return
+    for path, leaf in flatten_with_paths(tree)[0]:
+        if leaf.dtype.kind in "iu" and leaf.dtype.itemsize == 8:
+            _check_fits(leaf, narrowed_dtype(leaf.dtype, x64), path)
 
 
 def _check_fits(array: np.ndarray, dtype: np.dtype, path: str) -> None:

@@ -28,7 +28,7 @@ from jax import lax
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
 from meshfeed._src.arrays.device_put import BlockDevicePut, DevicePut, check_leaf, contiguous
-from meshfeed._src.arrays.dtypes import batch_spec, leaf_spec, narrow, x64_types
+from meshfeed._src.arrays.dtypes import batch_spec, check_values, leaf_spec, narrow, x64_types
 from meshfeed._src.arrays.reshard import bit_width, constraint_sharding, from_bits, without_callers_settings
 from meshfeed._src.base import memory
 from meshfeed._src.base.errors import PlanError, SettingsError
@@ -427,6 +427,10 @@ class LoadOncePlacer:
         """See :class:`meshfeed._src.arrays.placer.Placer`; always whole records."""
         del spec_of
         return HostRows(lambda size: self.plan(size).host_rows, lambda size: None)
+
+    def check(self, tree: PyTree) -> None:
+        """See :class:`meshfeed._src.arrays.placer.Placer`."""
+        check_values(tree, self._device_put.x64)
 
     def put(self, tree: PyTree, global_batch_size: int) -> PyTree:
         """See :class:`meshfeed._src.arrays.placer.Placer`."""

@@ -15,7 +15,7 @@ import numpy as np
 from jax.sharding import NamedSharding
 
 from meshfeed._src.arrays.device_put import Assembler, DevicePut, local_indices
-from meshfeed._src.arrays.dtypes import batch_spec
+from meshfeed._src.arrays.dtypes import batch_spec, check_values
 from meshfeed._src.arrays.load_once import LoadOncePlacer
 from meshfeed._src.base import coordination
 from meshfeed._src.base.errors import PlanError
@@ -54,6 +54,10 @@ class Placer(Protocol):
 
     def smallest_batch_size(self) -> int:
         """Returns the smallest global batch size that the row shards divide; all others are multiples of it."""
+        ...
+
+    def check(self, tree: PyTree) -> None:
+        """Raises SourceError if a value of a host batch cannot be put; before other hosts are told that it is read."""
         ...
 
     def put(self, tree: PyTree, global_batch_size: int) -> PyTree:
@@ -138,6 +142,10 @@ class ShardedPlacer:
     def smallest_batch_size(self) -> int:
         """See :class:`Placer`."""
         return math.lcm(*(_row_shards(sharding) for sharding in sharding_leaves(self._prefix)))
+
+    def check(self, tree: PyTree) -> None:
+        """See :class:`Placer`."""
+        check_values(tree, self.put.x64)
 
     def finish(self, arrays: PyTree, global_batch_size: int) -> PyTree:
         """Returns ``arrays``, which are already in the target sharding."""

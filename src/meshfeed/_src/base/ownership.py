@@ -10,10 +10,10 @@ from __future__ import annotations
 import functools
 from typing import Any
 
-import jax
 import numpy as np
 
 from meshfeed._src.base import memory
+from meshfeed._src.base.trees import flatten
 from meshfeed._src.base.types import PyTree
 
 
@@ -28,7 +28,7 @@ def own_batch(batch: PyTree, maker: object, method: str) -> PyTree:
 
 def own_leaves(batch: PyTree) -> PyTree:
     """Applies :func:`own` to each leaf."""
-    leaves, treedef = jax.tree.flatten(batch)
+    leaves, treedef = flatten(batch)
     return treedef.unflatten([own(leaf) for leaf in leaves])
 
 

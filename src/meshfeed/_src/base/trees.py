@@ -44,16 +44,39 @@ class TreeDef(Protocol):
 
 
 def flatten(tree: PyTree) -> tuple[list[Any], TreeDef]:
-    """Returns the leaves and the structure."""
-    return cast("tuple[list[Any], TreeDef]", jax.tree.flatten(tree))
+    """Returns the leaves and the structure.
+
+    Raises:
+      SourceError: a dict has keys that cannot be sorted, such as strings and numbers.
+    """
+    try:
+        return cast("tuple[list[Any], TreeDef]", jax.tree.flatten(tree))
+    except ValueError as error:
+        raise _unsorted(tree, error) from error
 
 
 def flatten_with_paths(
     tree: PyTree, is_leaf: Callable[[PyTree], bool] | None = None
 ) -> tuple[list[tuple[str, Any]], TreeDef]:
-    """Returns ``(path, leaf)`` pairs, with paths as formatted by ``jax.tree_util.keystr``, and the structure."""
-    pairs, treedef = jax.tree_util.tree_flatten_with_path(tree, is_leaf=is_leaf)
+    """Returns ``(path, leaf)`` pairs, with paths as formatted by ``jax.tree_util.keystr``, and the structure.
+
+    Raises:
+      SourceError: a dict has keys that cannot be sorted, such as strings and numbers.
+    """
+    try:
+        pairs, treedef = jax.tree_util.tree_flatten_with_path(tree, is_leaf=is_leaf)
+    except ValueError as error:
+        raise _unsorted(tree, error) from error
     return [(jax.tree_util.keystr(path), leaf) for path, leaf in pairs], cast("TreeDef", treedef)
+
+
+def _unsorted(tree: PyTree, error: ValueError) -> SourceError:
+    """Returns an error that says more than JAX's, which names neither the dict nor its keys."""
+    keys = f" with the keys {shorten(repr(list(tree)), _SHOWN_CHARACTERS)}" if isinstance(tree, dict) else ""
+    return SourceError(
+        f"a {type(tree).__name__}{keys} is not a pytree: {error} The keys of a dict must be of one type that can be sorted; "
+        "use strings."
+    )
 
 
 def encode_value(value: object) -> JsonValue:

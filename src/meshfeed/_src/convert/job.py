@@ -42,7 +42,7 @@ from meshfeed._src.convert.values import Measure, merge
 from meshfeed._src.convert.writers import ArrayRecordFile, OutputFile, Settings, TokenWriter, check_column
 from meshfeed._src.sources.files.formats import compression_of, decompress, uncompressed_name
 from meshfeed._src.sources.files.manifest import FileEntry, describe_file, digest_of
-from meshfeed._src.sources.files.paths import in_threads, is_url
+from meshfeed._src.sources.files.paths import in_threads, is_url, name_bytes
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -444,23 +444,25 @@ class Conversion:
         return int(bounds[-1]), lambda: before + int(counts.sum())
 
 
-def run_task(directory: str, phase: Phase, number: int) -> None:
-    """Runs a task: scans an input, or writes an output file."""
+def task_of(directory: str, phase: Phase) -> Callable[[int], None]:
+    """Returns the function that scans an input, or writes an output file. It reads the list of inputs once, not per task."""
     job = Conversion(directory)
-    (job.scan if phase == "scan" else job.write)(number)
+    return job.scan if phase == "scan" else job.write
 
 
 def make_task(directory: str, phase: Phase) -> Callable[[int], None]:
-    """Returns :func:`run_task` for a worker. Here, and not in run.py, because workers import what the task needs only."""
+    """Returns :func:`task_of` for a worker. Here, and not in run.py, because workers import what the task needs only."""
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # there is a process per core
-    return functools.partial(run_task, directory, phase)
+    return task_of(directory, phase)
 
 
 def version_of_input(reader: Input, path: str) -> str:
     """Returns what changes if an input does: sizes and times of the files in it; of a URL, versions of the objects."""
     if is_url(path):
-        return digest_of("".join(f"{name}\0{file.version};" for name, file in remote_files(path).items()).encode())
-    return digest_of("".join(f"{name.removeprefix(path)}\0{stamp(name)};" for name in reader.files(path)).encode())
+        versions = [(name, file.version) for name, file in remote_files(path).items()]
+    else:
+        versions = [(name.removeprefix(path), stamp(name)) for name in reader.files(path)]
+    return digest_of(name_bytes("".join(f"{name}\0{version};" for name, version in versions)))
 
 
 def _check_columns(path: str, scan: Scan) -> None:

@@ -18,6 +18,7 @@ from meshfeed._src.sources.files import tar
 from meshfeed._src.sources.files.manifest import digest_of
 from meshfeed._src.sources.files.open_files import Descriptor
 from meshfeed._src.sources.files.parquet import ParquetFile
+from meshfeed._src.sources.files.paths import name_bytes
 from meshfeed._src.sources.files.shard_cache import ShardCache
 from meshfeed._src.sources.files.spans import read_spans
 
@@ -253,7 +254,7 @@ class WebDatasets(Input):
 
     def _saved(self, path: str) -> pathlib.Path:
         """Returns the path of the index, so that each output file need not read all headers again."""
-        return self.kept / f"{digest_of(path.encode())}{tar.SUFFIX}"
+        return self.kept / f"{digest_of(name_bytes(path))}{tar.SUFFIX}"
 
 
 def _is_utf8(name: str) -> bool:

@@ -26,7 +26,7 @@ from meshfeed._src.convert.job import (
     Phase,
     discard_plan,
     make_task,
-    run_task,
+    task_of,
     version_of_input,
 )
 from meshfeed._src.convert.values import Measure, measure_examples
@@ -380,8 +380,9 @@ def _result(destination: Destination, directory: str, description: dict[str, Any
 
 def run_here(directory: str, phase: Phase, numbers: Sequence[int]) -> None:
     """An :data:`Engine`: one task after the other, in this process."""
+    task = task_of(directory, phase)
     for number in numbers:
-        run_task(directory, phase, number)
+        task(number)
 
 
 def run_in_workers(directory: str, phase: Phase, numbers: Sequence[int], *, num_workers: int) -> None:
@@ -464,7 +465,7 @@ class RunInBeam:
 
 def _run_task(number: int, directory: str, phase: Phase) -> int:
     try:
-        run_task(directory, phase, number)
+        task_of(directory, phase)(number)
     except MeshfeedError as error:
         Conversion(directory).save(f"failures/{number:05}.json", str(error))
         raise

@@ -176,6 +176,7 @@ def make_pipeline(
         agreement=agreement,
         window_reports=window_reports,
         handover=handover,
+        check=placer.check,
         cursor=cursor,
         timeout_seconds=settings.timeout_seconds,
         stats=stats,

@@ -120,6 +120,7 @@ class Pipeline:
       agreement: agreement with other hosts, also as seen by one that only follows; None in a single process.
       window_reports: makes and checks window reports.
       handover: publishes what hosts need that continue without this one; None if no other host takes part.
+      check: raises for a host tree that ``put`` cannot place, whatever other hosts have read.
       cursor: where the reader starts.
       timeout_seconds: longest wait for this host's own reader.
       stats: ``peer_wait_seconds`` is added to.
@@ -136,6 +137,7 @@ class Pipeline:
         agreement: WindowAgreement | Follower | None,
         window_reports: WindowReports,
         handover: Handover | None = None,
+        check: Callable[[PyTree], None] = lambda tree: None,
         cursor: Cursor,
         timeout_seconds: float,
         stats: StatsRecorder,
@@ -148,6 +150,7 @@ class Pipeline:
         self._agreement = agreement
         self._window_reports = window_reports
         self._handover = handover
+        self._check = check
         self._cursor = cursor
         self._step: int = cursor.step
         self._delivered = self._step
@@ -177,6 +180,8 @@ class Pipeline:
         try:
             with jax.profiler.TraceAnnotation("meshfeed.host_batch"):
                 batch = self._reader.next()
+            if agreement is not None and batch.tree is not None:  # or this host alone would fail, once all had agreed
+                self._check(batch.tree)
         except StopIteration:
             self._publish(final=self._read_step)
             raise

@@ -9,6 +9,7 @@ import numpy as np
 
 from meshfeed._src.base import memory
 from meshfeed._src.base.errors import SourceError
+from meshfeed._src.base.trees import flatten_with_paths
 from meshfeed._src.base.types import PyTree
 from meshfeed._src.reading.stacking import RecordSpec, as_leaf
 from meshfeed._src.reading.structure import LeafSpec, check_spec
@@ -26,12 +27,11 @@ def spec_of_batch(batch: PyTree, num_rows: int, *, what: str) -> RecordSpec:
       SourceError: a leaf has no row dimension, a different number of rows, or a dtype that JAX does not support; or
         there are no leaves.
     """
-    paths, treedef = jax.tree_util.tree_flatten_with_path(batch)
+    paths, treedef = flatten_with_paths(batch)
     if not paths:
         raise SourceError(f"{what} returned no leaves: {batch!r}; a batch must be a pytree of arrays.")
     leaves = []
-    for key_path, leaf in paths:
-        path = jax.tree_util.keystr(key_path)
+    for path, leaf in paths:
         array = as_leaf(leaf, path, "the batch")
         if not array.ndim or array.shape[0] != num_rows:
             raise SourceError(

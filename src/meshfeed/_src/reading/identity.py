@@ -8,7 +8,6 @@ import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sized
 from typing import cast
 
-import jax
 import numpy as np
 import xxhash
 
@@ -19,6 +18,7 @@ from meshfeed._src.base.hooks import find
 from meshfeed._src.base.retry import call_with_retry
 from meshfeed._src.base.settings import Retry
 from meshfeed._src.base.threads import SingleCall, note_thread
+from meshfeed._src.base.trees import flatten_with_paths
 from meshfeed._src.base.types import JsonValue, PyTree, RandomAccessSource, StreamSource
 from meshfeed._src.reading.records import SourceReader, wants_rng
 
@@ -35,9 +35,9 @@ def probe_ids(num_records: int) -> np.ndarray:
 def digest_tree(tree: PyTree) -> str:
     """Returns the xxh3-64 of all leaves' paths, dtypes, shapes and bytes."""
     hasher = xxhash.xxh3_64()
-    for path, leaf in jax.tree_util.tree_flatten_with_path(tree)[0]:
+    for path, leaf in flatten_with_paths(tree)[0]:
         array = np.ascontiguousarray(leaf)
-        hasher.update(f"{jax.tree_util.keystr(path)}{array.dtype}{array.shape}".encode())
+        hasher.update(f"{path}{array.dtype}{array.shape}".encode())
         hasher.update(array.tobytes())
     return hasher.hexdigest()
 

@@ -13,6 +13,7 @@ from meshfeed._src.base.hooks import find
 from meshfeed._src.base.types import Decode, PyTree, RandomAccessSource, Record, RecordIds
 from meshfeed._src.reading.stacking import RecordStack
 
+_WHILE_READING = "while reading "
 NameRecord = Callable[[int], str]
 """Record id → what an error calls the record."""
 
@@ -29,21 +30,39 @@ def ended(doing: str, record_id: int | None) -> SourceError:
 def read_items(source: RandomAccessSource, ids: list[int], name: NameRecord) -> PyTree:
     """Reads records with ``__getitems__`` or ``__getitem__``; stacks each as it arrives, since its memory may be reused."""
     several = find(source, hooks.ItemsReader)
-    records = (_get_item(source, record_id, name) for record_id in ids) if several is None else _get_items(several, ids)
+    records = (
+        (get_item(source, record_id, name) for record_id in ids) if several is None else get_items(several, ids, name)
+    )
     stack = RecordStack(len(ids))
     for record_id, record in zip(ids, records, strict=True):
         stack.add(record, record_id)
     return stack.take()[0]
 
 
-def _get_items(source: hooks.ItemsReader, ids: list[int]) -> Sequence[Record]:
-    records = source.__getitems__(ids)
-    if len(records) != len(ids):
-        raise SourceError(f"__getitems__ returned {len(records)} records for {len(ids)} ids; expected one per id.")
+def get_items(source: hooks.ItemsReader, ids: list[int], name: NameRecord) -> Sequence[Record]:
+    """Returns records from ``__getitems__``, one per id; an error names the first of them."""
+    if not ids:
+        return []
+    number, first = len(ids), name(ids[0])
+    what = first if number == 1 else f"{number} records (first: {first})"
+    try:
+        records = source.__getitems__(ids)
+    except SourceError:
+        raise
+    except StopIteration as error:
+        raise ended(f"reading {what}", ids[0] if number == 1 else None) from error
+    except Exception as error:
+        _note(error, what)
+        raise
+    if not hasattr(records, "__len__"):
+        raise SourceError(f"__getitems__ returned a {type(records).__name__}; expected a list of one record per id.")
+    if len(records) != number:
+        raise SourceError(f"__getitems__ returned {len(records)} records for {number} ids; expected one per id.")
     return records
 
 
-def _get_item(source: RandomAccessSource, record_id: int, name: NameRecord) -> Record:
+def get_item(source: RandomAccessSource, record_id: int, name: NameRecord) -> Record:
+    """Returns a record from ``__getitem__``; an error names it."""
     try:
         return source[record_id]
     except SourceError:
@@ -51,8 +70,14 @@ def _get_item(source: RandomAccessSource, record_id: int, name: NameRecord) -> R
     except StopIteration as error:
         raise ended(f"reading {name(record_id)}", record_id) from error
     except Exception as error:
-        error.add_note(f"while reading {name(record_id)}")
+        _note(error, name(record_id))
         raise
+
+
+def _note(error: Exception, what: str) -> None:
+    """Adds what was read, unless a source below has: its records are those that are stored."""
+    if not any(note.startswith(_WHILE_READING) for note in getattr(error, "__notes__", ())):
+        error.add_note(f"{_WHILE_READING}{what}")
 
 
 def decode_each(

@@ -72,6 +72,30 @@ def file_of(source: object, record_id: int) -> str | None:
     return None if located is None else located.file_of(int(record_id))
 
 
+def checked_lengths(source: RandomAccessSource, found: object) -> np.ndarray:
+    """Returns what ``lengths()`` of a source returned, as an array.
+
+    Raises:
+      SourceError: it is not one integer of at least 0 per record.
+    """
+    lengths, number = np.asarray(found), len(source)
+    if lengths.shape != (number,) or lengths.dtype.kind not in "iu":
+        what = f"{lengths.dtype} of shape {lengths.shape}"
+    elif lengths.dtype.kind == "i" and number and (shortest := int(lengths.min())) < 0:
+        what = f"{shortest:,} at least"
+    else:
+        return lengths
+    raise SourceError(
+        f"the lengths of {type(source).__name__} are {what}. Expected one integer of at least 0 per record, [{number}]."
+    )
+
+
+def describe_record(source: object, record_id: int) -> str:
+    """Returns what an error calls a record."""
+    path = file_of(source, record_id)
+    return f"record {record_id}" + (f" of {path}" if path else "")
+
+
 Undecoded = Sequence[bytes] | np.ndarray
 """The bytes of each record, or uint8 ``[n, bytes per record]``."""
 
@@ -205,8 +229,7 @@ class SourceReader:
 
     def describe(self, record_id: int) -> str:
         """Returns what an error calls a record."""
-        path = file_of(self.source, record_id)
-        return f"record {record_id}" + (f" of {path}" if path else "")
+        return describe_record(self.source, record_id)
 
     def _read_stacked(
         self, reader: hooks.BatchReader, record_ids: RecordIds, rngs: Rngs | None, columns: ColumnSlices | None

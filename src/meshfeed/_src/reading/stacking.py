@@ -13,6 +13,7 @@ import numpy as np
 
 from meshfeed._src.base import memory
 from meshfeed._src.base.errors import SourceError
+from meshfeed._src.base.trees import flatten_with_paths
 from meshfeed._src.base.types import PyTree
 from meshfeed._src.reading.structure import RAGGED, LeafSpec, Structure, check_record
 
@@ -44,7 +45,11 @@ class RecordSpec(Structure):
         return self.treedef.unflatten([memory.empty((num_rows, *leaf.shape), leaf.dtype) for leaf in self.leaves])
 
 
-_NO_DTYPES = (np.void, np.longdouble, np.clongdouble)  # types, not kinds: ml_dtypes have the same kind as np.void
+_NO_DTYPES: tuple[type, ...] = (
+    np.void,
+    np.longdouble,
+    np.clongdouble,
+)  # types, not kinds: ml_dtypes have the same kind as np.void
 
 
 def _where(record_id: int | None, lane_index: int | None) -> str:
@@ -88,7 +93,7 @@ def as_leaf(leaf: Any, path: str, where: str, **location: Any) -> np.ndarray:
             "or cut them to one length before the feed.",
             **location,
         )
-    if array.dtype.kind in "OSUMm" or array.dtype.type in _NO_DTYPES:
+    if array.dtype.kind in "OSUMm" or issubclass(array.dtype.type, _NO_DTYPES):
         undecoded = not path and isinstance(leaf, bytes | bytearray | memoryview)
         remedy = (
             "Pass the source decode= (one record) or decode_batch= (a list of them) to turn bytes into arrays, such as "
@@ -114,16 +119,22 @@ def flatten_record(
     """
     where = _where(record_id, lane_index)
     location = {"record_id": record_id, "lane_index": lane_index}
-    paths, treedef = jax.tree_util.tree_flatten_with_path(record)
+    paths, treedef = _flattened(record, where, **location)
     if not paths:
         raise SourceError(f"{where} has no leaves: {record!r}; a record must be a pytree of arrays.", **location)
     arrays, leaves = [], []
-    for key_path, leaf in paths:
-        path = jax.tree_util.keystr(key_path)
+    for path, leaf in paths:
         array = as_leaf(leaf, path, where, **location)
         arrays.append(array)
         leaves.append(LeafSpec(path, array.shape, array.dtype))
     return arrays, RecordSpec(treedef, tuple(leaves))
+
+
+def _flattened(record: PyTree, where: str, **location: int | None) -> tuple[list[tuple[str, Any]], Any]:
+    try:
+        return flatten_with_paths(record)
+    except SourceError as error:
+        raise SourceError(f"{where}: {error}", **location) from error
 
 
 class RecordStack:

@@ -5,10 +5,9 @@ from __future__ import annotations
 import functools
 import logging
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, TypeVar, cast
 
-import jax
 import numpy as np
 import xxhash
 
@@ -17,8 +16,12 @@ from meshfeed._src.base.errors import SettingsError, SourceError
 from meshfeed._src.base.progress import Dropping
 from meshfeed._src.base.retry import call_with_retry
 from meshfeed._src.base.settings import Retry
+from meshfeed._src.base.trees import flatten
 from meshfeed._src.base.types import RandomAccessSource, Record
-from meshfeed._src.reading.records import file_of, wants_rng
+from meshfeed._src.reading.items import get_item, get_items
+from meshfeed._src.reading.records import checked_lengths, describe_record, wants_rng
+from meshfeed._src.reading.stacking import check_unmasked
+from meshfeed._src.reading.structure import RAGGED
 from meshfeed._src.sources.host_batches import HostBatches
 from meshfeed._src.sources.lists import listed
 from meshfeed._src.sources.recognize import as_source
@@ -93,7 +96,7 @@ def lengths_of_leaves(
         known.lengths() if known is not None and not leaf else stored.stored_lengths(name) if stored and name else None
         for leaf, name in enumerate([key, *others])
     ]
-    all_lengths = [None if values is None else _checked_lengths(source, values) for values in found]
+    all_lengths = [None if values is None else checked_lengths(source, values) for values in found]
     missing = [leaf for leaf, lengths in enumerate(all_lengths) if lengths is None]
     number = len(source)
     measured = {leaf: empty(number, np.uint32) for leaf in missing}
@@ -104,16 +107,6 @@ def lengths_of_leaves(
             for leaf, values in measured.items():
                 values[record_id] = lengths[leaf]
     return [measured[leaf] if lengths is None else lengths for leaf, lengths in enumerate(all_lengths)]
-
-
-def _checked_lengths(source: RandomAccessSource, found: object) -> np.ndarray:
-    lengths, number = np.asarray(found), len(source)
-    if lengths.shape != (number,) or lengths.dtype.kind not in "iu":
-        raise SourceError(
-            f"the lengths of {type(source).__name__} are {lengths.dtype} of shape {lengths.shape}. Expected one "
-            f"integer per record, [{number}]."
-        )
-    return lengths
 
 
 def empty(number: int, dtype: np.dtype[Any] | type[np.unsignedinteger[Any]]) -> np.ndarray:
@@ -132,16 +125,46 @@ def digest_of_lengths(lengths: np.ndarray) -> str:
 
 
 def read_items(source: RandomAccessSource, ids: np.ndarray) -> Sequence[Record]:
-    """Reads records, which may differ in shape."""
-    reader = hooks.find(source, hooks.ItemsReader)
+    """Reads records, which may differ in shape; an error names the record."""
+    reader, name = hooks.find(source, hooks.ItemsReader), functools.partial(describe_record, source)
     if reader is not None:
-        return reader.__getitems__(ids.tolist())
-    return [_copied(source[record_id]) for record_id in ids.tolist()]
+        return get_items(reader, ids.tolist(), name)
+    return [_copied(get_item(source, record_id, name)) for record_id in ids.tolist()]
+
+
+def leaves_by_name(record: object, key: str) -> Mapping[str, object]:
+    """Returns the leaves of a record; a bare array or list of numbers is the leaf ``key``.
+
+    Raises:
+      SourceError: the record is a tuple of arrays, which are several leaves, without names.
+    """
+    if isinstance(record, Mapping):
+        return record
+    if isinstance(record, tuple) and any(getattr(leaf, "ndim", 0) or isinstance(leaf, list) for leaf in record):
+        raise SourceError(
+            f"it is a {type(record).__name__} of {len(record)} leaves. Expected a dict, or the leaf {key!r} alone. Make a "
+            "dict of it with Map."
+        )
+    return {key: record}
+
+
+def as_array(leaf: object, what: str) -> np.ndarray:
+    """Returns a leaf as an array.
+
+    Raises:
+      SourceError: it holds lists of unequal lengths, or masked values; ``what`` names it.
+    """
+    check_unmasked(leaf, what)
+    try:
+        return np.asarray(leaf)
+    except ValueError as error:
+        raise SourceError(f"{RAGGED}{what} cannot be an array: {error}") from error
 
 
 def _copied(record: Record) -> Record:
     """The record with its arrays copied, whose memory the source may reuse for the next one."""
-    return jax.tree.map(lambda leaf: leaf.copy() if isinstance(leaf, np.ndarray) else leaf, record)
+    leaves, structure = flatten(record)
+    return structure.unflatten([leaf.copy() if isinstance(leaf, np.ndarray) else leaf for leaf in leaves])
 
 
 class RowError(Exception):
@@ -185,5 +208,4 @@ def of_each(
 
 def in_record(source: object, record_id: int, reason: Exception) -> SourceError:
     """Returns an error that names a record, and its file if that is known."""
-    path = file_of(source, record_id)
-    return SourceError(f"record {record_id}{f' of {path}' if path else ''}: {reason}", record_id=record_id)
+    return SourceError(f"{describe_record(source, record_id)}: {reason}", record_id=record_id)

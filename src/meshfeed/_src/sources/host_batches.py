@@ -10,8 +10,6 @@ from collections.abc import Iterable, Iterator
 from types import TracebackType
 from typing import Any
 
-import jax
-
 from meshfeed._src.base import trees
 from meshfeed._src.base.errors import (
     SourceError,
@@ -21,7 +19,7 @@ from meshfeed._src.base.errors import (
     refuse_stop_iteration,
 )
 from meshfeed._src.base.hooks import Resumable, find
-from meshfeed._src.base.ownership import own
+from meshfeed._src.base.ownership import own_leaves
 from meshfeed._src.base.progress import Dropping
 from meshfeed._src.base.threads import close_within
 from meshfeed._src.base.types import JsonValue, PyTree, public
@@ -260,7 +258,7 @@ class HostBatchIterator:
                 )
             raise
         self._delivered += 1
-        return jax.tree_util.tree_map(own, batch)
+        return own_leaves(batch)
 
     def _warn_if_short(self) -> None:
         """Warns if a loader ended before its ``len()``.

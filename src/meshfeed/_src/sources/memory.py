@@ -12,6 +12,7 @@ import xxhash
 from meshfeed._src.base import memory
 from meshfeed._src.base.errors import SourceError, hides_own_frames
 from meshfeed._src.base.identities import ALL_RECORDS
+from meshfeed._src.base.trees import flatten_with_paths
 from meshfeed._src.base.types import ColumnSlices, JsonValue, PyTree, public
 from meshfeed._src.reading.identity import probe_ids
 from meshfeed._src.reading.stacking import check_unmasked, is_ragged
@@ -46,8 +47,8 @@ class Memory:
 
     @hides_own_frames
     def __init__(self, arrays: PyTree) -> None:
-        with_paths, self._treedef = jax.tree_util.tree_flatten_with_path(arrays)
-        self._paths = [jax.tree_util.keystr(path) for path, _ in with_paths]
+        with_paths, self._treedef = flatten_with_paths(arrays)
+        self._paths = [path for path, _ in with_paths]
         self._arrays = [_check_leaf(path, leaf) for path, (_, leaf) in zip(self._paths, with_paths, strict=True)]
         if not self._arrays:
             raise SourceError(

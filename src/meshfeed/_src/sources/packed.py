@@ -19,9 +19,16 @@ from meshfeed._src.order.limits import VERSION as LIMITS_VERSION
 from meshfeed._src.order.packing import Budget, PackingMethod, Pieces
 from meshfeed._src.reading.identity import source_identity
 from meshfeed._src.reading.records import file_of
-from meshfeed._src.reading.stacking import check_unmasked
 from meshfeed._src.sources.checks import check_choice, check_ids, is_count
-from meshfeed._src.sources.documents import digest_of_lengths, documents_of, in_record, lengths_of_leaves, read_items
+from meshfeed._src.sources.documents import (
+    as_array,
+    digest_of_lengths,
+    documents_of,
+    in_record,
+    leaves_by_name,
+    lengths_of_leaves,
+    read_items,
+)
 from meshfeed._src.sources.rows import Entries, checked_layout
 
 _OF_STREAM = "Pack streams with Grain's packing, or convert them to files that are read at random."
@@ -465,13 +472,10 @@ class ShuffledPacked(Packed):
 
 def _leaves(record: object, key: str) -> dict[str, np.ndarray]:
     """The leaves of a document as arrays; a bare array is its tokens."""
-    if not isinstance(record, Mapping):
-        record = {key: record}
+    record = leaves_by_name(record, key)
     if key not in record:
         raise SourceError(f"a document has the leaves {sorted(record)}, and not {key!r}. Pass key= to Packed.")
-    for name, leaf in record.items():
-        check_unmasked(leaf, f"leaf {name!r} of a document")
-    leaves = {name: np.asarray(leaf) for name, leaf in record.items()}
+    leaves = {name: as_array(leaf, f"leaf {name!r} of a document") for name, leaf in record.items()}
     tokens = leaves[key]
     if tokens.size == 0 and tokens.dtype.kind == "f":  # numpy's dtype of an empty list
         leaves[key] = tokens = tokens.astype(np.int32)

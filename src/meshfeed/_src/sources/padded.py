@@ -18,14 +18,16 @@ from meshfeed._src.order import permutation
 from meshfeed._src.order.buckets import BucketOrder
 from meshfeed._src.reading.identity import source_identity
 from meshfeed._src.reading.records import file_of
-from meshfeed._src.reading.stacking import RecordStack, check_unmasked
+from meshfeed._src.reading.stacking import RecordStack
 from meshfeed._src.sources.checks import check_choice, checked_count
 from meshfeed._src.sources.documents import (
     RowError,
+    as_array,
     digest_of_lengths,
     documents_of,
     empty,
     in_record,
+    leaves_by_name,
     lengths_of,
     read_items,
 )
@@ -191,17 +193,15 @@ class Pad:
 
     def _leaves(self, record: Record) -> dict[str, np.ndarray]:
         """The leaves to pad, of one length."""
-        if not isinstance(record, Mapping):
-            record = {self.keys[0]: record}
+        record = leaves_by_name(record, self.keys[0])
         if self._mask_key in record:
             raise SourceError(f"records have the leaf {self._mask_key!r} already. Pass a different mask_key.")
         missing = [name for name in self.keys if name not in record]
         if missing:
             raise SourceError(f"it has the leaves {sorted(record)}, and not {missing[0]!r}. Pass key=.")
-        leaves = {name: np.asarray(record[name]) for name in self.keys}
+        leaves = {name: as_array(record[name], f"its leaf {name!r}") for name in self.keys}
         for name, leaf in leaves.items():
-            check_unmasked(record[name], f"its leaf {name!r}")
-            if leaf.dtype.kind in "OSU" or not leaf.ndim or len(leaf) != len(leaves[self.keys[0]]):
+            if leaf.dtype.kind in "OSUMm" or not leaf.ndim or len(leaf) != len(leaves[self.keys[0]]):
                 raise SourceError(
                     f"its leaf {name!r} is {leaf.dtype} of shape {leaf.shape}. Expected numbers of shape [n, ...], with the "
                     "same n for every leaf of key=. Turn text into numbers with Map."

@@ -15,6 +15,7 @@ import jax
 import numpy as np
 
 from meshfeed._src.base.errors import SettingsError, SourceError, hides_own_frames, missing_package
+from meshfeed._src.base.trees import flatten
 from meshfeed._src.base.types import public
 from meshfeed._src.sources.checks import is_count
 from meshfeed._src.sources.files.formats import folder_hint, reader_hint
@@ -295,7 +296,7 @@ def _is_arrays(obj: object) -> bool:
     """Whether ``obj`` is a pytree of arrays, whose rows Memory checks; a list is a Sequence of records instead."""
     if isinstance(obj, list | Iterator) or _is_a(obj, "torch", "Dataset"):
         return False
-    leaves = jax.tree.leaves(obj)
+    leaves = flatten(obj)[0]
     return bool(leaves) and all(map(_is_array, leaves))
 
 

@@ -235,7 +235,7 @@ def _listed(entry: FileEntry, version: str, manifest: str, cache: ShardCache | N
     stamp = f"{entry.path}, {entry.num_bytes} bytes, {entry.digest}"
     if cache is None:
         return dataclasses.replace(shard, index=next(iter(_temporary(stamp)), None), stamp=stamp)
-    place = cache.directory / f"{xxhash.xxh3_128_hexdigest(stamp.encode())}{tar.SUFFIX}"
+    place = cache.directory / f"{xxhash.xxh3_128_hexdigest(file_paths.name_bytes(stamp))}{tar.SUFFIX}"
     return dataclasses.replace(shard, index=place, stamp=stamp)
 
 
@@ -252,7 +252,7 @@ def _temporary(stamp: str) -> list[pathlib.Path]:
     # Anyone can create this folder first, and put an index there that lets records begin elsewhere in the archive.
     if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.geteuid() or stat.S_IMODE(status.st_mode) & 0o077:
         return []
-    return [folder / f"{xxhash.xxh3_128_hexdigest(stamp.encode())}{tar.SUFFIX}"]
+    return [folder / f"{xxhash.xxh3_128_hexdigest(file_paths.name_bytes(stamp))}{tar.SUFFIX}"]
 
 
 def _find_or_make(

@@ -20,6 +20,7 @@ from meshfeed._src.base.errors import SettingsError, SourceError
 from meshfeed._src.base.settings import Balance
 from meshfeed._src.base.types import RandomAccessSource, RecordIds
 from meshfeed._src.reading.identity import kind_of
+from meshfeed._src.reading.records import checked_lengths
 from meshfeed._src.streams.shard_balance import balanced_rows_of_shards
 
 _POWERS = {"attention": 2, "tokens": 1}
@@ -44,6 +45,7 @@ class RowBalance:
         self._of_records = hooks.find(source, hooks.KnowsLengths)
         self._of_shards = hooks.find(source, hooks.SequenceShards) if balance == "attention" else None
         self._balance = balance
+        self._source = source
         if self._of_rows is None and self._of_records is None:
             raise SettingsError(
                 f"balance={balance!r} needs the lengths of the records, which a source of kind {kind_of(source)!r} does not "
@@ -67,7 +69,8 @@ class RowBalance:
     @functools.cached_property
     def _lengths(self) -> np.ndarray:
         assert self._of_records is not None
-        return np.asarray(self._of_records.lengths())  # once: a view makes them from those of its source
+        # Once: a view makes them from those of its source.
+        return checked_lengths(self._source, self._of_records.lengths())
 
     def _costs(self, record_ids: RecordIds) -> np.ndarray:
         if self._of_rows is not None:

@@ -337,6 +337,7 @@ def _read_metadata_by_library(path: str) -> tuple[int, str]:
 def _open(path: str, options: str) -> Any:
     from array_record.python import array_record_module  # pyright: ignore[reportAttributeAccessIssue]  # a C module
 
+    file_paths.check_name(path, "the ArrayRecord library")
     with open(path, "rb"):  # raises for a missing or unreadable file, which the library does not report
         pass
     reader = array_record_module.ArrayRecordReader(path, options, file_reader_buffer_size=_BUFFER_BYTES)

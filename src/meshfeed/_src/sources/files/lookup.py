@@ -32,7 +32,7 @@ from meshfeed._src.sources.files import paths as file_paths
 from meshfeed._src.sources.files.direct import RemoteBytes, identify
 from meshfeed._src.sources.files.manifest import DataManifest, FileEntry
 from meshfeed._src.sources.files.open_files import Descriptor
-from meshfeed._src.sources.files.paths import is_url
+from meshfeed._src.sources.files.paths import is_url, name_bytes
 from meshfeed._src.sources.files.shard import Shard, check_cache, need_cache
 from meshfeed._src.sources.files.shards import Shards
 
@@ -289,7 +289,7 @@ def _job(names: Sequence[str], source: str) -> _Job | None:
         or os.environ.get(coordination.SHARED_LOOKUP) == "0"
     ):
         return None
-    digest = xxhash.xxh3_128_hexdigest("\n".join([source, *names]).encode())
+    digest = xxhash.xxh3_128_hexdigest(name_bytes("\n".join([source, *names])))
     return _Job(store, f"meshfeed/files/{digest}/{coordination.next_use(f'files/{digest}')}", *found)
 
 

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, BinaryIO
 
 from meshfeed._src.base.errors import CorruptDataError, SourceError, missing_package
 from meshfeed._src.sources.files.formats import reader_hint
+from meshfeed._src.sources.files.paths import check_name
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -74,6 +75,8 @@ class ParquetFile:
             more = {"pre_buffer": True} if self._stream else {"pre_buffer": False, "buffer_size": _READ_BYTES}
             options = {**options, **more}
         options = {"page_checksum_verification": True, **options}  # of pages that were written with one
+        if self._stream is None:
+            check_name(self.path, "pyarrow")
         try:
             with self._named_errors():
                 return pq.ParquetFile(self._stream or self.path, **options)

@@ -470,6 +470,24 @@ def file_sizes(paths: Sequence[str], *, source: str) -> list[int]:
     return in_threads(lambda path: look_up(path, source)[0] if is_url(path) else os.stat(path).st_size, paths)
 
 
+def name_bytes(text: str) -> bytes:
+    """Returns the UTF-8 of text that has names of files in it; those that are not UTF-8 are the bytes that they are."""
+    return text.encode("utf-8", "surrogateescape")
+
+
+def check_name(path: str, library: str) -> None:
+    """Checks that a library that takes names as UTF-8 can open a file.
+
+    Raises:
+      SourceError: the name is not UTF-8.
+    """
+    if not path.isascii() and name_bytes(path).decode("utf-8", "replace") != path:
+        raise SourceError(
+            f"{path!r}: {library} opens no file whose name is not UTF-8. Rename it, or read it through a link with another "
+            "name."
+        )
+
+
 def identify_files(paths: Sequence[str], sizes: Sequence[int]) -> JsonValue:
     """Returns the identity of a list of files: count, bytes, and a digest of base names and sizes in order.
 
@@ -478,5 +496,5 @@ def identify_files(paths: Sequence[str], sizes: Sequence[int]) -> JsonValue:
     digest = xxhash.xxh3_64()
     for path, size in zip(paths, sizes, strict=True):
         name = path.rstrip("/").replace(os.sep, "/").rsplit("/", 1)[-1]
-        digest.update(f"{len(name)}:{name}:{size};".encode())
+        digest.update(name_bytes(f"{len(name)}:{name}:{size};"))
     return {"count": len(paths), "bytes": int(sum(sizes)), "digest": digest.hexdigest()}

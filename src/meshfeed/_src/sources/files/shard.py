@@ -111,6 +111,7 @@ def local_copy(shard: Shard, cache: ShardCache | None) -> Iterator[tuple[str, os
 
     Raises:
       SourceError: if the file has been removed or changed since the source was created.
+      OSError: if its copy cannot be fetched, or has been removed meanwhile.
     """
     try:
         if cache is None or not shard.is_cached:
@@ -123,6 +124,8 @@ def local_copy(shard: Shard, cache: ShardCache | None) -> Iterator[tuple[str, os
             _check_unchanged(shard, str(copy), status, cache.identify(shard.path)[1])
             yield str(copy), status
     except FileNotFoundError as error:
+        if cache is not None and shard.is_cached:
+            raise cache.emptied(shard.path) from error
         raise SourceError(
             f"the {shard.source} file {shard.path} is gone; it was there when the source was made. Put it back, or "
             "build the source again."

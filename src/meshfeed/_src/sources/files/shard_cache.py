@@ -649,7 +649,7 @@ class ShardCache:
           _NoRoom: if that does not make enough room.
         """
         with contextlib.ExitStack() as stack:
-            stack.enter_context(self._explained())
+            stack.enter_context(self._explained(entry.url))
             waited_from, seen, pauses = time.monotonic(), (-1, 0), poll_pauses()
             while (handle := try_lock(entry.lock)) is None:
                 arrived = self._arrived(entry)
@@ -676,11 +676,13 @@ class ShardCache:
             self._count(fetched=1, fetched_ahead=int(next_use is not None), fetched_bytes=entry.num_bytes)
 
     @contextlib.contextmanager
-    def _explained(self) -> Iterator[None]:
+    def _explained(self, url: str) -> Iterator[None]:
         """Recreates the folder if it has been removed, and names it in the error if it cannot be written."""
         try:
             self.directory.mkdir(parents=True, exist_ok=True)
             yield
+        except FileNotFoundError as error:  # a file that the store does not have is a SourceError
+            raise self.emptied(url) from error
         except OSError as error:
             if error.errno not in (errno.EROFS, errno.EACCES, errno.EPERM):
                 raise
@@ -689,6 +691,13 @@ class ShardCache:
                 f"ShardCache: the folder {self.directory} cannot be written any more ({os.strerror(error.errno)}). A disk "
                 "with errors is often remounted read-only: look at the system's log, or use another directory=",
             ) from error
+
+    def emptied(self, url: str) -> OSError:
+        """Returns the error for a file of the folder that nobody of this cache has removed. It is worth another attempt."""
+        return OSError(
+            f"ShardCache: the copy of {url} was removed from {self.directory} by something else than this cache, such as a "
+            "program that empties temporary folders. Exclude the folder from it, or use another directory="
+        )
 
     def _arrived(self, entry: _Entry) -> tuple[int, int]:
         """Returns the time of the last write to a download of the file, and its bytes."""

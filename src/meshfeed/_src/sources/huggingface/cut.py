@@ -13,9 +13,12 @@ exact state.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
+import lzma
 import os
+import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -570,24 +573,14 @@ class _ArrowFiles(Files):
 
     def _batches(self, file_index: int, open_file: Callable[[str], pa.NativeFile]) -> Iterator[pa.RecordBatch]:
         path = self._files[file_index]
-        with open_file(str(local_path(path))) as source:
+        with open_file(str(local_path(path))) as source, _damage_named(path, "Arrow file"):
             try:
-                try:
-                    yield from pa.ipc.open_stream(source)
-                except pa.ArrowInvalid:  # not the stream format, or damaged
-                    source.seek(0)
-                    reader = pa.ipc.open_file(source)
-                    for index in range(reader.num_record_batches):
-                        yield reader.get_batch(index)
-            except (MemoryError, NotImplementedError, pa.ArrowCancelled):
-                raise  # says nothing about the file
-            except (pa.ArrowException, OSError) as error:
-                if isinstance(error, OSError) and error.errno is not None:  # that of damage has none
-                    raise
-                raise CorruptDataError(
-                    f"{path} is no intact Arrow file ({error}). Expected what the writer wrote. Write it again.",
-                    path=path,
-                ) from error
+                yield from pa.ipc.open_stream(source)
+            except pa.ArrowInvalid:  # not the stream format, or damaged
+                source.seek(0)
+                reader = pa.ipc.open_file(source)
+                for index in range(reader.num_record_batches):
+                    yield reader.get_batch(index)
 
 
 class _DatasetShards(Files):
@@ -623,6 +616,7 @@ class _Generated(Files):
         self.is_table = leaf.is_table
         self.paths = _paths_in(leaf.kwargs, self.count)
         self._download = _download_config(leaf)
+        self._format = leaf.packaged_format
 
     def group_rows(self, file_index: int) -> None:
         return None
@@ -636,8 +630,16 @@ class _Generated(Files):
         return xgetsize(self.paths[file_index], download_config=self._download) == 0
 
     def read(self, file_index: int, first_row: int) -> Iterator[Any]:
-        if self.paths is not None and local_path(self.paths[file_index]) and self.is_empty(file_index):
+        path = None if self.paths is None else self.paths[file_index]
+        if path is not None and local_path(path) and self.is_empty(file_index):
             return  # the CSV and JSON readers fail on empty files
+        if path is None or self._format is None:  # the user's code, whose errors stay as they are
+            yield from self._read(file_index, first_row)
+            return
+        with _damage_named(path, f"file for datasets' {self._format} reader"):
+            yield from self._read(file_index, first_row)
+
+    def _read(self, file_index: int, first_row: int) -> Iterator[Any]:
         skip = first_row
         for _, item in self._generate(**self._parts[file_index]):
             if not self.is_table:
@@ -650,6 +652,22 @@ class _Generated(Files):
             else:
                 yield item.slice(skip)
                 skip = 0
+
+
+@contextlib.contextmanager
+def _damage_named(path: str, what: str) -> Iterator[None]:
+    """Turns what the readers of datasets and pyarrow raise for a damaged file into an error that names the file."""
+    try:
+        yield
+    except (MemoryError, NotImplementedError, pa.ArrowCancelled):
+        raise  # says nothing about the file
+    except (ValueError, EOFError, OSError, pa.ArrowException, zlib.error, lzma.LZMAError) as error:
+        if isinstance(error, OSError) and error.errno is not None:  # that of damage has none
+            raise
+        raise CorruptDataError(
+            f"{path} is no intact {what} ({type(error).__name__}: {error}). Expected what the writer wrote. Write it again.",
+            path=path,
+        ) from error
 
 
 class Counts:

@@ -250,6 +250,9 @@ def function_name(function: Callable[..., object] | None) -> str:
     return name if name is not None else type(function).__qualname__
 
 
+_NO_FILES = ("generator", "spark", "sql")  # of datasets' own readers, those of the user's code or of a database
+
+
 class Leaf:
     """What a leaf reads: a generator of tables or examples, and its arguments, in which lists hold one item per file."""
 
@@ -282,6 +285,12 @@ class Leaf:
             return False
         config: Any = self.builder.config
         return config.filters is None and config.on_bad_files == "error"
+
+    @property
+    def packaged_format(self) -> str | None:
+        """The name of datasets' own reader of files, such as ``"json"``; None for other leaves."""
+        package, _, name = type(self.builder).__module__.rpartition(".")
+        return name if package.startswith("datasets.packaged_modules.") and name not in _NO_FILES else None
 
     def parts(self) -> list[Mapping[str, Any]]:
         """The arguments of each file.
