@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import pathlib
 from typing import Any
 
@@ -265,6 +266,7 @@ def test_arrays_that_are_gone_or_not_yet_there(tmp_path):
         ({"directory": 3}, "directory=3: is not a path"),
         ({"directory": "file"}, "file is a file. Pass the path of a folder"),
         ({"directory": "file/deep/down"}, "file is a file"),
+        ({"directory": os.fsdecode(b"/tmp/run-\xe9")}, r"run-\\udce9' has no form in UTF-8, which TensorStore needs"),
         ({"directory": pathlib.Path("gs://bucket/run")}, "'gs:/bucket/run': is a URL that has lost a slash"),
         ({"directory": pathlib.Path("s3://bucket/run")}, "'s3:/bucket/run': is a URL that has lost a slash"),
         (

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import threading
 import time
+import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -139,6 +141,48 @@ def test_closing_frees_who_waits_and_ends_the_thread(start: Callable[..., ReadAh
     assert not any(thread.name == "ahead" and thread.is_alive() for thread in threading.enumerate())
     with pytest.raises(Closed):
         ahead.peek()
+
+
+class Item:
+    """A batch, which a weak reference can watch."""
+
+
+def test_closing_lets_go_of_an_item_that_is_being_made(start: Callable[..., ReadAhead[Any]]) -> None:
+    making, go_on = threading.Event(), threading.Event()
+    made: list[weakref.ref[Item]] = []
+
+    def produce() -> Item:
+        making.set()
+        go_on.wait()
+        item = Item()
+        made.append(weakref.ref(item))
+        return item
+
+    ahead = start(produce)
+    making.wait()
+    ahead.stop()
+    go_on.set()
+    ahead.join()
+    assert [item() for item in made] == [None]  # without help from the garbage collector, since ``ahead`` lives on
+
+
+def test_closing_lets_go_of_an_error_and_with_it_of_the_frames_that_caught_it(
+    start: Callable[..., ReadAhead[Any]],
+) -> None:
+    def produce() -> Item:
+        raise ValueError("no more")
+
+    ahead = start(produce)
+
+    def step() -> weakref.ref[Item]:
+        batch = Item()
+        with contextlib.suppress(ValueError):
+            ahead.peek()
+        return weakref.ref(batch)
+
+    batch = step()
+    ahead.stop()
+    assert batch() is None
 
 
 def test_an_interrupt_between_taking_off_and_saying_so_does_not_stop_the_thread(

@@ -21,6 +21,7 @@ import numpy.typing as npt
 from jax.sharding import NamedSharding
 
 from meshfeed._src.arrays.dtypes import narrow, narrowed_dtype, x64_types
+from meshfeed._src.arrays.reshard import GUARDS_OF_IMPLICIT_TRANSFERS
 from meshfeed._src.base import memory
 from meshfeed._src.base.errors import SourceError
 from meshfeed._src.base.jax_internals import FastCall, probe_fast_call
@@ -29,8 +30,6 @@ from meshfeed._src.base.types import MeshDevice, PyTree
 from meshfeed._src.plan.plan import HostPlan, LeafPlan, leaves_with_shardings
 
 _log = logging.getLogger("meshfeed.put")
-# Without the *_explicit levels: they also cover explicit transfers, so a user who sets them means these transfers too.
-_GUARDS_OF_IMPLICIT_TRANSFERS = ("log", "disallow")
 BlockOf = Callable[[tuple[slice, ...] | None], np.ndarray]
 """Index of a block in the global array → the block."""
 
@@ -283,13 +282,9 @@ class DevicePut:
             )
 
     def transfer(self) -> contextlib.AbstractContextManager[object]:
-        """Context for a transfer: :meth:`allowed`, annotated for the profiler."""
+        """Context for a transfer, annotated for the profiler. A guard against implicit transfers permits it."""
         annotation = jax.profiler.TraceAnnotation("meshfeed.transfer")
-        return _both(self.allowed(), annotation) if _is_guarded() else annotation
-
-    def allowed(self) -> contextlib.AbstractContextManager[object]:
-        """Context in which a guard against implicit transfers permits these transfers, which are intended."""
-        return allowed_transfers()
+        return _both(jax.transfer_guard_host_to_device("allow"), annotation) if _is_guarded() else annotation
 
     def public_call(
         self,
@@ -308,13 +303,8 @@ class DevicePut:
             return jax.make_array_from_single_device_arrays(global_shape, sharding, [], dtype=dtype)
 
 
-def allowed_transfers() -> contextlib.AbstractContextManager[object]:
-    """Context in which a guard against implicit transfers permits those to the devices."""
-    return jax.transfer_guard_host_to_device("allow") if _is_guarded() else contextlib.nullcontext()
-
-
 def _is_guarded() -> bool:
-    return jax.config.jax_transfer_guard_host_to_device in _GUARDS_OF_IMPLICIT_TRANSFERS  # pyright: ignore[reportAttributeAccessIssue] # JAX 0.10 does not declare it
+    return jax.config.jax_transfer_guard_host_to_device in GUARDS_OF_IMPLICIT_TRANSFERS  # pyright: ignore[reportAttributeAccessIssue] # JAX 0.10 does not declare it
 
 
 @contextlib.contextmanager

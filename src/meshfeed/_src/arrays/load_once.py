@@ -350,7 +350,7 @@ class RowAssignment:
         mover = self._movers.get(key)
         if mover is None:
             mover = self._movers[key] = make_mover(assignment.sharding, assignment.ranks, assignment.chunk_rows, specs)
-        with x64_types(self._device_put.x64), self._device_put.allowed(), without_callers_settings():
+        with x64_types(self._device_put.x64), without_callers_settings():
             return mover(arrays)
 
 

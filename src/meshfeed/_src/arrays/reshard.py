@@ -21,6 +21,7 @@ from jax import lax
 from jax.sharding import AxisType, Mesh, NamedSharding
 from numpy.typing import DTypeLike
 
+GUARDS_OF_IMPLICIT_TRANSFERS = ("log", "disallow")
 _UNSIGNED = {8: np.dtype(np.uint8), 16: np.dtype(np.uint16)}
 
 
@@ -108,7 +109,8 @@ def without_callers_settings() -> Iterator[None]:
 
     While a mesh is set (``jax.set_mesh``), JAX rejects compiled calls over other devices, and constraints and
     ``shard_map`` over a different mesh. ``jax_debug_nans`` and ``jax_debug_infs`` reject data that holds such values.
-    ``jax_disable_jit`` drops ``out_shardings``.
+    ``jax_disable_jit`` drops ``out_shardings``. Guards against implicit transfers reject those that meshfeed makes on
+    purpose; guards against explicit transfers stay, since a user who sets them means these transfers too.
     """
     config: Any = jax.config  # JAX 0.10 does not declare these settings
     with contextlib.ExitStack() as stack:
@@ -119,6 +121,10 @@ def without_callers_settings() -> Iterator[None]:
             stack.enter_context(jax.debug_infs(False))
         if config.jax_disable_jit:
             stack.enter_context(jax.disable_jit(False))
+        if config.jax_transfer_guard_host_to_device in GUARDS_OF_IMPLICIT_TRANSFERS:
+            stack.enter_context(jax.transfer_guard_host_to_device("allow"))
+        if config.jax_transfer_guard_device_to_host in GUARDS_OF_IMPLICIT_TRANSFERS:
+            stack.enter_context(jax.transfer_guard_device_to_host("allow"))
         yield
 
 

@@ -353,7 +353,8 @@ def main() -> None:
     """
     target, descriptor, stack_requests, stacks, pid = sys.argv[1], *map(int, sys.argv[2:6])
     del sys.argv[1:6]
-    faulthandler.enable()
+    if sys.stderr is not None:  # the parent may have been started with it closed: 2>&-
+        faulthandler.enable()
     faulthandler.register(signal.SIGUSR2, file=stacks, all_threads=False)
     if not _leads_group():
         signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole group; the parent ends its children

@@ -77,6 +77,8 @@ class ReadAhead(Generic[T]):
             self.num_produced += 1
             self._items.append(item)
             del item  # this frame must not keep a batch alive after it is taken off
+            if self._closed:
+                self._items.clear()  # stop() may have cleared before the append; a batch would live on in our cycles
             self._arrived.ring()
 
     @property
@@ -105,7 +107,10 @@ class ReadAhead(Generic[T]):
                 except IndexError:  # another thread called stop since the check
                     continue
             if error is not None:
-                raise error.with_traceback(self._traceback)  # without it, the traceback would grow with each call
+                try:
+                    raise error.with_traceback(self._traceback)  # without it, the traceback would grow with each call
+                finally:
+                    del error  # this frame is in the traceback, which it must not keep alive
             self._room.ring()  # an interrupt may have come between popleft and ring in pop
             if not start:
                 start = time.monotonic()
@@ -126,6 +131,7 @@ class ReadAhead(Generic[T]):
         """Signals the thread to end, without waiting for it."""
         self._closed = True
         self._items.clear()
+        self._error = self._traceback = None  # its traceback holds the frames that it was raised in, and their batches
         self._arrived.ring()
         self._room.ring()
 

@@ -114,9 +114,9 @@ class ArrayHandler(ocp.type_handlers.ArrayHandler):
                 )
                 for name, value, info, arg in zip(names, values, infos, args, strict=True)
             ]
-        pending = {name: one.digests for name, one in zip(names, writes, strict=True) if one.digests is not None}
-        for digests in pending.values():  # before Orbax starts threads that compete for the GIL
-            digests.capture()
+            pending = {name: one.digests for name, one in zip(names, writes, strict=True) if one.digests is not None}
+            for digests in pending.values():  # before Orbax starts threads that compete for the GIL
+                digests.capture()
         futures = list(await super().serialize([one.array for one in writes], infos, [one.args for one in writes]))
         if self._write_shardings is not None:
             shardings = [one.sharding for one in writes]

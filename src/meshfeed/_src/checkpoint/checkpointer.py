@@ -17,6 +17,7 @@ import jax
 import orbax.checkpoint as ocp
 from etils import epath
 
+from meshfeed._src.arrays.reshard import without_callers_settings
 from meshfeed._src.base.coordination import forgotten_processes, process_count, process_index
 from meshfeed._src.base.errors import (
     CheckpointError,
@@ -305,7 +306,8 @@ class Checkpointer(NotCopied):
             self._barrier.points = save.points
         try:
             # Forced, because save() has checked the interval, and the last step of a run need not be on it.
-            saved = bool(self._manager.save(step, args=ocp.args.Composite(**items), force=True))
+            with without_callers_settings():  # for Orbax's own transfers
+                saved = bool(self._manager.save(step, args=ocp.args.Composite(**items), force=True))
         except BaseException as error:
             self._failed, self._torn = True, save
             if isinstance(error, MeshfeedError) or not isinstance(error, Exception) or process_count() == 1:

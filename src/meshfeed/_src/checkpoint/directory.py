@@ -50,7 +50,7 @@ def as_directory(directory: epath.PathLike) -> epath.Path:
     """Returns the absolute path of the checkpoint folder.
 
     Raises:
-      SettingsError: it is not a path, it is a file or below one, or it is a URL that lost a slash.
+      SettingsError: it is not a path, it is a file or below one, it is not UTF-8, or it is a URL that lost a slash.
       CheckpointError: the package for a URL is not installed.
     """
     text, remedy = str(directory), "Pass the path of a folder, which is created if absent."
@@ -70,6 +70,13 @@ def as_directory(directory: epath.PathLike) -> epath.Path:
     nearest = next((part for part in (path, *path.parents) if part.exists()), None)
     if nearest is not None and not nearest.is_dir():
         raise refused(f"{nearest} is a file. {remedy}")
+    try:
+        str(path).encode()
+    except UnicodeEncodeError:
+        raise refused(
+            f"{str(path)!r} has no form in UTF-8, which TensorStore needs. Choose a different name; if it is UTF-8, start "
+            "Python with PYTHONUTF8=1."
+        ) from None
     return path
 
 

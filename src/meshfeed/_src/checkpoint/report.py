@@ -28,7 +28,7 @@ class RestoreProgress:
         self._bytes = 0
         self._started = time.perf_counter()
         self._drawn = 0.0
-        self._bar = process_index() == 0 and sys.stderr.isatty()
+        self._bar = process_index() == 0 and sys.stderr is not None and sys.stderr.isatty()  # None if closed: 2>&-
 
     def __enter__(self) -> Self:
         return self

@@ -215,7 +215,8 @@ class ShardDigests:
         digests: dict[int, str] = {}
         while self._shards:
             box, data = self._shards.pop()
-            values = np.asarray(data if self._is_own else data.copy())  # copy first: jax.Array caches its host value
+            # An explicit transfer, which jax_transfer_guard permits.
+            values = jax.device_get(data if self._is_own else data.copy())  # copied: jax.Array caches its host value
             for number in self._grid.touching(box):
                 digests[number] = digest(values[slices(self._grid.box(number), box)])
         return digests

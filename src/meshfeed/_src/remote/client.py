@@ -12,14 +12,13 @@ controller to the hosts (:func:`make_payload`).
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import json
 import math
 import operator
 import secrets
 import struct
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import cloudpickle
@@ -27,7 +26,6 @@ import jax
 import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec, Sharding
 
-from meshfeed._src.arrays.device_put import allowed_transfers
 from meshfeed._src.arrays.reshard import without_callers_settings
 from meshfeed._src.base import coordination
 from meshfeed._src.base.errors import Failure, MeshfeedError, PeerError, SettingsError
@@ -253,16 +251,6 @@ def colocated_mesh(mesh: Mesh) -> Mesh:
         ) from error
 
 
-@contextlib.contextmanager
-def _own_settings() -> Iterator[None]:
-    """Context for calls to the hosts and transfers from them, which JAX's settings on this thread are not about.
-
-    Without ``jit``, ``device_put`` leaves an array on the devices in their old order.
-    """
-    with without_callers_settings(), allowed_transfers():
-        yield
-
-
 class RemoteClient:
     """Calls the :class:`Endpoint` on the hosts of ``mesh``, a mesh of accelerators.
 
@@ -293,7 +281,7 @@ class RemoteClient:
             Mesh(np.array(devices), ("host",), axis_types=(AxisType.Auto,)), PartitionSpec("host")
         )
         make: Any = colocated_python.colocated_python_class(Endpoint)
-        with _own_settings():
+        with without_callers_settings():  # without jit, device_put leaves an array on the devices in their old order
             self._held = held = {"endpoint": make(payload)}
         # Also at exit: JAX fails to delete a colocated object once its own modules are being torn down.
         self._finalizer = finalize(self, held.clear)
@@ -305,7 +293,7 @@ class RemoteClient:
         self.header = Header(0)
         if self._global.is_fully_addressable:  # the only controller
             self._connect()
-        with _own_settings():
+        with without_callers_settings():
             self._check(self._held["endpoint"].begin(self._request(0)))
 
     def _connect(self) -> None:
@@ -339,7 +327,7 @@ class RemoteClient:
         data = json.dumps([name, args], default=operator.methodcaller("tolist")).encode()  # of NumPy's integers
         # Sent over the devices of this controller only, unlike requests for batches: each controller makes its own calls.
         row = padded(data, padded_length(len(data)))
-        with _own_settings():
+        with without_callers_settings():
             headers = self._check(self._held["endpoint"].stage(to_rows(row, self._near, self._num_near)))
             return [answers for _, answers in sorted(self._fetch(headers).items())]
 
@@ -402,7 +390,7 @@ class RemoteClient:
             ordinal = 0
             if self._spec_known:
                 ordinal = self._ordinals.setdefault(self.header.size, len(self._ordinals) + 1)
-            with _own_settings():
+            with without_callers_settings():
                 header, batch = self._held["endpoint"].take(self._request(ordinal))
                 self._check(header)
             return batch
@@ -414,7 +402,7 @@ class RemoteClient:
         """Starts the transfer of a batch from each CPU device to the accelerator colocated with it."""
         if self.cpu_mesh == self.mesh and memory_kind is None:
             return batch
-        with _own_settings():
+        with without_callers_settings():
             return jax.tree.map(
                 lambda leaf: _moved(leaf, NamedSharding(self.mesh, leaf.sharding.spec, memory_kind=memory_kind)), batch
             )

@@ -242,7 +242,7 @@ class FillBar:
         self._active = self._ends = 0
         self._total = 0
         self._progress: Any = None
-        self._ended = not sys.stderr.isatty()
+        self._ended = sys.stderr is None or not sys.stderr.isatty()  # None if closed: 2>&-
 
     def begin(self, num_bytes: int) -> None:
         """Adds a download."""
