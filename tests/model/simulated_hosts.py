@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import remote_hosts
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "chaos"))
 
@@ -132,12 +133,25 @@ class _WorkerThread:
         """Does nothing: a thread cannot be killed."""
 
 
+class _Connection:
+    """A host's connection to the key-value store; of a host that is killed nothing arrives there."""
+
+    def __init__(self, store: MemoryStore, killed: set[int], host: int) -> None:
+        self._store, self._killed, self._host = store, killed, host
+
+    def __getattr__(self, name: str) -> Any:
+        if name in ("set", "delete", "increment") and self._host in self._killed:
+            return lambda *_, **__: None
+        return getattr(self._store, name)
+
+
 class Job:
     """The hosts of one case."""
 
     def __init__(self, processes: int) -> None:
         self.processes = processes
         self.store = MemoryStore()
+        self.killed: set[int] = set()
         self.counts: dict[int, collections.Counter[str]] = collections.defaultdict(collections.Counter)
         self.warnings: dict[int, list[logging.LogRecord]] = collections.defaultdict(list)  # by host
         self.steps: dict[int, list[str]] = collections.defaultdict(list)  # host → lines of its log of steps
@@ -201,7 +215,7 @@ def simulation(*, quiet: bool = True) -> Iterator[None]:
         (child, "TaskServer", lambda gc_every: serving.TaskServer(0)),  # which would disable this process's collector
         (coordination, "process_index", lambda: here.host),
         (coordination, "process_count", lambda: here.job.processes if here.job else 1),
-        (coordination, "key_value_store", lambda: here.job.store),
+        (coordination, "key_value_store", lambda: _Connection(here.job.store, here.job.killed, here.host)),
         (coordination, "next_use", next_use),
         (coordination, "is_distributed", lambda: True),
         (identity, "process_index", lambda: here.host),
@@ -218,7 +232,7 @@ def simulation(*, quiet: bool = True) -> Iterator[None]:
     ]
     from meshfeed._src.arrays import placer
 
-    patches.append((placer, "LoadOncePlacer", _Move))
+    patches += [(placer, "LoadOncePlacer", _Move), *remote_hosts.patches()]
     saved = [(owner, name, getattr(owner, name)) for owner, name, _ in patches]
     for owner, name, value in patches:
         setattr(owner, name, value)
@@ -254,6 +268,9 @@ class _World(Exchange):
 
     def steps(self) -> list[str]:
         return self._here.job.steps[self._here.host]
+
+    def kill(self, host: int) -> None:
+        self._here.job.killed.add(host)
 
     def devices(self, processes: int, per_host: int) -> list[Any]:
         return fake_devices(processes, per_host, this_process=self._here.host)
@@ -359,14 +376,15 @@ def play(case: Case) -> None:
     """
     world, job = _World(case, _current[-1]), Job(case.processes)
     assert case.events  # once for all hosts
-    alone = case.config["fault"] in ("unopened", *LEAVES)  # which others find out after some time
+    # Which others find out after some time.
+    alone = case.config["fault"] in ("unopened", *LEAVES) or case.config["reshard"] == "killed"
     handshake._GRACE_SECONDS, windows._ERROR_GRACE_SECONDS = (0.4, 0.4) if alone else (3.0, 4.0)
     with types_of(case):
         run(case.processes, lambda host: play_host(case, host, world, "case"), job=job, give_up=world.give_up)
     end = time.monotonic() + CLEANUP_SECONDS
-    while (_unexpected(job.store.keys()) or _running(job)) and time.monotonic() < end:
+    while (_unexpected(job) or _running(job)) and time.monotonic() < end:
         time.sleep(0.01)
-    assert not _unexpected(job.store.keys()), f"keys are left in the store: {_unexpected(job.store.keys())}"
+    assert not _unexpected(job), f"keys are left in the store: {_unexpected(job)}"
     assert not _running(job), f"threads are left: {_running(job)}"
 
 
@@ -374,12 +392,17 @@ def _running(job: Job) -> list[str]:
     return sorted(thread.name for thread in job.threads if thread.is_alive())
 
 
-def _unexpected(keys: list[str]) -> list[str]:
+def _unexpected(job: Job) -> list[str]:
     """Keys that feeds leave behind.
 
     Those of a feed's last 16 generations are for hosts that follow it late, and the results of its last two meetings for
-    those that call reshard late; one that failed is deleted once the same hosts have met.
+    those that call reshard late; one that failed is deleted once the same hosts have met. What a host that is killed has
+    shared with the others stays, as it may only be slow, but nothing of what these share after they have met.
     """
+    keys = job.store.keys()
+    if job.killed:
+        own = {f"meshfeed/{what}/{host}" for what in ("alive", "watch") for host in job.killed}
+        keys = [key for key in keys if key not in own and (not key.startswith("meshfeed/feed/") or "-on-" in key)]
     of = {key: key.rpartition("/")[0] for key in keys if key.startswith("meshfeed/follow/")}
     of |= {key: key.rpartition("-on-")[0] + "/meet" for key in of if key.endswith("/meet/out")}
     counts = collections.Counter(of.values())
