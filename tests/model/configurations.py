@@ -119,6 +119,7 @@ OPTIONS: dict[str, list[Any]] = {
     "resume_hosts": [1, 2, 3, 4],
     "resume_layout": ["rows", "data", "columns"],
     "resume_load": ["sharded", "once", "first"],
+    "resume_lanes": ["same", "of state"],  # whether the number of lanes is given again
     "resume_batch": ["same", "other"],
     "resume_prefetch": [0, 2],
     # "ahead": some hosts have taken a batch more; "fails": at first on one host; "all fail": at first on all; "late": one
@@ -202,6 +203,19 @@ CACHED = {  # what is asked of a cache ahead, which is compared where a feed beg
     "hosts": [1, 3],
     "layout": ["rows", "columns"],
 }
+KILLED = {  # what hosts hand over in case they are killed, and what others do until they learn it
+    **{name: values[:1] for name, values in SIMULATED.items()},
+    **{name: OPTIONS[name] for name in ("outside", "taken", "midway")},
+    "source": ["stream_state", "stream_decode", "records_batch"],
+    "records": [40],
+    "fault": ["none", "bad"],
+    "hosts": [3, 2],
+    "resume_hosts": [2, 1],
+    "prefetch": [4, 0],
+    "num_epochs": [None, 1],
+    "load": ["sharded", "once"],
+    "reshard": ["killed"],
+}
 LATE = {  # what hosts say of one that hangs, by what it reads; few, since they wait for seconds
     **{name: values[:1] for name, values in SIMULATED.items()},
     "source": ["records_batch", "stream_uneven"],
@@ -239,6 +253,8 @@ def valid(config: Config) -> bool:
     """Whether the settings go together, as far as they are given. What is forbidden here raises, which other tests show."""
     if config.get("mask") and config.get("end") == "drop":
         return False
+    if config.get("resume_lanes") == "of state" and config.get("script") == "future":  # which reads before it has a state
+        return False
     if "source" not in config:  # nearly every rule is about the source, so what no source allows is noticed early
         return any(valid({**config, "source": source}) for source in OPTIONS["source"])
     if config.get("feed") == "remote" and _never_remote(config):
@@ -251,6 +267,8 @@ def valid(config: Config) -> bool:
 def _never_remote(config: Config) -> bool:
     """Whether a feed beside the accelerators has no such source, or cannot do what others can."""
     if config["source"] in ("buckets", "records_cached") or config.get("form") == "registered":
+        return True
+    if config["source"] in LIMITED and config.get("fault") == "transient":  # when it is made again to be moved
         return True
     # A controller whose hosts have no rows has no feed. Several controllers cannot move lanes, and do not meet.
     moves = config.get("reshard", "none")
@@ -398,7 +416,7 @@ class Topology:
         """Numbers of the devices (``host * devices + k``), in the shape of the mesh."""
         count = self.hosts * self.devices
         numbers = np.arange(count) + self.first * self.devices
-        if self.layout == "permuted":
+        if self.layout in ("permuted", "prefix"):  # hosts that hold other columns than others
             random.Random(count).shuffle(numbers)  # type: ignore[arg-type]
         if self.layout in ("rows", "permuted"):
             return numbers
@@ -1384,7 +1402,7 @@ class Case:
             "num_epochs": config["num_epochs"],
             "end": config["end"],
             "mask_key": "mask" if config["mask"] else None,
-            "num_lanes": config["num_lanes"],
+            "num_lanes": config["num_lanes"] if phase is self.phases[0] or config["resume_lanes"] == "same" else None,
             "load": phase.load if phase.load in ("sharded", "once") else list(topology.readers(phase.load)),
             "prefetch": phase.prefetch,
             "num_threads": config["num_threads"],

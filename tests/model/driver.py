@@ -74,6 +74,10 @@ class World(Protocol):
         """The values of all hosts."""
         ...
 
+    def check_rounds(self) -> None:
+        """Asserts that what hosts have said in earlier generations of a feed is deleted."""
+        ...
+
     def kill(self, host: int) -> None:
         """Lets nothing that a host does from now on reach another."""
         ...
@@ -399,7 +403,7 @@ class _Player:
             return rf"step {event.step}: host 0 {has} no further step for {waited}This host has no device .* host 0\."
         odd = self.case.odd_host
         records = r"(, )?(\d+|…)( \(\d+ in all\))?"
-        lane, steps = r"step \d+: reading lane \d+ \(epoch 0, after record \d+\)", r"reading steps? \d+( to \d+)?"
+        lane, steps = r"step \d+: reading lane \d+ \(epoch \d+, after record \d+\)", r"reading steps? \d+( to \d+)?"
         doing = rf"\(host {odd} is ({lane}|{steps} \(records? ({records})+\)) for [0-9.]+ s\)"
         waited = rf"\(waited \d+ s, timeout_seconds={SHORT_TIMEOUT_SECONDS:g}\)"
         return rf"step {event.step}: host {odd} has not read it yet {doing} {waited}\. Check the log of that host; .*"
@@ -451,6 +455,7 @@ class _Player:
         """Whether the files of all lanes were asked for ahead of their second read."""
         asked, case = self.faults.planned, self.case
         sizes = {size // case.num_lanes for _, size in self.phase.schedule}
+        sizes |= set() if case.config["reshard"] == "none" else {1, 2, 3}  # of lanes that are read forward
         assert {count for _, count in asked} <= sizes, f"files of {asked} were asked for, not of reads of {sizes}"
         lanes = case.lanes_of(self.phase, self.host, self.first_step)
         plain = {"script": "run", "reshard": "none", "weights": "none", "num_workers": 0}
@@ -560,6 +565,7 @@ class _Player:
         self.world.put(f"{self.name}/{where}", self.host, self.feed.get_state())
         if self.host == min(self.phase.topology.members):
             states = self.world.gather(f"{self.name}/{where}", event.present)
+            self.world.check_rounds()
             self._check_merged(meshfeed.merge_states(states), event, where)
 
     def _cannot_go_back(self, event: Event, where: str) -> None:
@@ -748,24 +754,29 @@ class _Player:
             assert self.case.endless, f"{where}: gave a batch after the end"
 
     def _comes_in_vain(self, event: Event, where: str, topology: Any, sharding: Any) -> None:
-        """One host does not come to the meeting, until the others have given up."""
-        here = self.host != event.late and self.host in topology.members
+        """One host does not come to the meeting, until the others have given up; then it may come alone."""
+        assert event.late is not None
+        others = tuple(host for host in topology.members if host != event.late)
+        if self.host in others:
+            self._waits_in_vain(sharding, (event.late,), where)
+        self._wait_for_all(event, where)
+        if self.host == event.late == 0 and others:  # where the others have to come again
+            self._waits_in_vain(sharding, others, where)
+        self._wait_for_all(event, f"{where}, alone")
+        if self.host in others or self.host == event.late == 0:
+            self.has_structure, self.first_step = False, event.step
+
+    def _waits_in_vain(self, sharding: Any, late: tuple[int, ...], where: str) -> None:
         try:
-            if here:
-                self.feed.reshard(sharding)
+            self.feed.reshard(sharding)
         except meshfeed.StalledError as error:
-            texts = (
-                f"host {event.late} did not arrive within {SHORT_TIMEOUT_SECONDS:g} s",
-                "or has not called reshard",
-            )
-            if error.hosts != (event.late,) or not all(text in str(error) for text in texts):
-                raise AssertionError(f"{where}: raised {error!r}, of the hosts {error.hosts}") from error
+            texts = (f"did not arrive within {SHORT_TIMEOUT_SECONDS:g} s", "or has not called reshard")
+            if error.hosts != late or not all(text in str(error) for text in texts):
+                raise AssertionError(f"{where}: raised {error!r}, of the hosts {error.hosts}, not {late}") from error
         except Exception as error:
             raise AssertionError(f"{where}: raised {error!r}") from error
         else:
-            assert not here, f"{where}: did not wait for host {event.late}"
-        self.has_structure, self.first_step = self.has_structure and not here, event.step if here else self.first_step
-        self._wait_for_all(event, where)
+            raise AssertionError(f"{where}: did not wait for the hosts {late}")
 
     def _unable_to_reshard(self, event: Event, where: str, sharding: Any) -> None:
         """Some hosts have a mesh of the same hosts that divides no batch."""
