@@ -866,7 +866,7 @@ def test_a_pass_opened_only_for_its_first_batch_may_fail_to_close() -> None:
 
 @pytest.mark.parametrize("make", [list, iter])
 def test_element_spec_of_no_batch_leaves_the_end_for_next(make: Callable[[list[Any]], Any]) -> None:
-    with make_feed(make([]), global_batch_size=8, end="pad") as feed:
+    with make_feed(meshfeed.sources.HostBatches(make([])), global_batch_size=8, end="pad") as feed:
         for _ in range(2):
             with pytest.raises(meshfeed.SourceError, match="is empty: it gave no batch on this host"):
                 _ = feed.element_spec
