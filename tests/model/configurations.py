@@ -253,7 +253,9 @@ def valid(config: Config) -> bool:
     """Whether the settings go together, as far as they are given. What is forbidden here raises, which other tests show."""
     if config.get("mask") and config.get("end") == "drop":
         return False
-    if config.get("resume_lanes") == "of state" and config.get("script") == "future":  # which reads before it has a state
+    if (
+        config.get("resume_lanes") == "of state" and config.get("script") == "future"
+    ):  # which reads before it has a state
         return False
     if "source" not in config:  # nearly every rule is about the source, so what no source allows is noticed early
         return any(valid({**config, "source": source}) for source in OPTIONS["source"])
@@ -1357,7 +1359,9 @@ class Case:
             self._node = view_of(node_of(config["source"], config["records"], folder, config["dtype"]), config["view"])
         resuming = config["script"] in RESUMING
         moves = (resuming and config["source"] not in HOST_BATCHES) or config["reshard"] != "none"
-        first_left = int(config["reshard"] == "killed" and config["taken"] == 1)  # or a host that no other waits for is killed
+        first_left = int(
+            config["reshard"] == "killed" and config["taken"] == 1
+        )  # so host 0, which reduces, is killed too
         most = max(config["hosts"], config["resume_hosts"] + first_left if moves else 0)
         self.processes = processes or most + bool(config["outside"])
         first = Topology(self.processes, config["hosts"], config["devices"], config["layout"])

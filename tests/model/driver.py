@@ -669,7 +669,9 @@ class _Player:
         reasons = {entry[2] for ledger in ledgers for entry in ledger[:with_reason]}
         assert reasons <= {BAD_RECORD}, f"{where}: the state gives the reasons {reasons}"
         assert not state.get("num_unlisted"), f"{where}: {state['num_unlisted']} records are not listed"
-        lists_all = self.case.config["feed"] == "local" or self.case.config["reshard"] == "none"  # also of hosts that left
+        lists_all = (
+            self.case.config["feed"] == "local" or self.case.config["reshard"] == "none"
+        )  # also of hosts that left
         assert bad == event.bad if lists_all else bad <= event.bad, (
             f"{where}: the state lists the bad records {bad}, not {event.bad}"
         )

@@ -1,4 +1,4 @@
-"""JAX's colocated Python on simulated hosts, each of which has a controller of its own: what these send are rows, not arrays."""
+"""JAX's colocated Python on simulated hosts: each has a controller of its own, which sends rows in place of arrays."""
 
 from __future__ import annotations
 

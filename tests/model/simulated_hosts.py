@@ -271,7 +271,7 @@ class _World(Exchange):
 
     def check_rounds(self) -> None:
         most, rounds = _KEPT_ROUNDS[self._case.config["reshard"] != "none"], collections.defaultdict[str, set[str]](set)
-        for key in self._here.job.store.keys():
+        for key in self._here.job.store.directory("meshfeed"):
             scope, of, number = key.partition("/settings/")
             if of:
                 rounds[scope].add(number.partition("/")[0])

@@ -139,8 +139,9 @@ class Handshake:
     def step_aside(self, notice: str) -> None:
         """Publishes that this host has left for another sharding, once it has ended its generation.
 
-        Hosts may wait for it in the windows of that generation, in the round with which it began, or in the next round, and
-        followers in the generation after that. It may still join the next round: :meth:`withdraw` retracts what concerns that.
+        Hosts may wait for it in the windows of that generation, in the round with which it began, or in the next round;
+        followers may already wait in the generation that begins with the next round. This host may still join that round:
+        :meth:`withdraw` retracts what concerns it.
         """
         store = self._store()
         if store is None:
