@@ -12,8 +12,14 @@ from configurations import DEFAULTS
 
 REMOTE = {"source": "records_batch", "hosts": 2, "feed": "remote"}
 FOUND: dict[str, dict[str, Any]] = {
-    "a remote reshard leaves hosts out of load": {**REMOTE, "hosts": 3, "load": "last two", "reshard": "there"},
-    "a remote feed says why it closes": {**REMOTE, "fault": "dies", "taken": 3},
+    "a remote reshard leaves hosts out of load": {
+        **REMOTE,
+        "hosts": 3,
+        "resume_hosts": 2,
+        "load": "last two",
+        "reshard": "there",
+    },
+    "a remote feed says why it closes": {**REMOTE, "fault": "dies", "num_epochs": None, "taken": 3},
     "a remote feed says that it cannot be made": {**REMOTE, "fault": "unopened"},
     "an iterator without a batch ends after element_spec": {
         "source": "host_batches_once",
