@@ -374,9 +374,10 @@ class _Player:
                 assert error.hosts == (late,), f"{where}: raised {error!r}, of the hosts {error.hosts}"
                 assert error.waited_seconds >= SHORT_TIMEOUT_SECONDS, f"{where}: waited {error.waited_seconds} s"
                 assert is_follower or f"host {late}:\nthread " in text, f"{where}: raised {error!r}, without its stacks"
-        if event.kind == "StalledError" and not is_follower:
+        if event.kind == "StalledError":  # the source goes on once all that wait for it have given up
             self.world.put(f"{self.name}/stalled", self.host, None)
-            self.world.gather(f"{self.name}/stalled", self.phase.topology.hosts)
+            waiting = self.phase.topology.hosts if is_random(self.case.config["source"]) else event.present
+            self.world.gather(f"{self.name}/stalled", waiting)
             self.faults.released.set()
 
     def _text_of(self, event: Event, error: Exception) -> str | None:

@@ -19,7 +19,7 @@ FOUND: dict[str, dict[str, Any]] = {
         "load": "last two",
         "reshard": "there",
     },
-    "a remote feed says why it closes": {**REMOTE, "fault": "dies", "num_epochs": None, "taken": 3},
+    "a remote feed says why it closes": {**REMOTE, "fault": "dies", "num_epochs": None, "start": True},
     "a remote feed says that it cannot be made": {**REMOTE, "fault": "unopened"},
     "an iterator without a batch ends after element_spec": {
         "source": "host_batches_once",
