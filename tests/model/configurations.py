@@ -1672,6 +1672,7 @@ class Case:
         host = self.odd_host
         model = self.model
         steps = Steps((), phase.schedule)
+        showing: list[Any] | None = None
         for step in (1, 2, 0):
             try:
                 batch = model.batch(step, steps)
@@ -1682,7 +1683,8 @@ class Case:
             for row in self.phases[0].topology.rows_of(host, steps.size(step), phase.load):
                 token = batch.tokens[row] if row < len(batch.tokens) else None
                 if isinstance(token, frozenset):  # not of those that show the structure, also to a host without rows
-                    token = max(token.difference(*self._showing(model, steps)), default=None)
+                    showing = self._showing(model, steps) if showing is None else showing
+                    token = max(token.difference(*showing), default=None)
                 if token is not None:
                     phase.fatal_host = host
                     return host, token
