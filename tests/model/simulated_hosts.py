@@ -17,7 +17,7 @@ import sys
 import threading
 import time
 import types
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -391,9 +391,9 @@ def play(case: Case) -> None:
     with types_of(case):
         run(case.processes, lambda host: play_host(case, host, world, "case"), job=job, give_up=world.give_up)
     end = time.monotonic() + CLEANUP_SECONDS
-    while (_unexpected(job) or _running(job)) and time.monotonic() < end:
+    while ((left := _unexpected(job.store.keys(), job.killed)) or _running(job)) and time.monotonic() < end:
         time.sleep(0.01)
-    assert not _unexpected(job), f"keys are left in the store: {_unexpected(job)}"
+    assert not left, f"keys are left in the store: {left}"
     assert not _running(job), f"threads are left: {_running(job)}"
 
 
@@ -401,16 +401,15 @@ def _running(job: Job) -> list[str]:
     return sorted(thread.name for thread in job.threads if thread.is_alive())
 
 
-def _unexpected(job: Job) -> list[str]:
+def _unexpected(keys: list[str], killed: Collection[int] = ()) -> list[str]:
     """Keys that feeds leave behind.
 
     Those of a feed's last 16 generations are for hosts that follow it late, and the results of its last two meetings for
     those that call reshard late; one that failed is deleted once the same hosts have met. What a host that is killed has
     shared with the others stays, as it may only be slow, but nothing of what these share after they have met.
     """
-    keys = job.store.keys()
-    if job.killed:
-        own = {f"meshfeed/{what}/{host}" for what in ("alive", "watch") for host in job.killed}
+    if killed:
+        own = {f"meshfeed/{what}/{host}" for what in ("alive", "watch") for host in killed}
         keys = [key for key in keys if key not in own and (not key.startswith("meshfeed/feed/") or "-on-" in key)]
     of = {key: key.rpartition("/")[0] for key in keys if key.startswith("meshfeed/follow/")}
     of |= {key: key.rpartition("-on-")[0] + "/meet" for key in of if key.endswith("/meet/out")}

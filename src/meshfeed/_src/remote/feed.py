@@ -114,7 +114,7 @@ class FeedTarget:
             "reset": feed.reset,
             "start": feed.start,
             "set_weights": lambda weights, from_step: feed.set_weights(weights, from_step=from_step),
-            "close": lambda because: feed.close(
+            "close": lambda because=None: feed.close(
                 _because=None if because is None else Failure.from_json(because).exception()
             ),
             "len": feed.__len__,
