@@ -152,6 +152,7 @@ class Job:
         self.processes = processes
         self.store = MemoryStore()
         self.killed: set[int] = set()
+        self.connections = [_Connection(self.store, self.killed, host) for host in range(processes)]
         self.counts: dict[int, collections.Counter[str]] = collections.defaultdict(collections.Counter)
         self.warnings: dict[int, list[logging.LogRecord]] = collections.defaultdict(list)  # by host
         self.steps: dict[int, list[str]] = collections.defaultdict(list)  # host → lines of its log of steps
@@ -215,7 +216,7 @@ def simulation(*, quiet: bool = True) -> Iterator[None]:
         (child, "TaskServer", lambda gc_every: serving.TaskServer(0)),  # which would disable this process's collector
         (coordination, "process_index", lambda: here.host),
         (coordination, "process_count", lambda: here.job.processes if here.job else 1),
-        (coordination, "key_value_store", lambda: _Connection(here.job.store, here.job.killed, here.host)),
+        (coordination, "key_value_store", lambda: here.job.connections[here.host]),
         (coordination, "next_use", next_use),
         (coordination, "is_distributed", lambda: True),
         (identity, "process_index", lambda: here.host),
