@@ -270,7 +270,7 @@ def _never_remote(config: Config) -> bool:
     """Whether a feed beside the accelerators has no such source, or cannot do what others can."""
     if config["source"] in ("buckets", "records_cached") or config.get("form") == "registered":
         return True
-    if config["source"] in LIMITED and config.get("fault") == "transient":  # when it is made again to be moved
+    if config["source"] in LIMITED and config.get("fault") in ("transient", "fatal"):  # of which it reads more to be moved
         return True
     # A controller whose hosts have no rows has no feed. Several controllers cannot move lanes, and do not meet.
     moves = config.get("reshard", "none")
