@@ -270,7 +270,8 @@ def _never_remote(config: Config) -> bool:
     """Whether a feed beside the accelerators has no such source, or cannot do what others can."""
     if config["source"] in ("buckets", "records_cached") or config.get("form") == "registered":
         return True
-    # Of which it reads more to be moved; with a fatal fault that is known not to matter on simulated hosts' draws alone.
+    # To be moved it makes the source again, which counts entries and so reads records outside of any retry. The draws of
+    # simulated hosts have no fatal fault there.
     failing = ("transient", "fatal") if "put" in config else ("transient",)
     if config["source"] in LIMITED and config.get("fault") in failing:
         return True

@@ -464,7 +464,8 @@ class _Player:
         if known and self.delivered["batches"] >= 2:
             # A lane that ends with its first read has no further files.
             found = {lane for lane, _ in asked}
-            assert found and found <= lanes, f"files of {asked} were asked for, not of the lanes {lanes}"
+            assert found, f"no files were asked for, of the lanes {lanes}"
+            assert found <= lanes, f"files of {asked} were asked for, not of the lanes {lanes}"
 
     def _count(self, batch: Batch) -> None:
         case = self.case
