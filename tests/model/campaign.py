@@ -21,6 +21,7 @@ from configurations import (
     BAD_LANES,
     CACHED,
     DEFAULTS,
+    KILLED,
     LATE,
     OPTIONS,
     REAL,
@@ -47,9 +48,9 @@ def of_ci() -> list[Config]:
     """Configurations for simulated hosts in which every two values of every two settings meet.
 
     They meet again for mixtures that get other weights, since what was delivered then depends on much at once, for lanes with
-    bad records, for a cache, and for hosts that are late.
+    bad records, for a cache, and for hosts that are killed or late.
     """
-    again = (WEIGHTED_LANES, WEIGHTED_RECORDS, BAD_LANES, CACHED, LATE)
+    again = (WEIGHTED_LANES, WEIGHTED_RECORDS, BAD_LANES, CACHED, KILLED, LATE)
     return pairwise.covering(SIMULATED, 1, valid) + [one for of in again for one in pairwise.covering(of, 1, valid)]
 
 

@@ -108,6 +108,7 @@ OPTIONS: dict[str, list[Any]] = {
     "balance": [None, "attention", "tokens", "function"],
     "num_workers": [0, 2, "auto"],
     "check_replicas": [False, True],
+    "feed": ["local", "remote"],  # beside the accelerators; each host has a controller of its own
     "fault": ["none", "transient", "bad", "too many bad", "fatal", *ODD],
     "hosts": [1, 2, 3, 4, 5, 7],
     "devices": [1, 2],
@@ -118,11 +119,13 @@ OPTIONS: dict[str, list[Any]] = {
     "resume_hosts": [1, 2, 3, 4],
     "resume_layout": ["rows", "data", "columns"],
     "resume_load": ["sharded", "once", "first"],
+    "resume_lanes": ["same", "of state"],  # whether the number of lanes is given again
     "resume_batch": ["same", "other"],
     "resume_prefetch": [0, 2],
     # "ahead": some hosts have taken a batch more; "fails": at first on one host; "all fail": at first on all; "late": one
-    # host comes when the others have given up, and all call again
-    "reshard": ["none", "there", "back", "ahead", "lost", "fails", "all fail", "late"],
+    # host comes when the others have given up, and all call again; "killed": the hosts that are left out are killed, and
+    # only one of the others is told
+    "reshard": ["none", "there", "back", "ahead", "lost", "killed", "fails", "all fail", "late"],
     "weights": ["none", "next", "later", "replaced", "twice", "away"],
     "midway": ["last", "first"],  # phase in which the feed is resharded or gets weights
 }
@@ -134,15 +137,15 @@ DEFAULTS: Config = {
     "layout": "rows",
     "put": "private",
     "caller": "plain",
-    "feed": "local",
 }
 OF_ALL_HOSTS = [fault for fault in OPTIONS["fault"] if fault not in ODD]
-IN_TIME = [reshard for reshard in OPTIONS["reshard"] if reshard != "late"]
+IN_TIME = [reshard for reshard in OPTIONS["reshard"] if reshard not in ("late", "killed")]
 SIMULATED = OPTIONS
 REAL_HOSTS = 4
 REAL = {
     **OPTIONS,
     "x64": [False],
+    "feed": ["local"],
     "fault": OF_ALL_HOSTS,
     "reshard": IN_TIME,
     "hosts": [1, 2, 3, 4],
@@ -160,11 +163,10 @@ ONE_HOST = {  # on real devices
     "resume_hosts": [1],
     "put": ["private", "public", "changed"],  # which call of JAX puts arrays on devices, or that it has changed
     "caller": ["plain", "mesh", "debug_nans", "debug_infs", "disable_jit", "guarded", "logged"],  # settings of JAX
-    "feed": ["local", "remote"],
 }
 WEIGHTED_LANES = {  # with what no mixture of streams has left out
     **{
-        name: values if name not in ("view", "form", "dtype", "shuffle", "balance", "fault") else values[:1]
+        name: values if name not in ("view", "form", "dtype", "shuffle", "balance", "fault", "feed") else values[:1]
         for name, values in SIMULATED.items()
     },
     "source": ["stream_mixture"],
@@ -200,6 +202,19 @@ CACHED = {  # what is asked of a cache ahead, which is compared where a feed beg
     "shuffle": [True],
     "hosts": [1, 3],
     "layout": ["rows", "columns"],
+}
+KILLED = {  # what hosts hand over in case they are killed, and what others do until they learn it
+    **{name: values[:1] for name, values in SIMULATED.items()},
+    **{name: OPTIONS[name] for name in ("outside", "taken", "midway")},
+    "source": ["stream_state", "stream_decode", "records_batch"],
+    "records": [40],
+    "fault": ["none", "bad"],
+    "hosts": [3, 2],
+    "resume_hosts": [2, 1],
+    "prefetch": [4, 0],
+    "num_epochs": [None, 1],
+    "load": ["sharded", "once"],
+    "reshard": ["killed"],
 }
 LATE = {  # what hosts say of one that hangs, by what it reads; few, since they wait for seconds
     **{name: values[:1] for name, values in SIMULATED.items()},
@@ -238,6 +253,10 @@ def valid(config: Config) -> bool:
     """Whether the settings go together, as far as they are given. What is forbidden here raises, which other tests show."""
     if config.get("mask") and config.get("end") == "drop":
         return False
+    if (
+        config.get("resume_lanes") == "of state" and config.get("script") == "future"
+    ):  # which reads before it has a state
+        return False
     if "source" not in config:  # nearly every rule is about the source, so what no source allows is noticed early
         return any(valid({**config, "source": source}) for source in OPTIONS["source"])
     if config.get("feed") == "remote" and _never_remote(config):
@@ -248,9 +267,19 @@ def valid(config: Config) -> bool:
 
 
 def _never_remote(config: Config) -> bool:
-    """Whether a feed on other hosts has no such source, or its faults cannot be switched on from here."""
-    unlike = config["source"] in ("buckets", "records_cached") or config.get("form") == "registered"
-    return unlike or config.get("fault") in ("fatal", *ODD)
+    """Whether a feed beside the accelerators has no such source, or cannot do what others can."""
+    if config["source"] in ("buckets", "records_cached") or config.get("form") == "registered":
+        return True
+    # To be moved it makes the source again, which counts entries and so reads records outside of any retry. The draws of
+    # simulated hosts have no fatal fault there.
+    failing = ("transient", "fatal") if "put" in config else ("transient",)
+    if config["source"] in LIMITED and config.get("fault") in failing:
+        return True
+    # A controller whose hosts have no rows has no feed. Several controllers cannot move lanes, and do not meet.
+    moves = config.get("reshard", "none")
+    several = moves == "killed" or config.get("hosts", 1) != 1 or config.get("resume_hosts", 1) != 1
+    moved = several and (moves in ("ahead", "fails", "all fail", "late") or config["source"] in STREAMS)
+    return config.get("outside", 0) != 0 or (moves != "none" and moved)
 
 
 def _forbidden(source: str, config: Config) -> Iterator[bool]:
@@ -304,6 +333,9 @@ def _midway_forbidden(source: str, has: Callable[..., bool], differs: Callable[[
     if not differs("reshard", "none"):
         return
     yield has("fault", *ODD)
+    if has("reshard", "killed"):
+        yield has("hosts", 1) or has("fault", "fatal", "too many bad")
+        yield has("midway", "first") and has("script", *RESUMING)  # no host that was killed begins anew
     if has("reshard", "late"):
         yield _waits_too_often(source, has, differs) or differs("fault", "none") or differs("weights", "none")
     yield has("reshard", "ahead") and differs(
@@ -377,13 +409,19 @@ class Topology:
     hosts: int
     devices: int
     layout: str
+    first: int = 0  # the lowest host in the mesh
+
+    @property
+    def members(self) -> range:
+        """The hosts in the mesh."""
+        return range(self.first, self.first + self.hosts)
 
     @property
     def grid(self) -> np.ndarray:
         """Numbers of the devices (``host * devices + k``), in the shape of the mesh."""
         count = self.hosts * self.devices
-        numbers = np.arange(count)
-        if self.layout == "permuted":
+        numbers = np.arange(count) + self.first * self.devices
+        if self.layout in ("permuted", "prefix"):  # hosts that hold other columns than others
             random.Random(count).shuffle(numbers)  # type: ignore[arg-type]
         if self.layout in ("rows", "permuted"):
             return numbers
@@ -428,7 +466,7 @@ class Topology:
         """The hosts of ``load=[...]``."""
         if isinstance(load, tuple):
             return load
-        return (0,) if load == "first" else tuple(range(self.hosts))[-2:]
+        return (self.first,) if load == "first" else tuple(self.members)[-2:]
 
     def rows_of(self, host: int, size: int, load: Load) -> list[int]:
         """The rows that a host reads. A host outside of the mesh reads none."""
@@ -449,7 +487,7 @@ class Topology:
 
     def reading_devices(self, load: Load) -> list[int]:
         """The devices whose hosts read with ``load="once"`` or a list, in the order of their rows."""
-        hosts = range(self.hosts) if load == "once" else self.readers(load)
+        hosts = self.members if load == "once" else self.readers(load)
         return [int(device) for device in self.grid.flat if self.host_of(int(device)) in hosts]
 
     def chunk(self, rank: int, size: int, load: Load) -> range:
@@ -1133,6 +1171,15 @@ class OpenLane:
         return kind(records, lane_index, self._faults)
 
 
+class LanesOverFiles(OpenLane):
+    """A stream of its own kind: `Stream` hides what lanes of a user's function say of files."""
+
+    open = OpenLane.__call__
+
+    def fingerprint(self) -> Any:
+        return self._count
+
+
 def bad_places(records: Sequence[Record]) -> list[int]:
     """Bad records of a lane; never all of them."""
     return [place for place, record in enumerate(records) if place and is_bad(int(record["id"]) - 1)]
@@ -1250,6 +1297,8 @@ class Event:
     )
     unable: tuple[int, ...] = ()  # hosts that cannot do it, which raise a PlanError; the others a PeerError
     gone: tuple[int, ...] = ()  # hosts that then close their feeds for good
+    killed: tuple[int, ...] = ()  # those of them that are killed before
+    told: tuple[int, ...] = ()  # hosts that learn it; the others take batches until they learn it from these
     present: int = 0  # number of hosts that have the feed
     added: list[Any] = dataclasses.field(default_factory=list)  # stages of ``set_weights``: first step, weights
     stages: list[list[int]] = dataclasses.field(default_factory=list)  # of a mixture: first step, first position
@@ -1313,10 +1362,15 @@ class Case:
             self._node = view_of(node_of(config["source"], config["records"], folder, config["dtype"]), config["view"])
         resuming = config["script"] in RESUMING
         moves = (resuming and config["source"] not in HOST_BATCHES) or config["reshard"] != "none"
-        most = max(config["hosts"], config["resume_hosts"] if moves else 0)
+        first_left = int(
+            config["reshard"] == "killed" and config["taken"] == 1
+        )  # so host 0, which reduces, is killed too
+        most = max(config["hosts"], config["resume_hosts"] + first_left if moves else 0)
         self.processes = processes or most + bool(config["outside"])
         first = Topology(self.processes, config["hosts"], config["devices"], config["layout"])
-        second = Topology(self.processes, config["resume_hosts"], config["devices"], config["resume_layout"])
+        second = Topology(
+            self.processes, config["resume_hosts"], config["devices"], config["resume_layout"], first_left
+        )
         if config["source"] in HOST_BATCHES:  # which cannot change their topology
             config = self.config = {**config, "resume_load": "sharded", "resume_batch": "same"}
             second = first
@@ -1355,7 +1409,7 @@ class Case:
             "num_epochs": config["num_epochs"],
             "end": config["end"],
             "mask_key": "mask" if config["mask"] else None,
-            "num_lanes": config["num_lanes"],
+            "num_lanes": config["num_lanes"] if phase is self.phases[0] or config["resume_lanes"] == "same" else None,
             "load": phase.load if phase.load in ("sharded", "once") else list(topology.readers(phase.load)),
             "prefetch": phase.prefetch,
             "num_threads": config["num_threads"],
@@ -1440,6 +1494,7 @@ class Case:
             "back": [("reshard", there), ("take", 2), ("reshard", back)],
             "ahead": [("ahead",), ("reshard", there)],
             "lost": [("reshard", there, "lost")],
+            "killed": [("reshard", there, "killed")],
             "fails": [("reshard", there, "fails"), ("take", 1), ("reshard", there)],
             "all fail": [("reshard", there, "all fail"), ("take", 1), ("reshard", there)],
             "late": [("reshard", there, "late"), ("reshard", there)],
@@ -1620,6 +1675,7 @@ class Case:
         host = self.odd_host
         model = self.model
         steps = Steps((), phase.schedule)
+        showing: list[Any] | None = None
         for step in (1, 2, 0):
             try:
                 batch = model.batch(step, steps)
@@ -1630,7 +1686,8 @@ class Case:
             for row in self.phases[0].topology.rows_of(host, steps.size(step), phase.load):
                 token = batch.tokens[row] if row < len(batch.tokens) else None
                 if isinstance(token, frozenset):  # not of those that show the structure, also to a host without rows
-                    token = max(token.difference(*self._showing(model, steps)), default=None)
+                    showing = self._showing(model, steps) if showing is None else showing
+                    token = max(token.difference(*showing), default=None)
                 if token is not None:
                     phase.fatal_host = host
                     return host, token
@@ -1678,14 +1735,14 @@ class Case:
         saved = dict[str, _Place]()
         result: list[list[Event]] = []
         for phase in self.phases:
-            present = set(range(self.processes if self.can_be_outside(phase) else phase.topology.hosts))
+            present = set(range(self.processes) if self.can_be_outside(phase) else phase.topology.members)
             run, events = _Run(phase, present), list[Event]()
             for action in phase.actions:
                 if action[0] == "set" and action[1] not in saved:
                     break  # the phase before it failed
                 if run.failed and action[0] != "reshard":  # which works after an error too
                     continue
-                if action[0] == "reshard" and not run.present >= set(range(action[1].hosts)):
+                if action[0] == "reshard" and not run.present >= {*action[1].members}:
                     continue  # a host that it needs has no feed
                 events.append(self._play(run, action, saved))
                 run.failed = run.failed or events[-1].failing is not None
@@ -1702,7 +1759,9 @@ class Case:
         elif action[0] == "reset":
             run.place = _Place(added=run.place.added)
         elif action[0] == "reshard":
-            run.phase = self._reshard(event, run.phase, run.present)
+            before, run.phase = run.phase, self._reshard(event, run.phase, run.present)
+            if event.killed:
+                self._find_killed(event, run, before)
             run.failed = run.failed and bool(event.refused or event.unable)
             run.present -= set(event.gone)
         elif action[0] == "weights":
@@ -1739,12 +1798,13 @@ class Case:
         topology, load, listed = event.action[1], phase.load, phase.listed
         if load not in ("sharded", "once"):
             listed = listed or phase.topology.readers(load)
-            load = tuple(host for host in listed if host < topology.hosts)
+            load = tuple(host for host in listed if host in topology.members)
             if not load:
                 event.refused = tuple(present)
                 return phase
-        left_out = tuple(host for host in present if host >= topology.hosts)
-        alone = self.config["source"] in STREAMS and topology.hosts == 1  # which no host can follow
+        left_out = tuple(host for host in present if host not in topology.members)
+        # A stream that no host can follow.
+        alone = (self.config["source"] in STREAMS and topology.hosts == 1) or self.config["feed"] == "remote"
         if event.action[-1] == "late":
             event.late = 0 if self.config["taken"] == 1 else topology.hosts - 1
             return phase
@@ -1753,11 +1813,27 @@ class Case:
             event.unable = tuple(fails) if event.action[-1] == "all fail" else (fails[-1],)
             event.refused = left_out if alone else ()
             return phase
+        if event.action[-1] == "killed":
+            event.killed = tuple(host for host in left_out if host in phase.topology.members)
         if alone:
-            event.refused = event.gone = left_out
-        elif "lost" in event.action:
-            event.gone = tuple(host for host in left_out if host < phase.topology.hosts)
+            event.refused = tuple(host for host in left_out if host not in event.killed)
+            event.gone = left_out
+        elif event.action[-1] in ("lost", "killed"):
+            event.gone = tuple(host for host in left_out if host in phase.topology.members)
         return dataclasses.replace(phase, topology=topology, load=load, listed=listed)
+
+    def _find_killed(self, event: Event, run: _Run, before: Phase) -> None:
+        """What hosts do until they learn that others were killed: which they learn from a host that has called reshard."""
+        left = [host for host in before.topology.members if host in run.phase.topology.members]
+        event.told = tuple(range(self.processes))
+        # Or rows would move between hosts that are at other steps, or controllers make feeds at other steps.
+        if before.load != "sharded" or self.config["feed"] == "remote":
+            return
+        place, coming = run.place, Event(event.action)
+        model = self._model_of(place.added, Steps(place.sizes, before.schedule), place.weighted)
+        self._take(coming, model, before, place.step, place.position, place.sizes, MAX_BATCHES * 4, run.begins)
+        if coming.failing is None:
+            event.told, event.batches = (left[-1 if self.config["taken"] else 0],), coming.batches
 
     def _set_weights(self, event: Event, phase: Phase, place: _Place, present: set[int]) -> _Place:
         """Where the stream is with another stage of weights; fills in who is refused."""
@@ -1853,7 +1929,8 @@ class Case:
             if self._of_odd_host(event, phase, batch):
                 return
             if self.config["fault"] == "fatal" and (failing := self.failing(phase, batch)):
-                event.failing, event.kind = failing, "Fatal"
+                # The classes of a source's errors are not known beside the accelerators.
+                event.failing, event.kind = failing, "RuntimeError" if self.config["feed"] == "remote" else "Fatal"
                 event.words = (f"record {self.faults(phase, failing[0]).fatal} is gone",)
                 return
             if (
@@ -1862,13 +1939,13 @@ class Case:
                 and not event.batches
                 and self._lacks_structure(phase, batch)
             ):
-                event.failing, event.kind = tuple(range(phase.topology.hosts)), "SourceError"
+                event.failing, event.kind = tuple(phase.topology.members), "SourceError"
                 event.words = ("a host has no record of its own", "cannot be described to other hosts", "Boxed")
                 return
             found = event.bad | set(batch.bad)
             limit = BAD.get(self.config["fault"], 1.0)
             if batch.position >= 1 / limit and len(found) > limit * batch.position:
-                event.failing, event.kind = tuple(range(phase.topology.hosts)), "SourceError"
+                event.failing, event.kind = tuple(phase.topology.members), "SourceError"
                 event.text = self._too_many(phase, batch, len(found), limit)
                 return
             event.bad = found
@@ -1889,7 +1966,7 @@ class Case:
 
     def _begins_with_odd_host(self, event: Event, phase: Phase) -> bool:
         """Whether hosts cannot begin because one of them is not like the others; fills in how."""
-        fault, odd, everyone = self.config["fault"], self.odd_host, tuple(range(phase.topology.hosts))
+        fault, odd, everyone = self.config["fault"], self.odd_host, tuple(phase.topology.members)
         if fault == "settings":
             name, value = next(iter(self.other_settings.items()))
             usual = self.settings(phase, len(everyone))[name]
@@ -1917,7 +1994,7 @@ class Case:
 
     def _of_odd_host(self, event: Event, phase: Phase, batch: Batch) -> bool:
         """Whether hosts stop before a batch because one of them is not like the others; fills in how."""
-        fault, odd, everyone = self.config["fault"], self.odd_host, tuple(range(phase.topology.hosts))
+        fault, odd, everyone = self.config["fault"], self.odd_host, tuple(phase.topology.members)
         if fault == "replicas" and (found := self._different_replica(phase, batch.step)) is not None:
             first, second = sorted((odd, 0 if odd else 1))
             event.failing, event.kind = everyone, "AgreementError"
@@ -1962,7 +2039,7 @@ class Case:
         """The hosts that read one of some lanes; all hosts if there are none."""
         if not lanes:
             return tuple(range(self.processes))
-        return tuple(host for host in range(phase.topology.hosts) if self.lanes_of(phase, host) & lanes)
+        return tuple(host for host in phase.topology.members if self.lanes_of(phase, host) & lanes)
 
     def warnings_at_first(self, phase: Phase) -> list[tuple[Any, ...]]:
         """What every host warns of when it makes its feed: records that the settings leave out."""
@@ -2033,7 +2110,7 @@ class Case:
 
     def _lacks_structure(self, phase: Phase, batch: Batch) -> bool:
         """Whether some host would learn from others what a record is, and no host could tell it."""
-        return not all(self.shows_structure(phase, host, batch) for host in range(phase.topology.hosts))
+        return not all(self.shows_structure(phase, host, batch) for host in phase.topology.members)
 
     def bad_of(self, phase: Phase, host: int, batch: Batch, first_step: int) -> list[int]:
         """The bad records of a batch that a host finds, which has read from a step on."""
@@ -2060,22 +2137,27 @@ class Case:
         """The class of the error of the constructor on a host, or None."""
         if self.config["fault"] == "unopened" and host == self.odd_host:
             return "SettingsError"
-        outside = host >= phase.topology.hosts
+        outside = host not in phase.topology.members
         return "SettingsError" if outside and not self.can_be_outside(phase) else self.refused
 
     def refusal(self, phase: Phase, host: int) -> tuple[str | None, str]:
         """The setting that the error of the constructor names, and some of its words."""
         if self.config["fault"] == "unopened" and host == self.odd_host:
             return "end", "end='never'; it takes 'drop' or 'pad'."
-        if host >= phase.topology.hosts and not self.can_be_outside(phase):
+        if host not in phase.topology.members and self.config["feed"] == "remote":
+            return "sharding", "no device of the mesh belongs to this process."
+        if host not in phase.topology.members and not self.can_be_outside(phase):
             batches = self.config["source"] in HOST_BATCHES
-            why = ", so the host batches that it makes" if batches else ": the stream is read by host 0 alone"
+            alone = f": the stream is read by host {phase.topology.first} alone"
+            why = ", so the host batches that it makes" if batches else alone
             return "sharding", f"sharding has no device of this host, {host}{why}"
         return (None, "") if self.refused == "SourceError" else ("num_lanes", "")
 
     def can_be_outside(self, phase: Phase) -> bool:
         """Whether a host outside of the mesh gets the batches of the others."""
         source = self.config["source"]
+        if self.config["feed"] == "remote":
+            return False
         return is_random(source) or (source not in HOST_BATCHES and phase.topology.hosts > 1)
 
     def savers(self, key: str) -> int:
@@ -2116,10 +2198,10 @@ class Case:
         return _SOURCES[source](self.config["records"], faults, self.config["dtype"])
 
 
-def remote_source(config: Config, folder: str) -> Any:
-    """The source of a case of one host, made where its feed is."""
-    case = Case(config, folder)
-    return case.source(case.phases[0], 0, case.faults(case.phases[0], 0))
+def remote_source(config: Config, folder: str, processes: int, phase: int, host: int, faults: Faults) -> Any:
+    """The source of a case, made where the feed is."""
+    case = Case(config, folder, processes)
+    return case.source(case.phases[phase], host, faults)
 
 
 def _shown_hosts(hosts: Sequence[int]) -> str:
@@ -2171,8 +2253,8 @@ def _stream_mixture(count: int, faults: Faults, dtype: str) -> Any:
 _SOURCES: dict[str, Callable[[int, Faults, str], Any]] = {
     "grain_iter": lambda n, faults, dtype: _grain(n).to_iter_dataset(),
     "stream": functools.partial(_stream, "stream"),
-    "stream_state": functools.partial(_stream, "stream_state"),
-    "stream_uneven": functools.partial(_stream, "stream_uneven"),
+    "stream_state": functools.partial(LanesOverFiles, "stream_state"),
+    "stream_uneven": functools.partial(LanesOverFiles, "stream_uneven"),
     "stream_map": lambda n, faults, dtype: _sources().Map(_stream("stream_map", n, faults), kept),
     "stream_decode": lambda n, faults, dtype: DecodedLanes(n, faults.kind in BAD),
     "shuffle_buffer": lambda n, faults, dtype: _sources().ShuffleBuffer(_stream("shuffle_buffer", n, faults), 8),

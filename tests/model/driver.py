@@ -74,6 +74,14 @@ class World(Protocol):
         """The values of all hosts."""
         ...
 
+    def check_rounds(self) -> None:
+        """Asserts that what hosts have said in earlier generations of a feed is deleted."""
+        ...
+
+    def kill(self, host: int) -> None:
+        """Lets nothing that a host does from now on reach another."""
+        ...
+
 
 def sharding_of(case: Case, phase: Phase, devices: list[Any]) -> Any:
     """What is passed as ``sharding``."""
@@ -150,9 +158,12 @@ def _play_phase(case: Case, phase: Phase, wanted: list[Event], host: int, world:
     timeout = TIMEOUT_SECONDS * (5 if settings["num_workers"] else 1)  # processes are slow to start
     if "late" in (case.config["fault"], case.config["reshard"]):
         timeout = SHORT_TIMEOUT_SECONDS
-    before, source, make = len(world.warnings() or ()), case.source(phase, host, faults), meshfeed.Feed
-    if case.config.get("feed") == "remote":
-        source, make = functools.partial(remote_source, case.config, case.folder), meshfeed.remote.RemoteFeed
+    before, make = len(world.warnings() or ()), meshfeed.Feed
+    if case.config["feed"] == "remote":
+        number, make = case.phases.index(phase), meshfeed.remote.RemoteFeed
+        source = functools.partial(remote_source, case.config, case.folder, case.processes, number, host, faults)
+    else:
+        source = case.source(phase, host, faults)
     try:
         feed = make(
             source,
@@ -201,7 +212,7 @@ _MAY_WARN = {
     "%s %s cannot be read": lambda case: case.config["fault"] in BAD,
     "%s failed (%s: %s); attempt": lambda case: case.config["fault"] == "transient",
     "%s: the data ended before one full batch": lambda case: not is_random(case.config["source"]),
-    "%s: this host had received the batches": lambda case: case.config["reshard"] == "ahead",
+    "%s: this host had received the batches": lambda case: case.config["reshard"] in ("ahead", "killed"),
     "waited %.0f s for step": lambda case: case.config["fault"] in ("late", "unopened"),
     "waited %.0f s for": lambda case: case.config["reshard"] == "late",
 }
@@ -264,7 +275,7 @@ class _Player:
                 self._check_state(self.feed.get_state(), event, where)
 
     def _take(self, event: Event, where: str, count: int) -> None:
-        late = self.case.config["outside"] == "late" and self.host >= self.phase.topology.hosts
+        late = self.case.config["outside"] == "late" and self.host not in self.phase.topology.members
         if late and not is_random(self.case.config["source"]):  # which would not follow
             self.world.gather(f"{self.name}/{where}", self.phase.topology.hosts)
         hosts = self.phase.topology.hosts
@@ -274,13 +285,13 @@ class _Player:
         self._take_now(event, where, count)
         if waits and 1 != self.host < hosts:
             self.world.put(f"{self.name}/{where}", self.host, None)
-        if self.case.config["outside"] == "late" and self.host < self.phase.topology.hosts:
+        if self.case.config["outside"] == "late" and self.host in self.phase.topology.members:
             self.world.put(f"{self.name}/{where}", self.host, None)
 
     def _take_now(self, event: Event, where: str, count: int) -> None:
         leaves, leaver = self.case.config["fault"] in LEAVES, self.case.odd_host
         leaves_at = self.case.config["taken"] if leaves else None
-        outside = self.host >= self.phase.topology.hosts and is_random(self.case.config["source"])
+        outside = self.host not in self.phase.topology.members and is_random(self.case.config["source"])
         self.sizes = event.sizes
         for batch in event.batches:
             here = f"{where}, step {batch.step}"
@@ -302,7 +313,7 @@ class _Player:
             self._count(batch)
             self._check_log(batch, here)
         self._check_stats(where)
-        if self.case.config["fault"] == "dies" and self.host < self.phase.topology.hosts and self.host != leaver:
+        if self.case.config["fault"] == "dies" and self.host in self.phase.topology.members and self.host != leaver:
             self.world.put(f"{self.name}/left", self.host, False)
         if event.end:
             for _ in range(2):
@@ -330,7 +341,7 @@ class _Player:
     def _fails(self, event: Event, where: str) -> None:
         """What the hosts raise at a step that not all can deliver."""
         assert event.failing is not None
-        is_follower = self.host >= self.phase.topology.hosts
+        is_follower = self.host not in self.phase.topology.members
         if self.host in event.failing:
             kinds: tuple[str, ...] = (event.kind,) if len(event.failing) == 1 else (event.kind, "PeerError")
         elif is_follower and is_random(self.case.config["source"]):  # reads alone
@@ -363,14 +374,15 @@ class _Player:
                 assert error.hosts == (late,), f"{where}: raised {error!r}, of the hosts {error.hosts}"
                 assert error.waited_seconds >= SHORT_TIMEOUT_SECONDS, f"{where}: waited {error.waited_seconds} s"
                 assert is_follower or f"host {late}:\nthread " in text, f"{where}: raised {error!r}, without its stacks"
-        if event.kind == "StalledError" and not is_follower:
+        if event.kind == "StalledError":  # the source goes on once all that wait for it have given up
             self.world.put(f"{self.name}/stalled", self.host, None)
-            self.world.gather(f"{self.name}/stalled", self.phase.topology.hosts)
+            waiting = self.phase.topology.hosts if is_random(self.case.config["source"]) else event.present
+            self.world.gather(f"{self.name}/stalled", waiting)
             self.faults.released.set()
 
     def _text_of(self, event: Event, error: Exception) -> str | None:
         """A pattern of the whole text of an error, as far as the model knows it."""
-        if isinstance(error, meshfeed.PeerError) and event.kind in ("Fatal", "SourceError"):
+        if isinstance(error, meshfeed.PeerError) and event.kind in ("Fatal", "RuntimeError", "SourceError"):
             said = re.escape(error.peer_message.removesuffix("."))
             before = rf"All hosts delivered the steps before {event.step}; see the log of host {error.host}\."
             return rf"hosts? [0-9, ]+ failed in the read of step {event.step}: {said}\. {before}"
@@ -387,12 +399,12 @@ class _Player:
 
     def _text_of_stall(self, event: Event) -> str:
         waited = rf"\d+ s \(timeout_seconds={SHORT_TIMEOUT_SECONDS:g}\)\. "
-        if self.host >= self.phase.topology.hosts:
+        if self.host not in self.phase.topology.members:
             has = "has announced" if event.step else "has not begun this stream: it has announced"
             return rf"step {event.step}: host 0 {has} no further step for {waited}This host has no device .* host 0\."
         odd = self.case.odd_host
         records = r"(, )?(\d+|…)( \(\d+ in all\))?"
-        lane, steps = r"step \d+: reading lane \d+ \(epoch 0, after record \d+\)", r"reading steps? \d+( to \d+)?"
+        lane, steps = r"step \d+: reading lane \d+ \(epoch \d+, after record \d+\)", r"reading steps? \d+( to \d+)?"
         doing = rf"\(host {odd} is ({lane}|{steps} \(records? ({records})+\)) for [0-9.]+ s\)"
         waited = rf"\(waited \d+ s, timeout_seconds={SHORT_TIMEOUT_SECONDS:g}\)"
         return rf"step {event.step}: host {odd} has not read it yet {doing} {waited}\. Check the log of that host; .*"
@@ -444,12 +456,16 @@ class _Player:
         """Whether the files of all lanes were asked for ahead of their second read."""
         asked, case = self.faults.planned, self.case
         sizes = {size // case.num_lanes for _, size in self.phase.schedule}
+        sizes |= set() if case.config["reshard"] == "none" else {1, 2, 3}  # of lanes that are read forward
         assert {count for _, count in asked} <= sizes, f"files of {asked} were asked for, not of reads of {sizes}"
         lanes = case.lanes_of(self.phase, self.host, self.first_step)
-        plain = {"script": "run", "reshard": "none", "weights": "none", "num_workers": 0, "feed": "local"}
-        known = plain == {name: case.config.get(name, "local") for name in plain} and not self.left
+        plain = {"script": "run", "reshard": "none", "weights": "none", "num_workers": 0}
+        known = plain == {name: case.config[name] for name in plain} and not self.left
         if known and self.delivered["batches"] >= 2:
-            assert {lane for lane, _ in asked} >= lanes, f"files of {asked} were asked for, not of the lanes {lanes}"
+            # A lane that ends with its first read has no further files.
+            found = {lane for lane, _ in asked}
+            assert found, f"no files were asked for, of the lanes {lanes}"
+            assert found <= lanes, f"files of {asked} were asked for, not of the lanes {lanes}"
 
     def _count(self, batch: Batch) -> None:
         case = self.case
@@ -524,8 +540,7 @@ class _Player:
         assert not (alone and stats.peer_wait_seconds), f"{where}: {stats}"
         passing = self.faults.passing if self.case.config["fault"] == "transient" else 0
         bad = self.case.config["fault"] in BAD  # by which steps that are read together are read again one by one
-        here = self.case.config.get("feed") != "remote"  # or the faults are those of another process
-        assert stats.retries <= passing or bad or not here, f"{where}: {stats.retries} retries after {passing} faults"
+        assert stats.retries <= passing or bad, f"{where}: {stats.retries} retries after {passing} faults"
         settings = self.case.settings(self.phase)
         tuned = {name for name in ("prefetch", "num_threads", "num_workers") if settings[name] == "auto"}
         shown = set(stats.tuned or ()) - {"state", "reason", "tried"}
@@ -552,8 +567,9 @@ class _Player:
         if self.case.config["source"] == "host_batches_once" and event.step:
             self._cannot_go_back(event, where)
         self.world.put(f"{self.name}/{where}", self.host, self.feed.get_state())
-        if self.host == 0:
+        if self.host == min(self.phase.topology.members):
             states = self.world.gather(f"{self.name}/{where}", event.present)
+            self.world.check_rounds()
             self._check_merged(meshfeed.merge_states(states), event, where)
 
     def _cannot_go_back(self, event: Event, where: str) -> None:
@@ -570,7 +586,7 @@ class _Player:
         case = self.case
         assert state["position"] == event.position, f"{where}: position {state['position']}, not {event.position}"
         assert state.get("step", event.step) == event.step, f"{where}: step {state['step']}, not {event.step}"
-        follows = self.host >= self.phase.topology.hosts
+        follows = self.host not in self.phase.topology.members
         if not (follows and is_random(case.config["source"])):  # which learns of no bad records
             count = state.get("num_skipped", 0)
             assert count == len(event.bad), f"{where}: the state counts {count} bad records, not {len(event.bad)}"
@@ -657,7 +673,12 @@ class _Player:
         reasons = {entry[2] for ledger in ledgers for entry in ledger[:with_reason]}
         assert reasons <= {BAD_RECORD}, f"{where}: the state gives the reasons {reasons}"
         assert not state.get("num_unlisted"), f"{where}: {state['num_unlisted']} records are not listed"
-        assert bad == event.bad, f"{where}: the state lists the bad records {bad}, not {event.bad}"
+        lists_all = (
+            self.case.config["feed"] == "local" or self.case.config["reshard"] == "none"
+        )  # also of hosts that left
+        assert bad == event.bad if lists_all else bad <= event.bad, (
+            f"{where}: the state lists the bad records {bad}, not {event.bad}"
+        )
         if "lanes" in state and state["lanes"] is not None:
             assert len(state["lanes"]) == self.case.num_lanes, f"{where}: lanes {sorted(state['lanes'])}"
             records = sum(lane["records"] for lane in state["lanes"].values())
@@ -669,7 +690,7 @@ class _Player:
 
     def _ahead(self, event: Event, where: str) -> None:
         """A batch more on some hosts, unless another has gone on to the next action."""
-        if self.host % 2 == 0 or self.host >= self.phase.topology.hosts:
+        if self.host % 2 == 0 or self.host not in self.phase.topology.members:
             return
         self.sizes = event.sizes
         for batch in event.batches:
@@ -684,6 +705,10 @@ class _Player:
 
     def _reshard(self, event: Event, where: str, topology: Any, how: str = "") -> None:
         self.gone = self.host in event.gone
+        if self.host in event.killed:
+            self.world.kill(self.host)
+        elif event.killed and self.host not in event.told:
+            self._goes_on_until_told(event, where)
         if self.gone and self.host not in event.refused:
             self.feed.close()
             return
@@ -709,35 +734,65 @@ class _Player:
         if not refused:  # the state has no other lanes than this host reads
             self.moved, self.lanes_from = True, event.step
 
-    def _comes_in_vain(self, event: Event, where: str, topology: Any, sharding: Any) -> None:
-        """One host does not come to the meeting, until the others have given up."""
-        here = self.host != event.late and self.host < topology.hosts
+    def _goes_on_until_told(self, event: Event, where: str) -> None:
+        """Takes batches that need no host that was killed, until this host learns that another has called reshard."""
+        hosts = self.phase.topology.members
+        if self.host not in hosts and (is_random(self.case.config["source"]) or self.case.config["outside"] == "late"):
+            return  # it waits for no other host, or comes when the others have taken their batches
+        self.sizes = event.sizes
         try:
-            if here:
-                self.feed.reshard(sharding)
-        except meshfeed.StalledError as error:
-            texts = (
-                f"host {event.late} did not arrive within {SHORT_TIMEOUT_SECONDS:g} s",
-                "or has not called reshard",
-            )
-            if error.hosts != (event.late,) or not all(text in str(error) for text in texts):
-                raise AssertionError(f"{where}: raised {error!r}, of the hosts {error.hosts}") from error
+            for batch in event.batches:
+                arrays = next(self.feed)
+                self._check_arrays(batch, arrays, f"{where}, step {batch.step}")
+                self._count(batch)
+            if not self.case.endless:
+                next(self.feed)
+        except StopIteration:
+            pass
+        except meshfeed.PeerError as error:
+            said = rf"called reshard of its feed at step {event.step}"
+            known = error.host in hosts and error.host not in (*event.killed, self.host)
+            if not known or error.peer_message != said or not str(error).startswith(f"host {error.host} {said}. "):
+                raise AssertionError(f"{where}: raised {error!r}, of host {error.host}") from error
         except Exception as error:
             raise AssertionError(f"{where}: raised {error!r}") from error
         else:
-            assert not here, f"{where}: did not wait for host {event.late}"
-        self.has_structure, self.first_step = self.has_structure and not here, event.step if here else self.first_step
+            assert self.case.endless, f"{where}: gave a batch after the end"
+
+    def _comes_in_vain(self, event: Event, where: str, topology: Any, sharding: Any) -> None:
+        """One host does not come to the meeting, until the others have given up; then it may come alone."""
+        assert event.late is not None
+        others = tuple(host for host in topology.members if host != event.late)
+        if self.host in others:
+            self._waits_in_vain(sharding, (event.late,), where)
         self._wait_for_all(event, where)
+        if self.host == event.late == 0 and others:  # where the others have to come again
+            self._waits_in_vain(sharding, others, where)
+        self._wait_for_all(event, f"{where}, alone")
+        if self.host in others or self.host == event.late == 0:
+            self.has_structure, self.first_step = False, event.step
+
+    def _waits_in_vain(self, sharding: Any, late: tuple[int, ...], where: str) -> None:
+        try:
+            self.feed.reshard(sharding)
+        except meshfeed.StalledError as error:
+            texts = (f"did not arrive within {SHORT_TIMEOUT_SECONDS:g} s", "or has not called reshard")
+            if error.hosts != late or not all(text in str(error) for text in texts):
+                raise AssertionError(f"{where}: raised {error!r}, of the hosts {error.hosts}, not {late}") from error
+        except Exception as error:
+            raise AssertionError(f"{where}: raised {error!r}") from error
+        else:
+            raise AssertionError(f"{where}: did not wait for the hosts {late}")
 
     def _unable_to_reshard(self, event: Event, where: str, sharding: Any) -> None:
         """Some hosts have a mesh of the same hosts that divides no batch."""
-        kind = meshfeed.PeerError
+        kind: Any = meshfeed.PeerError
         if self.host in event.unable:
             mesh = jax.tree.leaves(sharding)[0] if isinstance(sharding, dict) else sharding
             devices = list(np.asarray(getattr(mesh, "mesh", mesh).devices).flat)
             kind, sharding = meshfeed.PlanError, Mesh(np.array(devices * 1009), ("data",))
-            if self.case.config.get("feed") == "remote":  # which finds no CPU beside each of them
-                kind = meshfeed.SettingsError
+            if self.case.config["feed"] == "remote":  # which may find no CPU beside each of them
+                kind = meshfeed.PlanError, meshfeed.SettingsError
         try:
             self.feed.reshard(sharding)
         except kind as error:

@@ -33,6 +33,9 @@ class _World:
     def steps(self) -> None:
         return None
 
+    def check_rounds(self) -> None:
+        pass
+
     def devices(self, processes: int, per_host: int) -> list[Any]:
         import jax
 

@@ -17,11 +17,13 @@ import sys
 import threading
 import time
 import types
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
 from typing import Any
 
+import jax
 import numpy as np
+import remote_hosts
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "chaos"))
 
@@ -39,6 +41,7 @@ from meshfeed._src.streams import lane_moves
 
 JOIN_SECONDS, CLEANUP_SECONDS = 60.0, 10.0
 _STEPS = "meshfeed.steps"
+_KEPT_ROUNDS = {False: 2, True: 4}  # of a handshake, if a reshard has failed or hosts have left: these wait in others
 
 
 @dataclasses.dataclass
@@ -70,8 +73,6 @@ class _Move(load_once.LoadOncePlacer):
     """Leaves the rows in the load sharding."""
 
     def finish(self, arrays: Any, global_batch_size: int) -> Any:
-        import jax
-
         return jax.tree.unflatten(arrays.treedef, list(zip(arrays.arrays, arrays.specs, strict=True)))
 
 
@@ -132,12 +133,26 @@ class _WorkerThread:
         """Does nothing: a thread cannot be killed."""
 
 
+class _Connection:
+    """A host's connection to the key-value store; of a host that is killed nothing arrives there."""
+
+    def __init__(self, store: MemoryStore, killed: set[int], host: int) -> None:
+        self._store, self._killed, self._host = store, killed, host
+
+    def __getattr__(self, name: str) -> Any:
+        if name in ("set", "delete", "increment") and self._host in self._killed:
+            return lambda *_, **__: None
+        return getattr(self._store, name)
+
+
 class Job:
     """The hosts of one case."""
 
     def __init__(self, processes: int) -> None:
         self.processes = processes
         self.store = MemoryStore()
+        self.killed: set[int] = set()
+        self.connections = [_Connection(self.store, self.killed, host) for host in range(processes)]
         self.counts: dict[int, collections.Counter[str]] = collections.defaultdict(collections.Counter)
         self.warnings: dict[int, list[logging.LogRecord]] = collections.defaultdict(list)  # by host
         self.steps: dict[int, list[str]] = collections.defaultdict(list)  # host → lines of its log of steps
@@ -201,7 +216,7 @@ def simulation(*, quiet: bool = True) -> Iterator[None]:
         (child, "TaskServer", lambda gc_every: serving.TaskServer(0)),  # which would disable this process's collector
         (coordination, "process_index", lambda: here.host),
         (coordination, "process_count", lambda: here.job.processes if here.job else 1),
-        (coordination, "key_value_store", lambda: here.job.store),
+        (coordination, "key_value_store", lambda: here.job.connections[here.host]),
         (coordination, "next_use", next_use),
         (coordination, "is_distributed", lambda: True),
         (identity, "process_index", lambda: here.host),
@@ -211,14 +226,14 @@ def simulation(*, quiet: bool = True) -> Iterator[None]:
         (device_put, "BlockDevicePut", _Put),
         (load_once, "BlockDevicePut", _Put),
         (
-            device_put.DevicePut,
-            "without_blocks",
-            lambda self, shape, sharding, dtype: Blocks(shape, dtype, sharding, []),
+            jax,
+            "make_array_from_single_device_arrays",
+            lambda shape, sharding, arrays, *, dtype: Blocks(shape, dtype, sharding, arrays),
         ),
     ]
     from meshfeed._src.arrays import placer
 
-    patches.append((placer, "LoadOncePlacer", _Move))
+    patches += [(placer, "LoadOncePlacer", _Move), *remote_hosts.patches()]
     saved = [(owner, name, getattr(owner, name)) for owner, name, _ in patches]
     for owner, name, value in patches:
         setattr(owner, name, value)
@@ -254,6 +269,18 @@ class _World(Exchange):
 
     def steps(self) -> list[str]:
         return self._here.job.steps[self._here.host]
+
+    def check_rounds(self) -> None:
+        most, rounds = _KEPT_ROUNDS[self._case.config["reshard"] != "none"], collections.defaultdict[str, set[str]](set)
+        for key in self._here.job.store.directory("meshfeed"):
+            scope, of, number = key.partition("/settings/")
+            if of:
+                rounds[scope].add(number.partition("/")[0])
+        kept = {scope: sorted(found) for scope, found in rounds.items() if len(found) > most}
+        assert self._here.job.killed or not kept, f"rounds are left in the store: {kept}"
+
+    def kill(self, host: int) -> None:
+        self._here.job.killed.add(host)
 
     def devices(self, processes: int, per_host: int) -> list[Any]:
         return fake_devices(processes, per_host, this_process=self._here.host)
@@ -359,14 +386,15 @@ def play(case: Case) -> None:
     """
     world, job = _World(case, _current[-1]), Job(case.processes)
     assert case.events  # once for all hosts
-    alone = case.config["fault"] in ("unopened", *LEAVES)  # which others find out after some time
+    # Which others find out after some time.
+    alone = case.config["fault"] in ("unopened", *LEAVES) or case.config["reshard"] == "killed"
     handshake._GRACE_SECONDS, windows._ERROR_GRACE_SECONDS = (0.4, 0.4) if alone else (3.0, 4.0)
     with types_of(case):
         run(case.processes, lambda host: play_host(case, host, world, "case"), job=job, give_up=world.give_up)
     end = time.monotonic() + CLEANUP_SECONDS
-    while (_unexpected(job.store.keys()) or _running(job)) and time.monotonic() < end:
+    while ((left := _unexpected(job.store.keys(), job.killed)) or _running(job)) and time.monotonic() < end:
         time.sleep(0.01)
-    assert not _unexpected(job.store.keys()), f"keys are left in the store: {_unexpected(job.store.keys())}"
+    assert not left, f"keys are left in the store: {left}"
     assert not _running(job), f"threads are left: {_running(job)}"
 
 
@@ -374,12 +402,16 @@ def _running(job: Job) -> list[str]:
     return sorted(thread.name for thread in job.threads if thread.is_alive())
 
 
-def _unexpected(keys: list[str]) -> list[str]:
+def _unexpected(keys: list[str], killed: Collection[int] = ()) -> list[str]:
     """Keys that feeds leave behind.
 
     Those of a feed's last 16 generations are for hosts that follow it late, and the results of its last two meetings for
-    those that call reshard late; one that failed is deleted once the same hosts have met.
+    those that call reshard late; one that failed is deleted once the same hosts have met. What a host that is killed has
+    shared with the others stays, as it may only be slow, but nothing of what these share after they have met.
     """
+    if killed:
+        own = {f"meshfeed/{what}/{host}" for what in ("alive", "watch") for host in killed}
+        keys = [key for key in keys if key not in own and (not key.startswith("meshfeed/feed/") or "-on-" in key)]
     of = {key: key.rpartition("/")[0] for key in keys if key.startswith("meshfeed/follow/")}
     of |= {key: key.rpartition("-on-")[0] + "/meet" for key in of if key.endswith("/meet/out")}
     counts = collections.Counter(of.values())

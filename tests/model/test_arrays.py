@@ -65,18 +65,21 @@ def test_moves_between_shardings_keep_every_bit(axis_type: Any) -> None:
     hosts = [some(rng, (8, 16), name) for name in sorted(names)]
     shardings = [[NamedSharding(mesh, some_spec(rng, mesh, 2)) for _ in hosts] for _ in range(2)]
     before = [jax.device_put(host, sharding) for host, sharding in zip(hosts, shardings[0], strict=True)]
-    keys = jax.device_put(jax.random.split(jax.random.key(5), 8), NamedSharding(mesh, PartitionSpec("a")))
-    to = [*shardings[1], NamedSharding(mesh, PartitionSpec("b"))]
+    to_devices = NamedSharding(mesh, PartitionSpec("a"))
+    kinds = ("threefry2x32", "rbg", "unsafe_rbg")
+    keys = [jax.device_put(jax.random.split(jax.random.key(5, impl=kind), 8), to_devices) for kind in kinds]
+    to = [*shardings[1], *[NamedSharding(mesh, PartitionSpec("b"))] * len(keys)]
     with jax.set_mesh(mesh_of((8,))), jax.debug_nans(True), jax.debug_infs(True), jax.disable_jit(True):
-        *after, moved = reshard.reshard([*before, keys], to)
-    for host, array, sharding in zip(hosts, after, shardings[1], strict=True):
+        after = reshard.reshard([*before, *keys], to)
+    for host, array, sharding in zip(hosts, after, shardings[1], strict=False):
         assert array.dtype == host.dtype
         assert array.sharding.is_equivalent_to(sharding, 2)
         for shard in array.addressable_shards:
             assert np.asarray(shard.data).tobytes() == host[shard.index].tobytes(), host.dtype
-    assert jax.random.key_data(moved).tolist() == jax.random.key_data(keys).tolist()
-    assert moved.dtype == keys.dtype
-    assert moved.sharding.spec == PartitionSpec("b")
+    for key, moved in zip(keys, after[len(hosts) :], strict=True):
+        assert jax.random.key_data(moved).tolist() == jax.random.key_data(key).tolist()
+        assert moved.dtype == key.dtype
+        assert moved.sharding.spec == PartitionSpec("b")
 
 
 @pytest.mark.parametrize("name", [*NUMPY, *NARROW])

@@ -50,6 +50,10 @@ def wrong_states(state: State, host: int, lanes: set[int], total: int | None) ->
     for name in ("seed", "num_epochs"):
         if name in fingerprint:
             yield changed(name, put("fingerprint", name, (fingerprint[name] or 0) + 1))
+    if state["position"] and "mixture" in fingerprint and not fingerprint["mixture"].get("added"):  # at step 0, perhaps
+        begun = fingerprint["mixture"]["stages"][0][2]
+        for name in begun:
+            yield changed("mixture", put("fingerprint", "mixture", "stages", 0, 2, {**begun, name: begun[name] + 1}))
     yield changed("end", put("fingerprint", "end", {"pad": "drop", "drop": "pad"}[fingerprint["end"]]))
     yield changed("source", put("fingerprint", "source", {"kind": "another"}))
     yield changed("kind", put("kind", {"lanes": "host_batches"}.get(state["kind"], "lanes")))

@@ -862,3 +862,13 @@ def test_a_pass_opened_only_for_its_first_batch_may_fail_to_close() -> None:
     with make_feed(batches) as feed:
         assert feed.element_spec["x"].shape == (8, 2)
     assert batches.closed == [1]
+
+
+@pytest.mark.parametrize("make", [list, iter])
+def test_element_spec_of_no_batch_leaves_the_end_for_next(make: Callable[[list[Any]], Any]) -> None:
+    with make_feed(meshfeed.sources.HostBatches(make([])), global_batch_size=8, end="pad") as feed:
+        for _ in range(2):
+            with pytest.raises(meshfeed.SourceError, match="is empty: it gave no batch on this host"):
+                _ = feed.element_spec
+        with pytest.raises(meshfeed.SourceError, match="the host batches are empty"):
+            next(feed)

@@ -139,8 +139,9 @@ class Handshake:
     def step_aside(self, notice: str) -> None:
         """Publishes that this host has left for another sharding, once it has ended its generation.
 
-        Hosts may wait for it in the windows of that generation, in the round with which it began, or in the next round. It
-        may still join the next round: :meth:`withdraw` retracts what concerns that.
+        Hosts may wait for it in the windows of that generation, in the round with which it began, or in the next round;
+        followers may already wait in the generation that begins with the next round. This host may still join that round:
+        :meth:`withdraw` retracts what concerns it.
         """
         store = self._store()
         if store is None:
@@ -148,8 +149,8 @@ class Handshake:
         failure = Failure.left(notice, coordination.process_index()).to_json()
         try:
             text = json.dumps(failure)
-            rounds = [self._round(number) for number in range(max(0, self.round - 1), self.round + 1)]
-            for prefix in (f"{self._feed}/{self.round}", *rounds):
+            began = [self._round(self.round - 1)] if self.round else []
+            for prefix in (f"{self._feed}/{self.round}", *began, *self._next_prefixes):
                 store.set(aside_key(prefix), text, overwrite=True)
             self._reduction(store).publish({"failure": failure})
         except Exception as error:  # the meeting that follows needs the store too, and raises
@@ -160,13 +161,19 @@ class Handshake:
         """The prefix of the keys of a round."""
         return f"{self._feed}/settings/{number}"
 
+    @property
+    def _next_prefixes(self) -> tuple[str, str]:
+        """The prefixes of the keys of the next round, and of the generation that begins with it."""
+        return self._round(self.round), f"{self._feed}/{self.round + 1}"
+
     def withdraw(self) -> None:
         """Starts a new generation of the feed and retracts what a refused state, or a host that stepped aside, published."""
         self.in_force = False
         store = self._store() if self._refused else None
         if store is not None:
             self._reduction(store).retract()
-            store.delete(aside_key(self._round(self.round)))
+            for prefix in self._next_prefixes:
+                store.delete(aside_key(prefix))
         self._refused = False
 
     def leave(self, notice: str | None = None, *, awaited: bool = False) -> None:

@@ -63,7 +63,7 @@ def make_place(
       SettingsError: the sharding is invalid, or this kind of stream cannot continue on it.
       PlanError: a batch size is not divisible over the mesh.
     """
-    placer = make_placer(sharding, _with_hosts_left(settings, sharding))
+    placer = make_placer(sharding, dataclasses.replace(settings, load=hosts_left(settings.load, sharding)))
     host_rows = placer.host_rows(stream.record_spec if stream.in_columns else None)
     if stream.hosts_make_batches:
         _check_same_rows(stream, before, rows_before, placer, host_rows)
@@ -73,19 +73,19 @@ def make_place(
     return FeedPlace(placer, host_rows, follows)
 
 
-def _with_hosts_left(settings: FeedSettings, sharding: PyTree) -> FeedSettings:
-    """Leaves the hosts out of ``load=[…]`` that are not in the sharding."""
-    if isinstance(settings.load, str):
-        return settings
+def hosts_left(load: str | Sequence[int], sharding: PyTree) -> str | Sequence[int]:
+    """Leaves the hosts out of ``load=[…]`` that are not in the sharding; SettingsError if none is."""
+    if isinstance(load, str):
+        return load
     everyone = participants(normalize_sharding(sharding))
-    left = [host for host in settings.load if host in everyone]
+    left = [host for host in load if host in everyone]
     if not left:
         raise SettingsError(
-            f"load={list(settings.load)!r}: none of these hosts has a device in the sharding passed to reshard, so no host "
+            f"load={list(load)!r}: none of these hosts has a device in the sharding passed to reshard, so no host "
             'would read. Use load="once" to read on any hosts.',
             setting="load",
         )
-    return dataclasses.replace(settings, load=left)
+    return left
 
 
 def _check_same_rows(

@@ -367,10 +367,13 @@ class RemoteClient:
             )
         return headers
 
-    def close(self) -> None:
-        """Stops threads and processes on the hosts; no-op in a forked child."""
+    def close(self, because: BaseException | None = None) -> None:
+        """Stops threads and processes on the hosts, which tell others ``because``; no-op in a forked child.
+
+        A target whose ``close`` takes no reason gets none.
+        """
         if self._owner.is_here:
-            self.call("close")
+            self.call("close", *([] if because is None else [Failure.exact(because).to_json()]))
 
     # ------------------------------------------------------------------ batches
 

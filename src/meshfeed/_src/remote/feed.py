@@ -12,6 +12,7 @@ process.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import json
@@ -24,7 +25,15 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from numpy.typing import ArrayLike
 
-from meshfeed._src.base.errors import MeshfeedError, SettingsError, SourceError, hides_own_frames, suggests_keywords
+from meshfeed._src.base import coordination
+from meshfeed._src.base.errors import (
+    Failure,
+    MeshfeedError,
+    SettingsError,
+    SourceError,
+    hides_own_frames,
+    suggests_keywords,
+)
 from meshfeed._src.base.fork import NotCopied
 from meshfeed._src.base.settings import (
     SETTINGS,
@@ -42,6 +51,7 @@ from meshfeed._src.base.turn import in_turn
 from meshfeed._src.base.types import PyTree, RecordIds, public
 from meshfeed._src.feed.iterator import Feed, SecondPass
 from meshfeed._src.feed.local_iterator import LocalIterator
+from meshfeed._src.feed.resharding import hosts_left
 from meshfeed._src.pictures.plan import MeshPlan, plan_of_batch
 from meshfeed._src.pictures.report import report_figures, report_page
 from meshfeed._src.plan.plan import normalize_sharding, sharding_leaves
@@ -50,7 +60,9 @@ from meshfeed._src.state import state as feed_state
 from meshfeed._src.state.files import Checkpointable
 
 
-def make_feed_payload(make_source: object, prefix: PyTree, settings: Mapping[str, Any]) -> bytes:
+def make_feed_payload(
+    make_source: object, prefix: PyTree, settings: Mapping[str, Any], *, resharded: bool = False
+) -> bytes:
     """Returns a pickled function from a mesh of CPU devices to a :class:`FeedTarget`."""
     what = "a function without arguments that can be imported on those hosts, or pickled with all that it refers to"
     if not callable(make_source):
@@ -58,17 +70,34 @@ def make_feed_payload(make_source: object, prefix: PyTree, settings: Mapping[str
     # Pickle the factory alone first: the error then names make_source rather than the settings.
     make_payload(make_source, setting="make_source", what=what)
     specs = jax.tree.map(lambda sharding: sharding.spec, prefix)  # shardings refer to the controller's devices
-    make_target = functools.partial(FeedTarget, make_source, specs, settings)
+    make_target = functools.partial(FeedTarget, make_source, specs, settings, resharded)
     return make_payload(make_target, setting="settings", what="values that can be pickled")
 
 
 class FeedTarget:
-    """The target of a :class:`meshfeed._src.remote.client.Endpoint`: a feed over the CPU devices of the host's mesh."""
+    """The target of a :class:`meshfeed._src.remote.client.Endpoint`: a feed over the CPU devices of the host's mesh.
 
-    def __init__(self, make_source: Callable[[], Any], specs: PyTree, settings: Mapping[str, Any], mesh: Mesh) -> None:
+    Args:
+      make_source: makes the source.
+      specs: pytree prefix of ``PartitionSpec``.
+      settings: keywords of the feed.
+      resharded: whether another feed continues on this mesh, as :meth:`meshfeed.Feed.reshard` does.
+      mesh: CPU devices.
+    """
+
+    def __init__(
+        self,
+        make_source: Callable[[], Any],
+        specs: PyTree,
+        settings: Mapping[str, Any],
+        resharded: bool,
+        mesh: Mesh,
+    ) -> None:
         sharding = jax.tree.map(
             lambda spec: NamedSharding(mesh, spec), specs, is_leaf=lambda leaf: isinstance(leaf, PartitionSpec)
         )
+        if resharded:
+            settings = {**settings, "load": hosts_left(settings["load"], sharding)}
         self._feed = feed = Feed(make_source(), sharding, **settings)
         if "buckets" in feed.config()["fingerprint"]:
             feed.close()
@@ -85,7 +114,9 @@ class FeedTarget:
             "reset": feed.reset,
             "start": feed.start,
             "set_weights": lambda weights, from_step: feed.set_weights(weights, from_step=from_step),
-            "close": feed.close,
+            "close": lambda because=None: feed.close(
+                _because=None if because is None else Failure.from_json(because).exception()
+            ),
             "len": feed.__len__,
             "element_spec": self._element_spec,
             "record_ids": lambda step: feed.record_ids(step).tolist(),
@@ -174,16 +205,22 @@ class RemoteFeed(Checkpointable, NotCopied):
     ) -> None:
         arguments = locals()  # must be first: only the arguments are defined
         self._closed = self._ended = False
-        FeedSettings.of(arguments)  # fails here rather than on the hosts
         self._make_source = make_source
         self._settings = {name: arguments[name] for name in SETTINGS}
+        try:
+            FeedSettings.of(arguments)  # fails here rather than on the hosts
+        except SettingsError:
+            if coordination.process_count() > 1:  # other controllers, whose hosts wait for those of this one
+                with contextlib.suppress(Exception):
+                    self._make_client(sharding)
+            raise
         self._client, self._memory_kind = self._make_client(sharding)
         self._turn = self._client.turn
         self._client.know_spec()
         self._settings["name"] = self.name = str(self._client.call("config")[0]["name"])
         self._second_pass = SecondPass(self.name)
 
-    def _make_client(self, sharding: PyTree) -> tuple[RemoteClient, str | None]:
+    def _make_client(self, sharding: PyTree, *, resharded: bool = False) -> tuple[RemoteClient, str | None]:
         """Creates the feeds on the hosts; also returns the memory kind of the arrays on the accelerators."""
         prefix = normalize_sharding(sharding)
         meshes = list(dict.fromkeys(leaf.mesh for leaf in sharding_leaves(prefix)))
@@ -194,7 +231,8 @@ class RemoteFeed(Checkpointable, NotCopied):
             )
         # The memory kind belongs to the accelerators: apply it in the transfer from the CPU mesh.
         kinds = {leaf.memory_kind for leaf in sharding_leaves(prefix)}
-        client = RemoteClient(make_feed_payload(self._make_source, prefix, self._settings), meshes[0])  # pyright: ignore[reportArgumentType] # of real devices
+        payload = make_feed_payload(self._make_source, prefix, self._settings, resharded=resharded)
+        client = RemoteClient(payload, meshes[0])  # pyright: ignore[reportArgumentType] # of real devices
         return client, kinds.pop() if len(kinds) == 1 else None
 
     def __repr__(self) -> str:
@@ -281,7 +319,9 @@ class RemoteFeed(Checkpointable, NotCopied):
         """Continues the same stream on another sharding: creates the feeds on its hosts, at the state of the current ones.
 
         Call it on all controllers, after the same step. With several controllers, a stream cannot move, because each
-        controller has the lanes of its own hosts only: save a checkpoint, and restore it in a new feed.
+        controller has the lanes of its own hosts only: save a checkpoint, and restore it in a new feed. Bad records that
+        hosts of other controllers have replaced are still counted in the state, but listed only there. If ``load`` is a
+        list, hosts that are not in ``sharding`` are left out of it.
 
         Raises:
           StateMismatchError: the state of this controller lacks lanes that its hosts need.
@@ -290,7 +330,7 @@ class RemoteFeed(Checkpointable, NotCopied):
         """
         self._check_open()
         state, counted = self.get_state(), self._client.call("counted")[0]
-        client, memory_kind = self._make_client(sharding)
+        client, memory_kind = self._make_client(sharding, resharded=True)
         try:
             client.call("set_state", json.dumps(state))
             client.know_spec()
@@ -380,14 +420,14 @@ class RemoteFeed(Checkpointable, NotCopied):
 
     # ------------------------------------------------------------------ closing
 
-    def close(self) -> None:
+    def close(self, *, _because: BaseException | None = None) -> None:
         """Stops threads and processes on the hosts; ``get_state`` still works, and a second close is a no-op."""
         if not self._closed:
             self._closed = True
-            self._client.close()
+            self._client.close(_because)
 
     def __enter__(self) -> RemoteFeed:
         return self
 
-    def __exit__(self, *exc_info: object) -> None:
-        self.close()
+    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
+        self.close(_because=error)

@@ -74,6 +74,9 @@ def _outside_of_next() -> contextlib.AbstractContextManager[None]:
     )
 
 
+_EMPTY = object()  # in place of a first batch that an iterator has not
+
+
 class LocalBatchReader:
     """Reads this host's batches from its iterator.
 
@@ -482,18 +485,16 @@ class LocalBatchStream:
             if reading is None and self._first is None:
                 with _outside_of_next():
                     iterator = self.source.iterator()
-                try:
-                    batch = next(iterator)
-                except StopIteration:
-                    raise SourceError(
-                        "the iterable of host batches is empty: it gave no batch on this host. A host that only pads learns "
-                        "the structure of the batches from the other hosts, with the first next(feed)."
-                    ) from None
-                self._first = (iterator, batch)
+                self._first = (iterator, next(iterator, _EMPTY))
             first = self._first
         if reading is not None:
             return reading.peek()
         assert first is not None
+        if first[1] is _EMPTY:
+            raise SourceError(
+                "the iterable of host batches is empty: it gave no batch on this host. A host that only pads learns "
+                "the structure of the batches from the other hosts, with the first next(feed)."
+            )
         return first[1]
 
     def record_spec(self, cursor: Cursor | None = None) -> RecordSpec:
@@ -627,6 +628,7 @@ class LocalBatchStream:
         ready: PyTree | None = None
         if entry is None and self._first is not None:
             iterator, ready = self._first
+            ready = None if ready is _EMPTY else ready  # the iterator ends again
             self._first = None
         else:
             with _outside_of_next():
