@@ -1275,7 +1275,6 @@ class Event:
     words: tuple[str, ...] = ()  # what the error of every host says
     text: str | None = None  # a pattern of the whole text of the error of every host, if the model knows it
     lanes: frozenset[int] = frozenset()  # lanes without a record, because of which hosts raise an error
-    loose: bool = False  # other hosts may deliver what has been agreed on, perhaps up to the end
     bad: set[tuple[int, int, int]] = dataclasses.field(default_factory=set)  # record id, epoch, step: after the action
     step: int = 0  # after the action
     position: int = 0
@@ -2005,7 +2004,7 @@ class Case:
         elif fault == "late" and self.failing(phase, batch):
             event.failing, event.kind, event.words = everyone, "StalledError", ()
         elif fault == "wide" and self.failing(phase, batch):
-            event.failing, event.kind, event.loose = (odd,), "SourceError", True
+            event.failing, event.kind = (odd,), "SourceError"
             event.words = (
                 f"leaf {PATHS[self.config['form']]} of dtype int64 holds {WIDE} at (",
                 ", 3), which does not fit",

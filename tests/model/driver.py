@@ -346,9 +346,6 @@ class _Player:
             kinds: tuple[str, ...] = (event.kind,) if len(event.failing) == 1 else (event.kind, "PeerError")
         elif is_follower and is_random(self.case.config["source"]):  # reads alone
             return
-        elif event.loose:
-            self._goes_on(event, where)
-            return
         elif not is_follower:
             kinds = ("PeerError",)
         else:
@@ -409,17 +406,6 @@ class _Player:
         waited = rf"\(waited \d+ s, timeout_seconds={SHORT_TIMEOUT_SECONDS:g}\)"
         return rf"step {event.step}: host {odd} has not read it yet {doing} {waited}\. Check the log of that host; .*"
 
-    def _goes_on(self, event: Event, where: str) -> None:
-        """Of a host that has read its part: up to the end, or until it learns that the one that fails has left."""
-        try:
-            for _ in self.feed:
-                pass
-        except meshfeed.PeerError as error:
-            self._check_leaver(error, event.failing[0], event.step, where)
-        except Exception as error:
-            raise AssertionError(f"{where}: raised {error!r}") from error
-        self.left = True
-
     def _leave(self) -> None:
         """Closes the feed before the others are done, perhaps because of an error of the loop."""
         self.left = True
@@ -449,7 +435,7 @@ class _Player:
             self._goes_on_alone(where, host, step)
         because = f" after FloatingPointError: {LOOP_ERROR}" if self.case.config["fault"] == "dies" else ""
         wanted = f"closed its feed at step {step}{because}"
-        assert error.peer_message == wanted or self.case.config["fault"] == "wide", f"{where}: {error.peer_message!r}"
+        assert error.peer_message == wanted, f"{where}: {error.peer_message!r}"
         self.left = True
 
     def check_planned(self) -> None:
