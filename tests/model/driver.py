@@ -215,6 +215,8 @@ _MAY_WARN = {
     "%s: this host had received the batches": lambda case: case.config["reshard"] in ("ahead", "killed"),
     "waited %.0f s for step": lambda case: case.config["fault"] in ("late", "unopened"),
     "waited %.0f s for": lambda case: case.config["reshard"] == "late",
+    # With the short timeout of those, on a machine that is busy with something else.
+    "%s: %s for %.0f s": lambda case: case.config["fault"] in ("late", "unopened") or case.config["reshard"] == "late",
 }
 """The beginnings of other warnings → whether a case may have them."""
 
@@ -450,7 +452,7 @@ class _Player:
         if known and self.delivered["batches"] >= 2:
             # A lane that ends with its first read has no further files.
             found = {lane for lane, _ in asked}
-            assert found, f"no files were asked for, of the lanes {lanes}"
+            assert found or not lanes, f"no files were asked for, of the lanes {lanes}"
             assert found <= lanes, f"files of {asked} were asked for, not of the lanes {lanes}"
 
     def _count(self, batch: Batch) -> None:

@@ -207,7 +207,8 @@ class HuggingFaceStream:
         if not cut.costs or cut.num_lanes in self._warned:
             return
         self._warned.add(cut.num_lanes)  # warn once, not once per lane
-        listed = "; ".join(cut.costs[:_MAX_LISTED])
+        # Names of files need not be UTF-8, which a log file is.
+        listed = "; ".join(cut.costs[:_MAX_LISTED]).encode(errors="backslashreplace").decode()
         more = f"; and {len(cut.costs) - _MAX_LISTED} more" if len(cut.costs) > _MAX_LISTED else ""
         _log.warning(
             "read amplification with %d lanes: %s%s. A number of files, or of Parquet row groups, that num_lanes= "
