@@ -37,7 +37,7 @@ _SHRINK_SECONDS = 120.0
 _TOLD_EVERY = 100
 
 
-def draw(options: dict[str, list[Any]], seed: int, count: int) -> list[Config]:
+def draw(options: dict[str, list[Any]], seed: int, count: int, valid: Callable[[Config], bool] = valid) -> list[Config]:
     """Configurations in which every two values of every two settings meet, then random ones, ``count`` in all."""
     found = pairwise.covering(options, seed, valid)[:count]
     rng = random.Random(seed)

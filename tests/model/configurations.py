@@ -266,12 +266,18 @@ def valid(config: Config) -> bool:
     return not any(_forbidden(config["source"], config))
 
 
+def valid_on_devices(config: Config) -> bool:
+    """As :func:`valid`, for ``ONE_HOST``, where fatal faults of what :func:`_never_remote` makes again are drawn too."""
+    again = config.get("feed") == "remote" and config.get("source") in LIMITED and config.get("fault") == "fatal"
+    return not again and valid(config)
+
+
 def _never_remote(config: Config) -> bool:
     """Whether a feed beside the accelerators has no such source, or cannot do what others can."""
     if config["source"] in ("buckets", "records_cached") or config.get("form") == "registered":
         return True
     # To be moved it makes the source again, which counts entries and so reads records outside of any retry.
-    if config["source"] in LIMITED and config.get("fault") in ("transient", "fatal"):
+    if config["source"] in LIMITED and config.get("fault") == "transient":
         return True
     # A controller whose hosts have no rows has no feed. Several controllers cannot move lanes, and do not meet.
     moves = config.get("reshard", "none")

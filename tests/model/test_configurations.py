@@ -7,7 +7,7 @@ import pairwise
 import pytest
 import real_hosts
 import simulated_hosts
-from configurations import DEFAULTS, ONE_HOST, REAL, SIMULATED, Records, valid
+from configurations import DEFAULTS, ONE_HOST, REAL, SIMULATED, Records, valid, valid_on_devices
 
 ONE_HOST_CONFIGURATIONS, REAL_CONFIGURATIONS = 80, 40
 
@@ -22,7 +22,7 @@ def test_simulated_hosts_give_what_the_model_says(tmp_path):
 
 @pytest.mark.slow
 def test_one_host_with_real_devices_gives_what_the_model_says(tmp_path):
-    for config in campaign.draw(ONE_HOST, 3, ONE_HOST_CONFIGURATIONS):
+    for config in campaign.draw(ONE_HOST, 3, ONE_HOST_CONFIGURATIONS, valid_on_devices):
         text = campaign.failure(config, str(tmp_path), here=True)
         assert text is None, f"{text}\n{config}"
 
