@@ -186,7 +186,7 @@ def test_few_requests_to_the_coordinator() -> None:
             calls["get"] += 1
             return super().get(key, seconds)
 
-    job.job.store = Counting()
+    job.job.connections = [Counting()] * 12  # type: ignore[list-item]
     job.run()
     assert calls["set"] <= 5 + 1 + 2  # values, the result, and notes of late hosts
     assert 11 <= calls["get"] <= 11 + 10

@@ -13,6 +13,7 @@ from etils import epath
 
 from meshfeed._src.base.errors import CheckpointError, CorruptDataError
 from meshfeed._src.base.store_path import StorePath
+from meshfeed._src.base.stores import RefusedError
 from meshfeed._src.state import files
 from meshfeed._src.state.state import digest_of
 
@@ -251,7 +252,7 @@ def test_damage_found_in_a_step_can_name_the_step() -> None:
 
 def test_a_url_that_cannot_be_read_is_named(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert files.readable_path(str(tmp_path)) == epath.Path(tmp_path)
-    assert message(CheckpointError, files.readable_path, "nothing://a/b") == (
+    assert message(RefusedError, files.readable_path, "nothing://a/b") == (
         "nothing://a/b: Protocol not known: nothing. Install fsspec and the package that brings this protocol."
     )
     assert files.readable_path("memory://a/b") == StorePath("memory://a/b")
