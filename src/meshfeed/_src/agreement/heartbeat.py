@@ -69,9 +69,7 @@ class Pulse:
         """Hosts that have stopped, and for how many seconds."""
         self.told: dict[int, str] = {}
         """What hosts have told the others with :func:`tell` in the last beats."""
-        self._beats_left: dict[
-            int, int
-        ] = {}  # on the watcher: host → for how many beats it repeats what that host told
+        self._beats_left: dict[int, int] = {}  # on the watcher: host → beats for which it repeats what that host told
 
     def beat(self, elapsed: float, participants: Sequence[int]) -> dict[int, float]:
         """Shows that this process is alive, and returns :attr:`silent`.

@@ -43,15 +43,16 @@ def get_items(source: hooks.ItemsReader, ids: list[int], name: NameRecord) -> Se
     """Returns records from ``__getitems__``, one per id; an error names the first of them."""
     if not ids:
         return []
-    number, first = len(ids), name(ids[0])
-    what = first if number == 1 else f"{number} records (first: {first})"
+    number = len(ids)
     try:
         records = source.__getitems__(ids)
     except SourceError:
         raise
-    except StopIteration as error:
-        raise ended(f"reading {what}", ids[0] if number == 1 else None) from error
     except Exception as error:
+        first = name(ids[0])
+        what = first if number == 1 else f"{number} records (first: {first})"
+        if isinstance(error, StopIteration):
+            raise ended(f"reading {what}", ids[0] if number == 1 else None) from error
         _note(error, what)
         raise
     if not hasattr(records, "__len__"):

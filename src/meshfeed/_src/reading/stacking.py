@@ -45,11 +45,8 @@ class RecordSpec(Structure):
         return self.treedef.unflatten([memory.empty((num_rows, *leaf.shape), leaf.dtype) for leaf in self.leaves])
 
 
-_NO_DTYPES: tuple[type, ...] = (
-    np.void,
-    np.longdouble,
-    np.clongdouble,
-)  # types, not kinds: ml_dtypes have the same kind as np.void
+# Types, not kinds: ml_dtypes have the same kind as np.void.
+_NO_DTYPES: tuple[type, ...] = (np.void, np.longdouble, np.clongdouble)
 
 
 def _where(record_id: int | None, lane_index: int | None) -> str:
