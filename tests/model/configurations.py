@@ -1573,6 +1573,10 @@ class Case:
             found.order, found.value, pad, bad, found.origin, found.first, cost if config["balance"] else None
         )
 
+    def outlasts(self, lane: int, count: int) -> bool:
+        """Whether a lane has more than ``count`` records."""
+        return any(total > count for total in itertools.accumulate(map(len, self._lane(lane))))
+
     def _lane(self, lane: int, stages: lists.Stages = (), weighted: _Weighted | None = None) -> Iterator[list[Record]]:
         """The records of a lane, a list per epoch; of a mixture with stages from positions on."""
         config = self.config
