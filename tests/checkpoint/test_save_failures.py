@@ -123,11 +123,21 @@ def test_a_step_that_is_saved_is_no_error_though_an_older_one_is_not_removed(tmp
         assert ckpt.steps() == [3]
 
 
+@pytest.mark.parametrize("late", [False, True])
 @pytest.mark.parametrize("then", ["save", "restore"])
-def test_a_save_that_an_interrupt_leaves_half_begun_ends_before_the_next(tmp_path, monkeypatch, then):
+def test_a_save_that_an_interrupt_leaves_half_begun_ends_before_the_next(tmp_path, monkeypatch, then, late):
     """Such as SIGTERM, after which a program saves once more: the folder must not be removed while it is written."""
     state, start, interrupts = {"w": np.arange(8)}, threading.Thread.start, [KeyboardInterrupt()]
-    write = stored.write_part
+    write, path_type = stored.write_part, type(epath.Path(tmp_path))
+    mkdir = path_type.mkdir
+
+    def make_late(self, *args, **kwargs):
+        if self.name.startswith("1.orbax-checkpoint-tmp"):
+            time.sleep(1.0)
+        mkdir(self, *args, **kwargs)
+
+    if late:  # Orbax makes the folder in the background
+        monkeypatch.setattr(path_type, "mkdir", make_late)
 
     def interrupted(self):
         if self.name == "save_finalize" and interrupts:

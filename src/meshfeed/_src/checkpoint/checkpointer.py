@@ -49,6 +49,7 @@ from meshfeed._src.checkpoint.directory import (
     remove_mark,
     remove_unfinished,
     set_aside,
+    wait_until_begun,
 )
 from meshfeed._src.checkpoint.handlers import (
     ArraysHandler,
@@ -445,6 +446,8 @@ class Checkpointer(NotCopied):
         """
         try:
             if self._torn is not None:
+                if self._torn.started:
+                    wait_until_begun(self._directory, self._torn.step)
                 self._settle(self._torn)
                 self._torn = None
             self._wait()

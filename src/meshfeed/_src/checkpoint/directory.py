@@ -27,6 +27,7 @@ _log = logging.getLogger("meshfeed.checkpoint")
 _NAMES_OF_STEPS = ("step_prefix", "step_format_fixed_length", "step_name_format")
 _UNFINISHED = ".orbax-checkpoint-tmp"
 _SHARED = ".shared-with-all-hosts-"
+_BEGIN_SECONDS = 10.0  # in which a folder is made, also on a busy machine
 _SEEN_SECONDS, _PAUSE_SECONDS = 60.0, 0.1  # network file systems may show a new name only after a minute
 _TRIAL_BYTES = 1 << 16  # more than a file system stores in an inode
 _FOLDERS_LOOKED_INTO = 20
@@ -161,6 +162,16 @@ def is_begun(directory: epath.Path, step: int) -> bool:
         return any(path.name.startswith(f"{step}{_UNFINISHED}") for path in directory.iterdir())
     except OSError:
         return False
+
+
+def wait_until_begun(directory: epath.Path, step: int) -> None:
+    """Waits until the save of a step has a folder, or is committed; not for ever, since making the folder may have failed.
+
+    Orbax makes the folder in the background, before it asks for the parts of the step.
+    """
+    deadline = time.monotonic() + _BEGIN_SECONDS
+    while not is_begun(directory, step) and step not in find_steps(directory) and time.monotonic() < deadline:
+        time.sleep(_PAUSE_SECONDS)
 
 
 def put_mark(directory: epath.Path) -> str | None:
