@@ -4,9 +4,9 @@ A figure is the median over rounds of batches per second without a training step
 ``"auto"`` has most to try. "of the best" is the ratio to the best fixed numbers, "of the default" that to no workers and one
 thread.
 
-Before, several feeds with ``"auto"`` are opened one after the other, and each gives batches until it has settled. Of these,
-the medians: "batches 2-201" and "202-401" are their rates against that of the best fixed numbers, and "in use from" is the
-batch from which the numbers stay the same.
+Afterwards, several feeds with ``"auto"`` and with the best fixed numbers are opened in turn, and each with ``"auto"`` gives
+batches until it has settled. Of these, the medians: "batches 2-201" and "202-401" are the rates of ``"auto"`` against those of
+the best fixed numbers over the same batches of a new feed, and "in use from" is the batch from which the numbers stay the same.
 """
 
 from __future__ import annotations
@@ -135,14 +135,10 @@ def one(name: str, make_source: Callable[[], Any], options: argparse.Namespace) 
         )
         return feeds[label]
 
-    begun: list[Begun] = []
-    for _ in range(options.starts):
-        begun.append(begin(opened("auto", AUTO), options.settle))
-        if len(begun) < options.starts:
-            feeds["auto"].close()
-
     def way(label: str, numbers: dict[str, Any]) -> Way:
-        feed = feeds["auto"] if label == "auto" else opened(label, numbers)
+        feed = opened(label, numbers)
+        if label == "auto":
+            begin(feed, options.settle)
         last: list[Any] = [None]
 
         def run() -> int:
@@ -158,13 +154,22 @@ def one(name: str, make_source: Callable[[], Any], options: argparse.Namespace) 
     for feed in feeds.values():
         feed.close()
     best = max(fixed, key=lambda label: rate[label])
+    begun, fresh = [], []
+    for _ in range(options.starts):
+        for numbers, starts in ((AUTO, begun), (fixed[best], fresh)):
+            feed = opened("new", numbers)
+            starts.append(begin(feed, options.settle))
+            feed.close()
     row = {
         "data": name,
         "default": rate[DEFAULT],
         "best fixed": f"{best}: {rate[best]:.0f}",
         "auto": rate["auto"],
         "chosen": f"{tuned['num_workers']} workers, {tuned['num_threads']} threads, prefetch {tuned['prefetch']}",
-        **{name: median_of(begun, lambda one, i=i: one.rates[i]) / rate[best] for i, name in enumerate(SHARES)},
+        **{
+            name: median_of(begun, lambda one, i=i: one.rates[i]) / median_of(fresh, lambda one, i=i: one.rates[i])
+            for i, name in enumerate(SHARES)
+        },
         "in use from": median_of(begun, lambda one: one.in_use),
         "settled after": f"{median_of(begun, lambda one: one.settled):,.0f} batches, "
         f"{median_of(begun, lambda one: one.seconds):.1f} s",
@@ -176,7 +181,7 @@ def one(name: str, make_source: Callable[[], Any], options: argparse.Namespace) 
 
 
 class Begun(NamedTuple):
-    """The first batches of a feed with ``"auto"``.
+    """The first batches of a new feed.
 
     Attributes:
       rates: batches per second between the batches of :data:`FIRST`.
@@ -192,7 +197,7 @@ class Begun(NamedTuple):
 
 
 def begin(feed: Any, settle: float) -> Begun:
-    """Takes batches until the feed has settled, or for ``settle`` seconds, and at least the first ones."""
+    """Takes batches until a feed with ``"auto"`` has settled, or for ``settle`` seconds, and at least the first ones."""
     last = next(feed)
     start = time.perf_counter()
     times, numbers, in_use, settled, seconds = [start], (), 1, 0, settle
@@ -201,10 +206,10 @@ def begin(feed: Any, settle: float) -> Begun:
         if feed.step in FIRST:
             times.append(time.perf_counter())
         if feed.step % 10 == 0:  # not always: it takes as long as a tenth of a tiny batch
-            tuned = feed.stats().tuned
-            before, numbers = numbers, tuple(tuned[name] for name in AUTO)
+            tuned = feed.stats().tuned  # None with fixed numbers
+            before, numbers = numbers, tuple((tuned or {}).get(name) for name in AUTO)
             in_use = in_use if numbers == before else feed.step
-            if not settled and tuned["state"] == "settled":
+            if not settled and (tuned is None or tuned["state"] == "settled"):
                 settled, seconds = feed.step, time.perf_counter() - start
     del last
     ends = (1, *FIRST)
