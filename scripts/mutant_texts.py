@@ -18,7 +18,7 @@ import re
 import sys
 from collections.abc import Iterator
 
-_WORDS = re.compile(r"[a-zA-Z]{2,}[^a-zA-Z]*\s[^a-zA-Z]*[a-zA-Z]{2,}")
+_WORDS = re.compile(r"[a-zA-Z]+[^a-zA-Z]*\s[^a-zA-Z]*[a-zA-Z]{2,}")
 _LEVELS = {"debug", "info", "warning", "error", "exception", "critical"}
 
 

@@ -10,8 +10,10 @@ import _thread
 import collections
 import contextlib
 import dataclasses
+import json
 import logging
 import os
+import re
 import subprocess
 import sys
 import threading
@@ -31,7 +33,7 @@ from configurations import LEAVES, Case, Phase
 from driver import Exchange, blocks_of, check_block, play_host, types_of
 from memory_store import MemoryStore
 
-from meshfeed._src.agreement import followers, handshake, windows
+from meshfeed._src.agreement import followers, handover, handshake, windows
 from meshfeed._src.arrays import device_put, load_once
 from meshfeed._src.base import child, coordination, serving, threads
 from meshfeed._src.plan.topology import fake_devices
@@ -41,6 +43,7 @@ from meshfeed._src.streams import lane_moves
 
 JOIN_SECONDS, CLEANUP_SECONDS = 60.0, 10.0
 _STEPS = "meshfeed.steps"
+_ROUND = re.compile(r"(feed/.+(?<!/meet))/(\d+)/(?:in/\d+|out)$")  # of a handshake, or a window of steps
 _KEPT_ROUNDS = {False: 2, True: 4}  # of a handshake, if a reshard has failed or hosts have left: these wait in others
 
 
@@ -134,15 +137,32 @@ class _WorkerThread:
 
 
 class _Connection:
-    """A host's connection to the key-value store; of a host that is killed nothing arrives there."""
+    """A host's connection to the key-value store; of a host that is killed nothing arrives there.
+
+    Attributes:
+      repeated: keys under which the host has published the same bad records again in one generation.
+    """
 
     def __init__(self, store: MemoryStore, killed: set[int], host: int) -> None:
         self._store, self._killed, self._host = store, killed, host
+        self._bad: dict[str, Any] = {}
+        self.repeated: list[str] = []
 
     def __getattr__(self, name: str) -> Any:
         if name in ("set", "delete", "increment") and self._host in self._killed:
             return lambda *_, **__: None
         return getattr(self._store, name)
+
+    def set(self, key: str, value: str, **options: Any) -> None:
+        if key.endswith("/bad"):
+            bad = json.loads(value)[1]
+            self.repeated += [key] if self._bad.get(key) == bad else []
+            self._bad[key] = bad
+        self.__getattr__("set")(key, value, **options)
+
+    def begin_generation(self) -> None:
+        """From now on, a publication may say the same as one before, which may be of another past."""
+        self._bad.clear()
 
 
 class Job:
@@ -204,6 +224,12 @@ def simulation(*, quiet: bool = True) -> Iterator[None]:
 
         return _thread.start_new_thread(run_as, ())
 
+    init_handover = handover.Handover.__init__
+
+    def begin_handover(self: handover.Handover, store: Any, **options: Any) -> None:
+        here.job.connections[here.host].begin_generation()
+        init_handover(self, store, **options)
+
     def next_use(name: str) -> int:
         counts = here.job.counts[here.host]
         counts[name] += 1
@@ -219,6 +245,7 @@ def simulation(*, quiet: bool = True) -> Iterator[None]:
         (coordination, "key_value_store", lambda: here.job.connections[here.host]),
         (coordination, "next_use", next_use),
         (coordination, "is_distributed", lambda: True),
+        (handover.Handover, "__init__", begin_handover),
         (identity, "process_index", lambda: here.host),
         (files, "process_index", lambda: here.host),
         *((module, "ASIDE_SECONDS", 0.1) for module in (followers, handshake, windows)),
@@ -271,13 +298,17 @@ class _World(Exchange):
         return self._here.job.steps[self._here.host]
 
     def check_rounds(self) -> None:
-        most, rounds = _KEPT_ROUNDS[self._case.config["reshard"] != "none"], collections.defaultdict[str, set[str]](set)
+        most, rounds = _KEPT_ROUNDS[self._case.config["reshard"] != "none"], collections.defaultdict[str, set[int]](set)
         for key in self._here.job.store.directory("meshfeed"):
-            scope, of, number = key.partition("/settings/")
-            if of:
-                rounds[scope].add(number.partition("/")[0])
-        kept = {scope: sorted(found) for scope, found in rounds.items() if len(found) > most}
-        assert self._here.job.killed or not kept, f"rounds are left in the store: {kept}"
+            if found := _ROUND.match(key):
+                rounds[found[1]].add(int(found[2]))
+        kept = {
+            scope: sorted(found)
+            for scope, found in rounds.items()
+            # Windows are deleted in their order.
+            if (len(found) > most if scope.endswith("/settings") else max(found) - min(found) >= len(found))
+        }
+        assert self._here.job.killed or not kept, f"rounds or windows are left in the store: {kept}"
 
     def kill(self, host: int) -> None:
         self._here.job.killed.add(host)
@@ -396,6 +427,8 @@ def play(case: Case) -> None:
         time.sleep(0.01)
     assert not left, f"keys are left in the store: {left}"
     assert not _running(job), f"threads are left: {_running(job)}"
+    repeated = [key for connection in job.connections for key in connection.repeated]
+    assert not repeated, f"published again without a change: {repeated}"
 
 
 def _running(job: Job) -> list[str]:
