@@ -47,6 +47,7 @@ class _World:
         from driver import blocks_of, check_block
 
         assert array.shape == wanted.shape, f"shape {array.shape}, not {wanted.shape}"
+        assert array.committed, "JAX may move it to other devices"
         per_host = phase.topology.devices
         expected = blocks_of(phase, name, host, wanted.shape)
         numbers = {device: i for i, device in enumerate(self.devices(phase.topology.processes, per_host))}
@@ -83,14 +84,22 @@ def play_here(case: Any, folder: str) -> None:
         raise TypeError("got an unexpected argument")
 
     assert case.processes == 1
-    world, probe = _World(pathlib.Path(tempfile.mkdtemp(dir=folder))), device_put.probe_fast_call
-    calls = {"private": probe, "public": lambda: None, "changed": lambda: changed}
-    device_put.probe_fast_call = calls[case.config.get("put", "private")]
+    world, put = _World(pathlib.Path(tempfile.mkdtemp(dir=folder))), case.config.get("put", "private")
+    probe, give_up = device_put.probe_fast_call, device_put.DevicePut.give_up
+    given_up: list[Exception] = []
+
+    def note(self: Any, error: Exception) -> None:
+        given_up.append(error)
+        give_up(self, error)
+
+    device_put.probe_fast_call = {"private": probe, "public": lambda: None, "changed": lambda: changed}[put]
+    device_put.DevicePut.give_up = note
     try:
         with types_of(case), callers_settings(case):
             play_host(case, 0, world, "case")
     finally:
-        device_put.probe_fast_call = probe
+        device_put.probe_fast_call, device_put.DevicePut.give_up = probe, give_up
+    assert put == "changed" or not given_up, f"JAX's call is not used any more: {given_up}"
 
 
 def play(numbered: Sequence[tuple[int, dict[str, Any]]], folder: str) -> list[tuple[int, str]]:

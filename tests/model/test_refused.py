@@ -420,3 +420,12 @@ def test_replay_before_a_state_and_after_the_end() -> None:
                     call(step)
     with feed_of(Table(), num_epochs=None) as feed, pytest.raises(IndexError, match="begins at step 0"):
         feed.record_ids(-1)
+
+
+def test_a_leaf_that_does_not_fit_the_mesh() -> None:
+    devices = jax.make_mesh((2, 4), ("rows", "columns"), axis_types=(AxisType.Auto,) * 2)
+    sharding = jax.sharding.NamedSharding(devices, jax.sharding.PartitionSpec("rows", "columns"))
+    columns = {"fits": np.zeros((40, 4), np.int32), "does not": np.zeros((40, 3), np.float32)}
+    with meshfeed.Feed(columns, sharding, global_batch_size=8) as feed, pytest.raises(meshfeed.PlanError) as caught:
+        next(feed)
+    assert "leaf ['does not'] of size 3" in str(caught.value)

@@ -130,7 +130,7 @@ class LaneStream:
         self,
         step_schedule: StepSchedule,
         cut: int,
-        step: int = 0,
+        step: int,
         added: StagedWeights = (),
         ended: Mapping[int, int] | None = None,
     ) -> StreamSource:
