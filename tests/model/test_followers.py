@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -12,6 +13,7 @@ import simulated_hosts
 from jax.sharding import AxisType, Mesh
 
 import meshfeed
+from meshfeed._src.agreement import handshake
 from meshfeed._src.base import coordination
 from meshfeed._src.plan.topology import fake_devices
 
@@ -54,7 +56,10 @@ def on_all_hosts(job: Callable[[int], Any]) -> list[Any]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("failing", [{0}, {1}, {0, 1}])
-def test_it_names_the_host_that_could_not_open_its_data_and_goes_on_with_the_others(failing: set[int]) -> None:
+def test_it_names_the_host_that_could_not_open_its_data_and_goes_on_with_the_others(
+    failing: set[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(handshake, "_GRACE_SECONDS", 0.4)
     together = threading.Barrier(HOSTS)
 
     def job(host: int) -> tuple[Exception, list[int]]:
@@ -63,6 +68,8 @@ def test_it_names_the_host_that_could_not_open_its_data_and_goes_on_with_the_oth
             error = error_of(feed)
             together.wait(30)
             source.broken = False
+            if host in failing:  # the others wait for it, though it has failed before
+                time.sleep(1.0)
             feed.reset()
             steps = [feed.step for _ in feed]
             together.wait(30)
