@@ -5,8 +5,9 @@ A figure is the median over rounds of batches per second without a training step
 thread.
 
 Afterwards, several feeds with ``"auto"`` and with the best fixed numbers are opened in turn, and each with ``"auto"`` gives
-batches until it has settled. Of these, the medians: "batches 2-201" and "202-401" are the rates of ``"auto"`` against those of
-the best fixed numbers over the same batches of a new feed, and "in use from" is the batch from which the numbers stay the same.
+batches until it has settled. Of these, the medians: "batches 2-201" and "202-401" are the rates of ``"auto"`` against those
+of the best fixed numbers over the same batches of a new feed, and "in use from" is the batch from which the numbers stay the
+same.
 """
 
 from __future__ import annotations

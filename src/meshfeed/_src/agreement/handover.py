@@ -101,7 +101,7 @@ class Handover:
         self._start_past = Past.of(state, cursor.step)
         self._step_schedule, self._step = cursor.step_schedule, cursor.step
         self._ledgers = cursor.skipped
-        self._bad = json.dumps([(), 0])  # of this host, as published in this generation; nothing is published of no record
+        self._bad = json.dumps([(), 0])  # what this generation has published of this host; of no record, nothing
         self._start: Mapping[str, JsonValue] | None = state.lanes or {}
         self._to_json = to_json
         self._entries: Mapping[str, Any] = {}
