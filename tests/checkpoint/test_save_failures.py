@@ -70,6 +70,8 @@ def test_a_folder_that_cannot_be_written_is_an_error_at_once(tmp_path, monkeypat
         ckpt.wait()
         with monkeypatch.context() as patch:
             patch.setattr(path_type, "mkdir", fail)
+            # Orbax's threads wait for the folder for 300 s, also when the interpreter exits.
+            patch.setattr("orbax.checkpoint._src.multihost.multihost.coordination_timeout", lambda: 3)
             ckpt.save(2, state)
             with pytest.raises(CheckpointError, match=r"saving step 2 failed: .*Read-only file system"):
                 ckpt.wait()
