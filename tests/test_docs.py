@@ -148,17 +148,8 @@ def test_every_block_does_what_the_page_says(
     assert page.num_shown >= (6 if path.stem == "tutorial" else 0)
 
 
-@pytest.fixture(scope="module")
-def _quick_collections() -> Iterator[None]:
-    """After each page, only what pages have made is searched for garbage: all that tests import takes a second each time."""
-    gc.collect()
-    gc.freeze()
-    yield
-    gc.unfreeze()
-
-
 @pytest.fixture
-def _nothing_left(_quick_collections: None) -> Iterator[None]:
+def _nothing_left(quick_collections: None) -> Iterator[None]:
     """Takes back what a page registers: listeners of jax.monitoring, and files in fsspec's memory."""
     taken: list[Callable[[], None]] = []
 

@@ -217,7 +217,7 @@ def test_workers_may_come_and_go(kind: str, patient: bool) -> None:
     with make_feed(kind) as feed:
         expected = everything(feed)
     with make_feed(kind, **AUTO) as feed:
-        forced = ForcedNumbers(feed, WORKERS, times=2 if patient else None, patient=patient)
+        forced = ForcedNumbers(feed, WORKERS, times=2 if patient else 6, patient=patient)
         found: list[Any] = []
         for batch in feed:
             found.append((value(batch), state_of(feed)))
