@@ -285,7 +285,8 @@ class LocalBatchReader:
         if real == num_rows:
             return batch
         if real > num_rows:
-            leaf = spec_of_batch(batch, real, what=f"host batch {step}").leaves[0]
+            assert self._spec is not None
+            leaf = self._spec.leaves[0]
             raise SourceError(
                 f"host batch {step}: leaf {leaf.path or '(the batch)'} has {real} rows, but this host holds {num_rows} "
                 f"rows of a global batch of {self._stream.read_schedule().sizes[0]}; make batches of {num_rows} rows."
