@@ -10,6 +10,7 @@ import logging
 import math
 import re
 import threading
+import time
 from collections.abc import Callable, Iterator
 from typing import Any, Protocol
 
@@ -246,6 +247,7 @@ class _Player:
     def __init__(self, case: Case, phase: Phase, host: int, world: World, feed: Any, faults: Faults, name: str) -> None:
         self.case, self.phase, self.host, self.world, self.feed, self.name = case, phase, host, world, feed, name
         self.faults = faults
+        self.began = time.monotonic() - 1.0  # a little earlier: the feed is there already
         self.left = False  # whether this host or another has closed its feed early
         self.gone = False  # whether this host has closed its feed and does nothing more
         self.delivered = {"batches": 0, "records": 0, "bytes": 0, "skipped_records": 0}
@@ -526,6 +528,7 @@ class _Player:
         assert stats.read_seconds > 0 or not self.has_read, f"{where}: {stats}"
         alone = self.phase.topology.hosts == 1 and not self.resharded and self.host == 0
         assert not (alone and stats.peer_wait_seconds), f"{where}: {stats}"
+        assert 0 <= stats.peer_wait_seconds <= time.monotonic() - self.began, f"{where}: {stats}"
         passing = self.faults.passing if self.case.config["fault"] == "transient" else 0
         bad = self.case.config["fault"] in BAD  # by which steps that are read together are read again one by one
         assert stats.retries <= passing or bad, f"{where}: {stats.retries} retries after {passing} faults"
