@@ -24,6 +24,7 @@ from configurations import (
     KILLED,
     LATE,
     OPTIONS,
+    PLANNED,
     REAL,
     SIMULATED,
     WEIGHTED_LANES,
@@ -48,9 +49,9 @@ def of_ci() -> list[Config]:
     """Configurations for simulated hosts in which every two values of every two settings meet.
 
     They meet again for mixtures that get other weights, since what was delivered then depends on much at once, for lanes with
-    bad records, for a cache, and for hosts that are killed or late.
+    bad records, for a cache, for files that lanes ask for ahead, and for hosts that are killed or late.
     """
-    again = (WEIGHTED_LANES, WEIGHTED_RECORDS, BAD_LANES, CACHED, KILLED, LATE)
+    again = (WEIGHTED_LANES, WEIGHTED_RECORDS, BAD_LANES, CACHED, PLANNED, KILLED, LATE)
     return pairwise.covering(SIMULATED, 1, valid) + [one for of in again for one in pairwise.covering(of, 1, valid)]
 
 

@@ -203,6 +203,15 @@ CACHED = {  # what is asked of a cache ahead, which is compared where a feed beg
     "hosts": [1, 3],
     "layout": ["rows", "columns"],
 }
+PLANNED = {  # for which files lanes ask ahead of their next reads, which is compared where a feed begins once and ends well
+    **{name: values[:1] for name, values in SIMULATED.items()},
+    **{name: OPTIONS[name] for name in ("batch", "end", "num_epochs")},
+    "source": ["stream_state", "stream_uneven"],
+    "records": [40],
+    "hosts": [2, 1],
+    "num_lanes": [2, 4],
+    "prefetch": [4, 0],
+}
 KILLED = {  # what hosts hand over in case they are killed, and what others do until they learn it
     **{name: values[:1] for name, values in SIMULATED.items()},
     **{name: OPTIONS[name] for name in ("outside", "taken", "midway")},

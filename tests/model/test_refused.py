@@ -429,3 +429,25 @@ def test_a_leaf_that_does_not_fit_the_mesh() -> None:
     with meshfeed.Feed(columns, sharding, global_batch_size=8) as feed, pytest.raises(meshfeed.PlanError) as caught:
         next(feed)
     assert "leaf ['does not'] of size 3" in str(caught.value)
+
+
+class Parsed(Lanes):
+    """A stream that the feed decodes, with a record that cannot be."""
+
+    def decode(self, found: Record) -> Record:
+        if found["id"] == 17:
+            raise ValueError("record 17 is cut short")
+        return found
+
+
+@pytest.mark.parametrize("num_workers", [0, "auto"])
+def test_a_stream_stops_at_a_record_that_cannot_be_decoded_unless_it_may_be_replaced(num_workers: Any) -> None:
+    with feed_of(Parsed(), num_lanes=2, num_workers=num_workers) as feed:
+        take(feed, 2)
+        with pytest.raises(ValueError, match="record 17 is cut short"):
+            next(feed)
+    with feed_of(
+        Parsed(), num_lanes=2, num_workers=num_workers, bad_records=meshfeed.SkipBad(max_fraction=1.0)
+    ) as feed:
+        take(feed, 4)
+        assert feed.stats().skipped_records == 1
