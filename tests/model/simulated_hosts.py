@@ -149,16 +149,18 @@ class _Connection:
         self.repeated: list[str] = []
 
     def __getattr__(self, name: str) -> Any:
-        if name in ("set", "delete", "increment") and self._host in self._killed:
+        if name in ("delete", "increment") and self._host in self._killed:
             return lambda *_, **__: None
         return getattr(self._store, name)
 
     def set(self, key: str, value: str, **options: Any) -> None:
+        if self._host in self._killed:
+            return
         if key.endswith("/bad"):
             bad = json.loads(value)[1]
             self.repeated += [key] if self._bad.get(key) == bad else []
             self._bad[key] = bad
-        self.__getattr__("set")(key, value, **options)
+        self._store.set(key, value, **options)
 
     def begin_generation(self) -> None:
         """From now on, a publication may say the same as one before, which may be of another past."""

@@ -101,7 +101,6 @@ class Handover:
         self._start_past = Past.of(state, cursor.step)
         self._step_schedule, self._step = cursor.step_schedule, cursor.step
         self._ledgers = cursor.skipped
-        self._bad = json.dumps([(), 0])  # what this generation has published of this host; of no record, nothing
         self._start: Mapping[str, JsonValue] | None = state.lanes or {}
         self._to_json = to_json
         self._entries: Mapping[str, Any] = {}
@@ -134,13 +133,14 @@ class Handover:
         self._next = time.monotonic() + pause
 
     def _publish_bad(self, window: Sequence[HostBatch]) -> None:
+        before = self._ledgers
         for batch in window:
             self._ledgers = self._ledgers.after(batch.bad, batch.step)
-        own = json.dumps([self._ledgers.listed.get(self._host, ()), self._ledgers.num_unlisted.get(self._host, 0)])
-        if own != self._bad:  # at the start of a generation too: what was published may be of another past
-            self._bad = own
-            past = json.dumps(self._past_at(window[-1].step + 1 if window else self._step))
-            self._store.set(f"{self._key}/bad", f"[{past}, {own}]", overwrite=True)
+        own = [self._ledgers.listed.get(self._host, ()), self._ledgers.num_unlisted.get(self._host, 0)]
+        # At the start of a generation also without a new one: what is published may be of another past.
+        if self._ledgers is not before or (self._start is not None and any(own)):
+            text = json.dumps([self._past_at(window[-1].step + 1 if window else self._step), own])
+            self._store.set(f"{self._key}/bad", text, overwrite=True)
 
     def _past_at(self, step: int) -> JsonValue:
         segments = self._step_schedule.delivered_json(step)
