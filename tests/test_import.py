@@ -2,12 +2,21 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
+import pathlib
 import subprocess
 import sys
+from collections.abc import Iterator
 
+import jax
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
+
+from meshfeed import Feed, sources
 
 HEAVY = [
     "orbax",
@@ -122,3 +131,26 @@ def test_help_of_every_command_loads_neither_jax_nor_a_heavy_library() -> None:
 @pytest.mark.slow
 def test_the_check_sees_a_heavy_library() -> None:
     assert "click" in _heavy(_import("click")["modules"])
+
+
+def test_workers_read_and_decode_without_jax(tmp_path: pathlib.Path) -> None:
+    """Its import takes most of the start of a process, and 50 MB."""
+    mesh = jax.make_mesh((8,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
+    pq.write_table(pa.table({"x": range(64)}), tmp_path / "a.parquet")
+
+    def note(_: object) -> dict[str, object]:
+        return {"jax": np.bool_("jax" in sys.modules), "worker": np.bool_(__name__ not in sys.modules)}
+
+    def open_lane(lane_index: int, num_lanes: int) -> Iterator[object]:
+        return map(note, itertools.count(lane_index, num_lanes))
+
+    rows = sources.Map(sources.Memory({"x": np.arange(64)}), note)
+    parquet = sources.Map(sources.Parquet(tmp_path / "a.parquet"), note)
+    for source in (
+        sources.Mixture({"rows": rows, "parquet": parquet}, weights={"rows": 1, "parquet": 1}),
+        sources.ShuffleBuffer(sources.Stream(open_lane), 16),
+    ):
+        with Feed(source, mesh, global_batch_size=16, num_workers=1) as feed:
+            for batch in itertools.islice(feed, 2):
+                assert not np.asarray(batch["jax"]).any()
+                assert np.asarray(batch["worker"]).all()

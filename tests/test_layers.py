@@ -55,6 +55,7 @@ LAYERS = (
 )
 # Only these may ask JAX what a process is.
 PROCESS_MODULES = {"meshfeed._src.base.coordination", "meshfeed._src.testing.hosts"}
+LOADED_BY_WORKERS = ("base", "order", "state", "reading", "streams", "sources")
 # Modules that import own modules when they are called: façades over heavy libraries, and the command line.
 LAZY = {
     "meshfeed": "public names",
@@ -230,6 +231,21 @@ def test_only_one_module_asks_jax_about_processes() -> None:
             ):
                 wrong.append(f"{module}:{node.lineno}: jax.{node.attr}; use meshfeed._src.base.coordination")
     assert not wrong, "\n".join(sorted(wrong))
+
+
+def test_what_workers_load_imports_no_jax() -> None:
+    """``import jax`` would take most of the time that a worker process needs to start."""
+    wrong = [
+        f"{module}:{node.lineno}; use meshfeed._src.base.trees, or import it in the function that needs it"
+        for module, tree in TREES.items()
+        if module.startswith(tuple(f"meshfeed._src.{package}." for package in LOADED_BY_WORKERS))
+        for node in tree.body
+        if isinstance(node, ast.Import | ast.ImportFrom)
+        and any(
+            name.split(".")[0] == "jax" for name in [getattr(node, "module", None) or "", *(a.name for a in node.names)]
+        )
+    ]
+    assert not wrong, "\n".join(wrong)
 
 
 def test_no_relative_imports() -> None:

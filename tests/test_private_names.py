@@ -14,6 +14,7 @@ SRC = ROOT / "src" / "meshfeed" / "_src"
 # Library → the file that reaches its private parts.
 INTERNALS = {
     "jax": "base/jax_internals.py",
+    "jaxlib": "base/jaxlib_internals.py",
     "orbax": "checkpoint/orbax_internals.py",
     "grain": "sources/grain/internals.py",
     "array_record": "sources/grain/internals.py",
@@ -126,6 +127,7 @@ def test_only_one_file_a_library_reaches_private_names() -> None:
     "source",
     [
         "from jax._src import distributed",
+        "from jaxlib._jax import pytree",
         "import orbax.checkpoint._src.metadata",
         "from grain._src.python import dataset",
         "from datasets.iterable_dataset import _BaseExamplesIterable",

@@ -17,7 +17,7 @@ from meshfeed import SkipBad, SourceError
 from meshfeed._src.agreement.messages import WindowReport
 from meshfeed._src.agreement.window_report import WindowReports
 from meshfeed._src.base.errors import Failure
-from meshfeed._src.base.trees import tree_to_json
+from meshfeed._src.base.exact_json import tree_to_json
 from meshfeed._src.streams.protocol import EMPTY_BATCHES, EMPTY_STREAM, HostBatch
 
 

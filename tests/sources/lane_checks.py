@@ -10,7 +10,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from meshfeed._src.base.trees import decode_value, encode_value
+from meshfeed._src.base.exact_json import decode_value, encode_value
 
 
 def read_ids(lane: Any, key: str = "id") -> list[int]:

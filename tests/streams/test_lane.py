@@ -14,8 +14,8 @@ from jax.sharding import AxisType
 
 import meshfeed
 from meshfeed._src.base.errors import SourceError, StateMismatchError
+from meshfeed._src.base.exact_json import ALLOWED
 from meshfeed._src.base.rng import philox
-from meshfeed._src.base.trees import ALLOWED
 from meshfeed._src.streams import lane as lane_module
 from meshfeed._src.streams.lane import Lane, LaneEntry, LaneSettings
 

@@ -36,7 +36,7 @@ class ReportContents(TypedDict, total=False):
     Attributes:
       bytes: bytes of this host's part of the largest batch; in the first window only.
       records: structure of the records, in words; in the first window only.
-      element: the structure of a batch, see :func:`meshfeed._src.base.trees.tree_to_json`; in the first window only.
+      element: the structure of a batch, see :func:`meshfeed._src.base.exact_json.tree_to_json`; in the first window only.
       needs_element: the host has no record of its own and needs ``element`` from another.
       ended: see :attr:`meshfeed._src.streams.protocol.HostBatch.ended`.
       unsized: padding of unknown size.

@@ -22,8 +22,9 @@ from meshfeed._src.agreement.bad_records import BadRecords, RecordsAfter
 from meshfeed._src.agreement.messages import AnnouncedContents, ReportContents, WindowReport
 from meshfeed._src.base.coordination import format_differences
 from meshfeed._src.base.errors import AgreementError, Failure, SourceError
+from meshfeed._src.base.exact_json import tree_from_json, tree_to_json
 from meshfeed._src.base.settings import SkipBad
-from meshfeed._src.base.trees import flatten, tree_from_json, tree_to_json
+from meshfeed._src.base.trees import flatten
 from meshfeed._src.base.types import JsonValue, PyTree
 from meshfeed._src.reading.host_batch import spec_of_batch
 from meshfeed._src.reading.stacking import num_bytes

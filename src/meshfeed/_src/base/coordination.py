@@ -25,8 +25,6 @@ import zlib
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-import jax
-
 from meshfeed._src.base import jax_internals
 from meshfeed._src.base.errors import MeshfeedError, shorten
 from meshfeed._src.base.jax_internals import KeyValueStore, key_value_store
@@ -50,11 +48,15 @@ _log = logging.getLogger("meshfeed.process")
 
 def process_index() -> int:
     """Index of this process in the job."""
+    import jax  # here and below, since workers load this module and need no JAX
+
     return jax.process_index()
 
 
 def process_count() -> int:
     """Number of processes in the job."""
+    import jax
+
     return jax.process_count()
 
 
@@ -70,6 +72,8 @@ def place_in_job() -> tuple[int, int] | None:
 
 def is_distributed() -> bool:
     """Whether ``jax.distributed.initialize()`` was called."""
+    import jax
+
     return jax.distributed.is_initialized()
 
 
@@ -79,8 +83,11 @@ def require_store() -> KeyValueStore:
     Raises:
       MeshfeedError: the job has no store, or this process is a forked child.
     """
+    import jax
+
     store = key_value_store()
     if store is not None:
+        _finish_at_exit()
         return store
     if jax_internals.has_inherited_client():
         raise MeshfeedError(
@@ -216,7 +223,12 @@ def call_in_background(function: Callable[[], None], *, name: str) -> None:
 _background_calls: weakref.WeakSet[threading.Thread] = weakref.WeakSet()
 
 
-@atexit.register  # JAX, imported above, shuts the coordination service down at exit too: registered first, it runs later
+@functools.cache
+def _finish_at_exit() -> None:
+    """Has the calls of :func:`call_in_background` waited for before JAX, which is there by now, ends the service at exit."""
+    atexit.register(finish_calls)
+
+
 def finish_calls() -> None:
     """Waits at most two seconds for the calls of :func:`call_in_background`."""
     deadline = time.monotonic() + _BRIEFLY_SECONDS
@@ -259,6 +271,8 @@ def _number(text: str | None) -> int:
 
 def forgotten_processes() -> str | None:
     """Returns a message about processes missing from the JAX job, with the fix; None if there are none."""
+    import jax
+
     if process_count() > 1 or is_distributed():
         return None
     if (shown := other_processes(os.environ, on_tpu=jax.default_backend() == "tpu")) is None:

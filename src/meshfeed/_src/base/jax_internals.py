@@ -12,11 +12,12 @@ import os
 import re
 import time
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
-import jax
+if TYPE_CHECKING:
+    import jax
 
-FastCall = Callable[..., jax.Array]
+FastCall: TypeAlias = "Callable[..., jax.Array]"
 _log = logging.getLogger("meshfeed.put")
 
 

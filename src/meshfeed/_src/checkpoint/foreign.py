@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING
 from etils import epath
 
 from meshfeed._src.base.errors import CheckpointError, StateMismatchError
-from meshfeed._src.base.trees import decode_value, encode_value
+from meshfeed._src.base.exact_json import decode_value, encode_value
 from meshfeed._src.base.types import JsonValue, public
 from meshfeed._src.state import files as state_files
 from meshfeed._src.state.grain_files import with_tuples

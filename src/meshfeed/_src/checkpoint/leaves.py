@@ -30,7 +30,7 @@ from numpy.typing import NDArray
 from meshfeed._src.arrays.reshard import bit_width, without_callers_settings
 from meshfeed._src.base.coordination import process_count
 from meshfeed._src.base.errors import CheckpointError
-from meshfeed._src.base.trees import decode_value, encode_value
+from meshfeed._src.base.exact_json import decode_value, encode_value
 from meshfeed._src.base.types import JsonValue, PyTree
 from meshfeed._src.checkpoint.layout import Grid, Shape, joint_cell
 

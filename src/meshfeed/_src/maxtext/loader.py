@@ -33,6 +33,7 @@ from meshfeed._src.base.errors import (
     hide_own_frames,
     hides_own_frames,
 )
+from meshfeed._src.base.exact_json import decode_value, encode_value, tree_from_json, tree_to_json
 from meshfeed._src.base.fork import NotCopied, Owner
 from meshfeed._src.base.hooks import Resumable, find
 from meshfeed._src.base.ownership import own, seal
@@ -42,7 +43,6 @@ from meshfeed._src.base.retry import call_with_retry
 from meshfeed._src.base.settings import Retry
 from meshfeed._src.base.stats import FeedStats
 from meshfeed._src.base.threads import close_within
-from meshfeed._src.base.trees import decode_value, encode_value, tree_from_json, tree_to_json
 from meshfeed._src.base.turn import TURN, in_turn, in_use
 from meshfeed._src.base.types import JsonValue, PyTree, public
 from meshfeed._src.feed.iterator import Feed

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-import jax
 import numpy as np
 
-from meshfeed._src.base import memory
+from meshfeed._src.base import memory, trees
 from meshfeed._src.base.errors import SourceError
 from meshfeed._src.base.trees import flatten_with_paths
 from meshfeed._src.base.types import PyTree
@@ -44,7 +43,7 @@ def spec_of_batch(batch: PyTree, num_rows: int, *, what: str) -> RecordSpec:
 
 def num_rows(batch: PyTree) -> int:
     """Number of rows of a batch, from its first leaf."""
-    return int(jax.tree.leaves(batch)[0].shape[0])
+    return int(trees.leaves(batch)[0].shape[0])
 
 
 def join_batches(batches: Sequence[PyTree], *, what: Callable[[int], str], lane_index: int | None = None) -> PyTree:
@@ -64,7 +63,7 @@ def join_batches(batches: Sequence[PyTree], *, what: Callable[[int], str], lane_
     for number, spec in enumerate(specs):
         check_spec(specs[0], spec, what=what(number), lane_index=lane_index)
     joined = specs[0].empty(sum(map(num_rows, batches)))
-    return jax.tree.map(lambda output, *parts: np.concatenate(parts, out=output), joined, *batches)
+    return trees.map_leaves(lambda output, *parts: np.concatenate(parts, out=output), joined, *batches)
 
 
 def pad_rows(batch: PyTree, num_rows: int) -> PyTree:
@@ -75,7 +74,7 @@ def pad_rows(batch: PyTree, num_rows: int) -> PyTree:
         padded[: leaf.shape[0]] = leaf
         return padded
 
-    return jax.tree.map(pad, batch)
+    return trees.map_leaves(pad, batch)
 
 
 def add_mask(batch: PyTree, mask_key: str, mask: np.ndarray) -> PyTree:

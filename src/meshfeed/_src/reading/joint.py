@@ -9,9 +9,9 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Sequence
 
-import jax
 import numpy as np
 
+from meshfeed._src.base import trees
 from meshfeed._src.base.types import ColumnSlices, RecordIds
 from meshfeed._src.reading.records import ReadRows, RecordReader
 
@@ -53,7 +53,7 @@ class JointRead:
             self._failed = True
             return False
         times = {name: seconds / len(self._steps) for name, seconds in rows.times.items()}
-        leaves, treedef = jax.tree.flatten(rows.tree)
+        leaves, treedef = trees.flatten(rows.tree)
         found: list[ReadRows] = []
         start = 0
         for ids, _ in self._steps:

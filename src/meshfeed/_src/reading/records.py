@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import itertools
+import sys
 import time
 from collections.abc import Sequence
 from typing import cast
 
-import jax
 import numpy as np
 
 from meshfeed._src.base import hooks
@@ -33,7 +34,11 @@ from meshfeed._src.reading.recovery import Recovery
 from meshfeed._src.reading.stacking import RecordSpec
 from meshfeed._src.reading.structure import check_spec
 
-_trace = jax.profiler.TraceAnnotation
+
+def _trace(name: str) -> contextlib.AbstractContextManager[object]:
+    """An annotation in JAX's profiles; in a process without JAX, such as a worker, nothing is profiled."""
+    annotation = getattr(sys.modules.get("jax.profiler"), "TraceAnnotation", contextlib.nullcontext)
+    return annotation(name)
 
 
 def wants_rng(source: object) -> bool:

@@ -8,10 +8,9 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
-import jax
 import numpy as np
 
-from meshfeed._src.base import memory
+from meshfeed._src.base import memory, trees
 from meshfeed._src.base.errors import SourceError
 from meshfeed._src.base.trees import flatten_with_paths
 from meshfeed._src.base.types import PyTree
@@ -24,7 +23,7 @@ class RecordSpec(Structure):
 
     def fits(self, batch: PyTree, num_rows: int) -> bool:
         """Whether a batch has this structure with arrays ``[num_rows, ...]``; fast, and False if unsure."""
-        leaves, treedef = jax.tree.flatten(batch)
+        leaves, treedef = trees.flatten(batch)
         if treedef != self.treedef:
             return False
         for leaf, wanted in zip(leaves, self.leaves, strict=True):  # a loop: all() with a generator takes twice as long
@@ -34,7 +33,7 @@ class RecordSpec(Structure):
 
     def shapes(self) -> PyTree:
         """Returns the record as a pytree of ``jax.ShapeDtypeStruct``."""
-        return self.treedef.unflatten([jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) for leaf in self.leaves])
+        return self.treedef.unflatten([trees.spec(leaf.shape, leaf.dtype) for leaf in self.leaves])
 
     def zeros(self, num_rows: int) -> PyTree:
         """Returns a batch of ``num_rows`` rows of zeros."""
@@ -205,9 +204,9 @@ class RecordStack:
 
 
 def _is_leaf(leaf: object) -> bool:
-    return jax.tree_util.treedef_is_leaf(jax.tree.structure(leaf))
+    return trees.flatten(leaf)[1].num_nodes == 1
 
 
 def num_bytes(tree: PyTree) -> int:
     """Total bytes of all leaves."""
-    return sum([leaf.nbytes for leaf in jax.tree.leaves(tree)])
+    return sum([leaf.nbytes for leaf in trees.leaves(tree)])

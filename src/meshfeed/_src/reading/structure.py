@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
-import jax
 import numpy as np
 
 from meshfeed._src.base.errors import SourceError
@@ -99,6 +98,6 @@ def _same_but_for_lengths(a: Any, b: Any) -> bool:
     if a.node_data() is None or b.node_data() is None or a.node_data()[0] is not b.node_data()[0]:
         return False
     mine, theirs = a.children(), b.children()
-    if a.node_data()[0] is list and all(jax.tree_util.treedef_is_leaf(child) for child in (*mine, *theirs)):
+    if a.node_data()[0] is list and all(child.num_nodes == 1 for child in (*mine, *theirs)):
         return True
     return a.node_data() == b.node_data() and len(mine) == len(theirs) and all(map(_same_but_for_lengths, mine, theirs))

@@ -29,8 +29,8 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec, Sharding
 from meshfeed._src.arrays.reshard import without_callers_settings
 from meshfeed._src.base import coordination
 from meshfeed._src.base.errors import Failure, MeshfeedError, PeerError, SettingsError
+from meshfeed._src.base.exact_json import decode_value, encode_value, tree_from_json, tree_to_json
 from meshfeed._src.base.fork import Owner, finalize
-from meshfeed._src.base.trees import decode_value, encode_value, tree_from_json, tree_to_json
 from meshfeed._src.base.turn import TURN, in_use
 from meshfeed._src.base.types import JsonValue, PyTree
 from meshfeed._src.remote import served_store
@@ -86,7 +86,7 @@ def padded_length(length: int) -> int:
 
 
 def encode_answer(value: PyTree) -> bytes:
-    """Encodes a pytree of numpy arrays, or any value that :func:`meshfeed._src.base.trees.encode_value` takes."""
+    """Encodes a pytree of numpy arrays, or any value that :func:`meshfeed._src.base.exact_json.encode_value` takes."""
     leaves = jax.tree.leaves(value)
     if leaves and all(isinstance(leaf, np.ndarray) for leaf in leaves):
         return _ARRAYS + _encode_arrays(value)

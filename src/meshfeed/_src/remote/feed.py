@@ -34,6 +34,7 @@ from meshfeed._src.base.errors import (
     hides_own_frames,
     suggests_keywords,
 )
+from meshfeed._src.base.exact_json import tree_from_json, tree_to_json
 from meshfeed._src.base.fork import NotCopied
 from meshfeed._src.base.settings import (
     SETTINGS,
@@ -46,7 +47,6 @@ from meshfeed._src.base.settings import (
 )
 from meshfeed._src.base.stats import FeedStats, stats_since
 from meshfeed._src.base.stores import write_output
-from meshfeed._src.base.trees import tree_from_json, tree_to_json
 from meshfeed._src.base.turn import in_turn
 from meshfeed._src.base.types import PyTree, RecordIds, public
 from meshfeed._src.feed.iterator import Feed, SecondPass

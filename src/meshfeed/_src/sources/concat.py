@@ -7,10 +7,9 @@ import operator
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, SupportsIndex, TypeVar
 
-import jax
 import numpy as np
 
-from meshfeed._src.base import hooks
+from meshfeed._src.base import hooks, trees
 from meshfeed._src.base.errors import SourceError, hides_own_frames
 from meshfeed._src.base.types import ColumnSlices, JsonValue, PyTree, Record, RecordIds, Rngs, public
 from meshfeed._src.reading.identity import source_identity
@@ -231,10 +230,10 @@ class ConcatenatedRecords:
                 flat = source.read_slices(ids[rows], starts[rows], lengths[rows])
                 ends = np.cumsum(lengths[rows])
                 bounds = zip((ends - lengths[rows]).tolist(), ends.tolist(), strict=True)
-                return [jax.tree.map(lambda leaf, a=a, b=b: leaf[a:b], flat) for a, b in bounds]
+                return [trees.map_leaves(lambda leaf, a=a, b=b: leaf[a:b], flat) for a, b in bounds]
 
             slices = self._reader.in_order(numbers, read)
-            return jax.tree.map(lambda *leaves: np.concatenate(leaves), *slices)
+            return trees.map_leaves(lambda *leaves: np.concatenate(leaves), *slices)
 
         return of_all
 

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Iterator
 from types import TracebackType
 from typing import Any
 
-from meshfeed._src.base import trees
+from meshfeed._src.base import exact_json
 from meshfeed._src.base.errors import (
     SourceError,
     StalledError,
@@ -330,10 +330,10 @@ class HostBatchIterator:
         if self._resumable:
             of_iterator = self._iterator.get_state()
             try:
-                state["state"] = trees.encode_value(of_iterator)
+                state["state"] = exact_json.encode_value(of_iterator)
             except TypeError as error:
                 raise SourceError(
-                    f"the state of the host batches cannot be saved exactly: {error}. {trees.ALLOWED}"
+                    f"the state of the host batches cannot be saved exactly: {error}. {exact_json.ALLOWED}"
                 ) from error
         return state
 
@@ -362,7 +362,7 @@ class HostBatchIterator:
         saved = state["state"]
         with contextlib.nullcontext() if iterator is self._iterator else _closing_on_error(iterator):
             try:
-                saved = trees.decode_value(saved)
+                saved = exact_json.decode_value(saved)
                 iterator.set_state(saved)
             except StateMismatchError:
                 raise

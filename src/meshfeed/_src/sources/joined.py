@@ -7,10 +7,9 @@ import itertools
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar, cast
 
-import jax
 import numpy as np
 
-from meshfeed._src.base import hooks
+from meshfeed._src.base import hooks, trees
 from meshfeed._src.base.errors import SettingsError, SourceError
 from meshfeed._src.base.types import ColumnSlices, PyTree, Record, RecordIds, Rngs
 from meshfeed._src.order.mixture import group_by
@@ -300,7 +299,7 @@ def _read_alike(first: Any, others: list[Any]) -> Any:
 
 
 def _no_rows(source: Any) -> PyTree:
-    return jax.tree.map(lambda leaf: np.empty((0, *leaf.shape), leaf.dtype), source.element_shapes())
+    return trees.map_leaves(lambda leaf: np.empty((0, *leaf.shape), leaf.dtype), source.element_shapes())
 
 
 def caching(source: object) -> hooks.CachesFiles | None:
@@ -341,9 +340,9 @@ class Joiner:
             return parts[0][2]
         assert first is not None
         joined = first[0].empty(num_rows)
-        outputs = jax.tree.leaves(joined)
+        outputs = trees.leaves(joined)
         for _, rows, tree in parts:
-            for output, leaf in zip(outputs, jax.tree.leaves(tree), strict=True):
+            for output, leaf in zip(outputs, trees.leaves(tree), strict=True):
                 output[rows] = leaf
         return joined
 
@@ -384,7 +383,7 @@ class Filling:
 
     def __init__(self, spec: RecordSpec, num_rows: int) -> None:
         self.tree = spec.empty(num_rows)
-        self._spec, self._outputs = spec, jax.tree.leaves(self.tree)
+        self._spec, self._outputs = spec, trees.leaves(self.tree)
 
     def add(self, rows: RecordIds, tree: PyTree) -> None:
         """Copies records to ``rows``.
@@ -392,7 +391,7 @@ class Filling:
         Raises:
           SourceError: the records have another structure, shape or dtype, or masked values.
         """
-        leaves, treedef = jax.tree.flatten(tree)
+        leaves, treedef = trees.flatten(tree)
         if treedef != self._spec.treedef:
             raise SourceError(f"a batch of {treedef}; expected {self._spec.treedef}")
         for output, leaf, wanted in zip(self._outputs, leaves, self._spec.leaves, strict=True):

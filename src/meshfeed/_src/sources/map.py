@@ -6,10 +6,9 @@ import operator
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, SupportsIndex, cast
 
-import jax
 import numpy as np
 
-from meshfeed._src.base import hooks
+from meshfeed._src.base import hooks, trees
 from meshfeed._src.base.errors import SettingsError, SourceError, hides_own_frames, shorten
 from meshfeed._src.base.ownership import own_batch
 from meshfeed._src.base.rng import philox
@@ -439,4 +438,4 @@ def _own_rng(rng: np.random.Generator) -> np.random.Generator:
 
 
 def _rows(batch: PyTree) -> list[Record]:
-    return [jax.tree.map(lambda leaf, row=row: leaf[row], batch) for row in range(num_rows(batch))]
+    return [trees.map_leaves(lambda leaf, row=row: leaf[row], batch) for row in range(num_rows(batch))]

@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import SupportsIndex
+from typing import Any, SupportsIndex
 
-import jax
 import numpy as np
 import xxhash
 
-from meshfeed._src.base import memory
+from meshfeed._src.base import memory, trees
 from meshfeed._src.base.errors import SourceError, hides_own_frames
 from meshfeed._src.base.identities import ALL_RECORDS
-from meshfeed._src.base.trees import flatten_with_paths
+from meshfeed._src.base.trees import flatten, flatten_with_paths
 from meshfeed._src.base.types import ColumnSlices, JsonValue, PyTree, public
 from meshfeed._src.reading.identity import probe_ids
 from meshfeed._src.reading.stacking import check_unmasked, is_ragged
@@ -62,6 +61,13 @@ class Memory:
             where, shape = f"leaf {self._paths[0]}" if self._paths[0] else "the array", self._arrays[0].shape
             raise SourceError(f"Memory got 0 records: {where} has shape {shape}. Expected at least one row.")
 
+    def __getstate__(self) -> dict[str, Any]:
+        # JAX's structures load JAX, which a worker process does without.
+        return {**self.__dict__, "_treedef": self._treedef.unflatten(range(len(self._arrays)))}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state, _treedef=flatten(state["_treedef"])[1])
+
     def __repr__(self) -> str:
         return f"Memory({len(self):,} records)"
 
@@ -84,9 +90,7 @@ class Memory:
 
     def element_shapes(self) -> PyTree:
         """Pytree of ``jax.ShapeDtypeStruct`` of one record."""
-        return self._treedef.unflatten(
-            [jax.ShapeDtypeStruct(array.shape[1:], _native(array.dtype)) for array in self._arrays]
-        )
+        return self._treedef.unflatten([trees.spec(array.shape[1:], _native(array.dtype)) for array in self._arrays])
 
     def read_batch(self, record_ids: np.ndarray | Sequence[int], columns: ColumnSlices | None = None) -> PyTree:
         """Reads records as stacked arrays.

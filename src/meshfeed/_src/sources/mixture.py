@@ -15,10 +15,9 @@ import operator
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Self, SupportsIndex, TypeVar, Unpack, cast
 
-import jax
 import numpy as np
 
-from meshfeed._src.base import hooks
+from meshfeed._src.base import hooks, trees
 from meshfeed._src.base.errors import (
     SettingsError,
     SourceError,
@@ -365,7 +364,7 @@ class RandomMixture(_Mixture):
 
     def __getitem__(self, record_id: SupportsIndex) -> Record:
         """The record with the id ``component << 48 | id``, as views of a batch of one."""
-        return jax.tree.map(lambda leaf: leaf[0], self.read_batch([operator.index(record_id)]))
+        return trees.map_leaves(lambda leaf: leaf[0], self.read_batch([operator.index(record_id)]))
 
     @property
     def first_record_id(self) -> int:
@@ -708,7 +707,7 @@ class MixtureLane:
 
     def __next__(self) -> Record:
         """The next record."""
-        return jax.tree.map(lambda leaf: leaf[0], self.next_batch(1))
+        return trees.map_leaves(lambda leaf: leaf[0], self.next_batch(1))
 
     def next_batch(self, num_records: int) -> PyTree:
         """Up to ``num_records`` records, stacked.
@@ -814,7 +813,7 @@ class MixtureLane:
 def _cut(part: Part, count: int) -> Part:
     name, rows, batch = part
     kept = int(np.searchsorted(rows, count))
-    return name, rows[:kept], jax.tree.map(lambda leaf: leaf[:kept], batch)
+    return name, rows[:kept], trees.map_leaves(lambda leaf: leaf[:kept], batch)
 
 
 class ComponentLane:

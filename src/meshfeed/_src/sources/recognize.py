@@ -11,11 +11,10 @@ import os
 from collections.abc import Collection, Iterator, Mapping, Sequence, Sized
 from typing import TYPE_CHECKING, Any
 
-import jax
 import numpy as np
 
+from meshfeed._src.base import trees
 from meshfeed._src.base.errors import SettingsError, SourceError, hides_own_frames, missing_package
-from meshfeed._src.base.trees import flatten
 from meshfeed._src.base.types import public
 from meshfeed._src.sources.checks import is_count
 from meshfeed._src.sources.files.formats import folder_hint, reader_hint
@@ -82,12 +81,12 @@ def _by_interface(obj: Any) -> object:
         return Memory(obj)
     if isinstance(obj, Mapping):
         # As an iterable, it would feed its keys.
-        leaves = jax.tree_util.tree_leaves_with_path(obj)
+        leaves, _ = trees.flatten_with_paths(obj)
         if leaves and not leaves[0][0]:  # the mapping itself, such as numpy's of an .npz file or h5py's of an HDF5 file
             raise _refused(
                 obj, "JAX does not take it for a dict. Pass {name: numpy.asarray(arrays[name]) for name in arrays}."
             )
-        wrong = (f"leaf {jax.tree_util.keystr(path)} is {leaf!r:.40}" for path, leaf in leaves if not _is_array(leaf))
+        wrong = (f"leaf {path} is {leaf!r:.40}" for path, leaf in leaves if not _is_array(leaf))
         raise _refused(
             obj,
             "A mapping is taken as a dict of equally long numpy arrays, but "
@@ -296,7 +295,7 @@ def _is_arrays(obj: object) -> bool:
     """Whether ``obj`` is a pytree of arrays, whose rows Memory checks; a list is a Sequence of records instead."""
     if isinstance(obj, list | Iterator) or _is_a(obj, "torch", "Dataset"):
         return False
-    leaves = flatten(obj)[0]
+    leaves = trees.flatten(obj)[0]
     return bool(leaves) and all(map(_is_array, leaves))
 
 

@@ -8,10 +8,9 @@ import os
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, SupportsIndex
 
-import jax
 import numpy as np
 
-from meshfeed._src.base import memory
+from meshfeed._src.base import memory, trees
 from meshfeed._src.base.errors import CorruptDataError, MeshfeedError, SettingsError, SourceError, hides_own_frames
 from meshfeed._src.base.types import ColumnSlices, JsonValue, PyTree, Record, RecordIds, public
 from meshfeed._src.order.mixture import group_by
@@ -236,14 +235,17 @@ class TensorStore:
         leaves: dict[str, Any] = dict(spec_or_specs) if named else {"": spec_or_specs}
         if not leaves:
             raise SourceError("TensorStore got an empty dict. Expected a path or spec, a list, or a dict of them.")
-        self._treedef = jax.tree.structure(dict.fromkeys(leaves, 0) if named else 0)
         names = sorted(leaves)  # the order of a dict's leaves in a pytree
+        self._names = names if named else None
         self._paths = [f"[{name!r}]" if named else "" for name in names]
         self._leaves = [
             _Leaf(path, leaves[name], self._window, fill_missing, int(cache_bytes))
             for path, name in zip(self._paths, names, strict=True)
         ]
         check_lengths({leaf.path: len(leaf) for leaf in self._leaves}, "TensorStore's leaves")
+
+    def _tree(self, leaves: list[Any]) -> PyTree:
+        return leaves[0] if self._names is None else dict(zip(self._names, leaves, strict=True))
 
     def __repr__(self) -> str:
         return f"TensorStore({len(self):,} records, {', '.join(leaf.describe() for leaf in self._leaves)})"
@@ -257,11 +259,11 @@ class TensorStore:
         Raises:
           IndexError, CorruptDataError, OSError: see :meth:`read_batch`.
         """
-        return jax.tree.map(lambda leaf: leaf[0], self.read_batch([operator.index(record_id)]))
+        return trees.map_leaves(lambda leaf: leaf[0], self.read_batch([operator.index(record_id)]))
 
     def element_shapes(self) -> PyTree:
         """Pytree of ``jax.ShapeDtypeStruct`` of one record."""
-        return self._treedef.unflatten([jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) for leaf in self._leaves])
+        return self._tree([trees.spec(leaf.shape, leaf.dtype) for leaf in self._leaves])
 
     def read_batch(self, record_ids: RecordIds | Sequence[int], columns: ColumnSlices | None = None) -> PyTree:
         """Reads records as stacked arrays, all leaves concurrently.
@@ -293,7 +295,7 @@ class TensorStore:
             except Exception as error:
                 raise leaf.explain(error, ids, part) from error
             outputs.append(output)
-        return self._treedef.unflatten(outputs)
+        return self._tree(outputs)
 
     def file_of(self, record_id: int) -> str:
         """URL or path of the first leaf's array that holds a record."""

@@ -9,10 +9,9 @@ from __future__ import annotations
 
 from typing import Any
 
-import jax
 import numpy as np
 
-from meshfeed._src.base import hooks
+from meshfeed._src.base import hooks, trees
 from meshfeed._src.base.errors import SourceError, StateMismatchError, refuse_stop_iteration
 from meshfeed._src.base.hooks import find
 from meshfeed._src.base.ownership import own_batch
@@ -147,7 +146,7 @@ class WindowShuffle:
             size += num_rows(parts[-1]) if self._stacked else 1
         if not self._stacked or not parts:
             return parts, size
-        return parts[0] if len(parts) == 1 else jax.tree.map(lambda *leaves: np.concatenate(leaves), *parts), size
+        return parts[0] if len(parts) == 1 else trees.map_leaves(lambda *leaves: np.concatenate(leaves), *parts), size
 
     def _read_part(self, num_records: int) -> Any:
         """A record or a stacked batch, in memory that the underlying lane does not reuse for the next one."""
@@ -164,7 +163,7 @@ class StackedWindowShuffle(WindowShuffle):
 
     def __next__(self) -> Record:
         row = self._take(1)[0]
-        return jax.tree.map(lambda leaf: leaf[row], self._records)
+        return trees.map_leaves(lambda leaf: leaf[row], self._records)
 
     def next_batch(self, num_records: int) -> PyTree:
         """Up to ``num_records`` records as arrays ``[n, ...]``, n at least 1.
@@ -173,7 +172,7 @@ class StackedWindowShuffle(WindowShuffle):
           StopIteration: the lane has ended.
         """
         rows = self._take(num_records)
-        return jax.tree.map(lambda leaf: leaf[rows], self._records)
+        return trees.map_leaves(lambda leaf: leaf[rows], self._records)
 
 
 def permutation(size: int, key: tuple[int, ...]) -> np.ndarray:

@@ -14,7 +14,7 @@ from etils import epath  # pyright: ignore[reportMissingTypeStubs]
 
 from meshfeed._src.base import coordination
 from meshfeed._src.base.errors import CheckpointError, StateMismatchError
-from meshfeed._src.base.trees import decode_value, encode_value
+from meshfeed._src.base.exact_json import decode_value, encode_value
 from meshfeed._src.base.types import JsonValue
 
 _SLICES = "remainder_slices"

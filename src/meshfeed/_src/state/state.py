@@ -28,8 +28,8 @@ from typing import Self, cast
 
 from meshfeed._src.base import coordination
 from meshfeed._src.base.errors import DAMAGED_STATE, DRAWS, StateMismatchError, shorten
+from meshfeed._src.base.exact_json import OTHER
 from meshfeed._src.base.identities import as_saved
-from meshfeed._src.base.trees import OTHER
 from meshfeed._src.base.types import MAX_POSITION, JsonValue, public
 
 VERSION = 2

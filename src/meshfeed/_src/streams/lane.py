@@ -8,7 +8,7 @@ import time
 from collections.abc import Iterator, Sequence
 from typing import cast
 
-from meshfeed._src.base import hooks, trees
+from meshfeed._src.base import exact_json, hooks
 from meshfeed._src.base.errors import SourceError, StateMismatchError, reason_of
 from meshfeed._src.base.hooks import accepts_keyword, find
 from meshfeed._src.base.ownership import own_batch
@@ -209,7 +209,7 @@ class Lane:
                     f"{type(iterator).__name__} has no set_state",
                     "Pass the source that the state was saved with.",
                 )
-            self._resumable.set_state(trees.decode_value(self._snapshot))
+            self._resumable.set_state(exact_json.decode_value(self._snapshot))
         elif self._resumable is None and self._taken and self._since == self._taken:
             _log.info(
                 "lane %d has no get_state: it is resumed by reading and dropping %d records",
@@ -414,10 +414,10 @@ class Lane:
         state = iterator.get_state()
         try:
             # encoding copies the state, which the iterator may mutate later
-            self._snapshot = trees.encode_value(state)
+            self._snapshot = exact_json.encode_value(state)
         except TypeError as error:
             raise SourceError(
-                f"the state of lane {self.lane_index} cannot be saved exactly: {error}. {trees.ALLOWED}",
+                f"the state of lane {self.lane_index} cannot be saved exactly: {error}. {exact_json.ALLOWED}",
                 lane_index=self.lane_index,
             ) from error
         self._since = 0

@@ -7,10 +7,9 @@ import logging
 import time
 from collections.abc import Mapping
 
-import jax
 import numpy as np
 
-from meshfeed._src.base import hooks
+from meshfeed._src.base import hooks, trees
 from meshfeed._src.base.errors import SourceError
 from meshfeed._src.base.settings import FeedSettings
 from meshfeed._src.base.types import StreamSource
@@ -155,9 +154,11 @@ class LaneReader:
         """Warns if all lanes of this host begin with the same two records, which differ from each other."""
         if len(lanes) < 2 or not all(rows.taken.count for rows in lanes.values()):
             return
-        trees = (rows.taken.tree for rows in lanes.values())
         self._beginnings.append(
-            {b"".join(np.asarray(leaf[0]).tobytes() for leaf in jax.tree.leaves(tree)) for tree in trees}
+            {
+                b"".join(np.asarray(leaf[0]).tobytes() for leaf in trees.leaves(rows.taken.tree))
+                for rows in lanes.values()
+            }
         )
         if [len(records) for records in self._beginnings] == [1, 1] and self._beginnings[0] != self._beginnings[1]:
             _log.warning(

@@ -5,9 +5,9 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping, Sequence
 
-import jax
 import numpy as np
 
+from meshfeed._src.base import trees
 from meshfeed._src.base.types import PyTree
 from meshfeed._src.reading.host_batch import spec_of_batch
 from meshfeed._src.reading.stacking import RecordSpec
@@ -84,7 +84,7 @@ def place_rows(
                 found = spec_of_batch(taken.tree, taken.count, what=f"lane {run.lane_index}")
                 spec = spec or found
                 check_spec(spec, found, what=f"lane {run.lane_index}", lane_index=run.lane_index)
-            leaves = checked[run.lane_index] = [np.asarray(leaf) for leaf in jax.tree.leaves(taken.tree)]
+            leaves = checked[run.lane_index] = [np.asarray(leaf) for leaf in trees.leaves(taken.tree)]
         count = min(run.count, taken.count - run.offset)
         if count <= 0:
             continue
@@ -101,7 +101,7 @@ def _join_pieces(pieces: Sequence[_RowPiece], num_rows: int, spec: RecordSpec) -
         return spec.treedef.unflatten([leaf[offset : offset + count] for leaf in leaves])
     filled = sum(count for _, _, count, _ in pieces) == num_rows
     output = spec.empty(num_rows) if filled else spec.zeros(num_rows)
-    outputs = jax.tree.leaves(output)
+    outputs = trees.leaves(output)
     for target, offset, count, leaves in pieces:
         for leaf, source_leaf in zip(outputs, leaves, strict=True):
             leaf[target : target + count] = source_leaf[offset : offset + count]

@@ -10,10 +10,9 @@ import time
 from collections.abc import Mapping
 from typing import Protocol
 
-import jax
 import numpy as np
 
-from meshfeed._src.base import coordination, hooks
+from meshfeed._src.base import coordination, hooks, trees
 from meshfeed._src.base.errors import (
     SettingsError,
     SourceError,
@@ -54,7 +53,7 @@ def rows_of(batch: PyTree) -> int:
     Raises:
       SourceError: the batch is not a pytree of arrays with rows as the first dimension.
     """
-    leaves = jax.tree.leaves(batch)
+    leaves = trees.leaves(batch)
     if leaves and getattr(leaves[0], "ndim", 0):
         return int(leaves[0].shape[0])
     expected = f"a host batch is a pytree of arrays with rows first. {SINGLE_RECORDS}"

@@ -14,8 +14,8 @@ import numpy as np
 import xxhash
 
 from meshfeed._src.base.errors import SettingsError
+from meshfeed._src.base.exact_json import decode_value, encode_value
 from meshfeed._src.base.hooks import Resumable
-from meshfeed._src.base.trees import decode_value, encode_value
 from meshfeed._src.base.types import PyTree, public
 
 _SHORT = 3  # batches to compare if another check already covers the rest

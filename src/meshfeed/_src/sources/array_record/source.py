@@ -10,10 +10,9 @@ import operator
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, SupportsIndex
 
-import jax
 import numpy as np
 
-from meshfeed._src.base import hooks
+from meshfeed._src.base import hooks, trees
 from meshfeed._src.base.errors import SettingsError, hides_own_frames
 from meshfeed._src.base.types import Decode, DecodeBatch, JsonValue, Record, public
 from meshfeed._src.reading.identity import digest_raw
@@ -132,7 +131,7 @@ class ArrayRecord(RecordFiles):
             return [self.decode(record) for record in raw]
         if self.decode_batch is not None and raw:
             batch = self.decode_batch(raw)
-            return [jax.tree.map(lambda leaf, row=row: leaf[row], batch) for row in range(len(raw))]
+            return [trees.map_leaves(lambda leaf, row=row: leaf[row], batch) for row in range(len(raw))]
         return list(raw)
 
     def fingerprint_files(self) -> JsonValue:

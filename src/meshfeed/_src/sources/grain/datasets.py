@@ -18,11 +18,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, SupportsIndex, TypeGuard
 
 import grain
-import jax
 import numpy as np
 import xxhash
 
-from meshfeed._src.base import hooks
+from meshfeed._src.base import hooks, trees
 from meshfeed._src.base.errors import MeshfeedError, SourceError, StateMismatchError
 from meshfeed._src.base.types import JsonValue, RandomAccessSource, Record
 from meshfeed._src.sources.checks import check_ids
@@ -372,7 +371,7 @@ def _digest_records(source: RandomAccessSource, indices: Sequence[int]) -> str:
         except Exception:  # the feed reports or replaces an unreadable record when it reads it
             digest.update(b"unreadable")
             continue
-        leaves, structure = jax.tree_util.tree_flatten(record)
+        leaves, structure = trees.flatten(record)
         digest.update(str(structure).encode())
         for leaf in leaves:
             digest.update(_bytes_of(leaf))

@@ -11,11 +11,10 @@ import itertools
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any, TypedDict, Unpack
 
-import jax
 import numpy as np
 import pyarrow as pa
 
-from meshfeed._src.base import memory
+from meshfeed._src.base import memory, trees
 from meshfeed._src.base.errors import SourceError
 from meshfeed._src.base.types import PyTree
 from meshfeed._src.order.mixture import group_by
@@ -312,7 +311,7 @@ def table_rows(table: pa.Table, start: int, stop: int, **where: Unpack[Where]) -
 
 
 def _merge(parts: list[tuple[np.ndarray, PyTree]], num_rows: int, name: str, where: Callable[[int], Where]) -> PyTree:
-    flat = [(out_rows, *jax.tree.flatten(part)) for out_rows, part in parts]
+    flat = [(out_rows, *trees.flatten(part)) for out_rows, part in parts]
     _, first_leaves, treedef = flat[0]
     outputs = [np.empty((num_rows, *leaf.shape[1:]), leaf.dtype) for leaf in first_leaves]
     for out_rows, leaves, _ in flat:
@@ -420,7 +419,7 @@ class _ChunkRows:
         else:
             inner = (starts[:, None] + np.arange(width)).ravel()
             part = self._child.read(inner, lambda i: where(i // width))
-        return jax.tree.map(lambda leaf: leaf.reshape(len(rows), width, *leaf.shape[1:]), part)
+        return trees.map_leaves(lambda leaf: leaf.reshape(len(rows), width, *leaf.shape[1:]), part)
 
     def _check_valid(self, rows: np.ndarray, where: Callable[[int], Where]) -> None:
         if self._valid is not None and not self._valid[rows].all():

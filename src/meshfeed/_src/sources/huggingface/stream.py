@@ -8,12 +8,11 @@ import logging
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Self
 
-import jax
 import numpy as np
 import pyarrow as pa
 from datasets import ClassLabel, Features, IterableDataset, Value
 
-from meshfeed._src.base import hooks
+from meshfeed._src.base import hooks, trees
 from meshfeed._src.base.cpus import available_cpus
 from meshfeed._src.base.errors import SettingsError, SourceError, StateMismatchError
 from meshfeed._src.base.ownership import own
@@ -318,13 +317,13 @@ class TableLane(_Lane):
             count = min(num_records - size, self._block_stop - self._row)
             part = _rows_of(self._block, slice(start, start + count))
             if self._foreign:
-                part = jax.tree.map(own, part)
+                part = trees.map_leaves(own, part)
             if parts and not _alike(parts[0], part):  # such as lists of a different length: end the batch here
                 break
             parts.append(part)
             self._row += count
             size += count
-        return parts[0] if len(parts) == 1 else jax.tree.map(lambda *leaves: np.concatenate(leaves), *parts)
+        return parts[0] if len(parts) == 1 else trees.map_leaves(lambda *leaves: np.concatenate(leaves), *parts)
 
     def next_stored(self) -> dict[str, Any]:
         """The next record as it is stored; not to be mixed with the other methods."""
@@ -464,13 +463,13 @@ def _makes_tables(node: Node) -> bool:
 def _rows_of(block: dict[str, PyTree], rows: int | slice) -> dict[str, PyTree]:
     # Almost all columns are plain arrays, and jax.tree.map costs more than slicing one.
     return {
-        name: value[rows] if isinstance(value, np.ndarray) else jax.tree.map(lambda leaf: leaf[rows], value)
+        name: value[rows] if isinstance(value, np.ndarray) else trees.map_leaves(lambda leaf: leaf[rows], value)
         for name, value in block.items()
     }
 
 
 def _alike(first: PyTree, second: PyTree) -> bool:
-    shapes, others = ([(leaf.shape[1:], leaf.dtype) for leaf in jax.tree.leaves(part)] for part in (first, second))
+    shapes, others = ([(leaf.shape[1:], leaf.dtype) for leaf in trees.leaves(part)] for part in (first, second))
     return shapes == others
 
 

@@ -7,14 +7,13 @@ import operator
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, SupportsIndex, Unpack, cast
 
-import jax
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 from datasets import Dataset
 from datasets.table import MemoryMappedTable
 
-from meshfeed._src.base import memory
+from meshfeed._src.base import memory, trees
 from meshfeed._src.base.errors import SourceError
 from meshfeed._src.base.types import JsonValue, PyTree
 from meshfeed._src.reading.identity import probe_digest
@@ -154,7 +153,7 @@ class HuggingFaceTable(_Records):
     def __getitems__(self, record_ids: Sequence[int]) -> list[dict[str, PyTree]]:
         """Several records, in the order of ``record_ids``: dicts of numpy scalars and arrays."""
         batch = self.read_batch(np.asarray(record_ids, np.int64))
-        return [jax.tree.map(lambda leaf, i=i: leaf[i], batch) for i in range(len(record_ids))]
+        return [trees.map_leaves(lambda leaf, i=i: leaf[i], batch) for i in range(len(record_ids))]
 
     def read_stored(self, record_ids: Sequence[int]) -> list[dict[str, Any]]:
         """Reads records as they are stored; see :class:`StoredRows`."""
@@ -182,7 +181,7 @@ class HuggingFaceTable(_Records):
         check_ids(ids, len(self), "dataset")
         if not ids.size:
             one = self.read_batch(np.zeros(1, np.int64))
-            return {name: jax.tree.map(lambda leaf: leaf[:0], part) for name, part in one.items()}
+            return {name: trees.map_leaves(lambda leaf: leaf[:0], part) for name, part in one.items()}
         self.check_records()
         assert self._readers is not None
 
@@ -199,11 +198,11 @@ class HuggingFaceTable(_Records):
         batch: dict[str, PyTree] = dict.fromkeys(self._columns)  # keeps the order of the columns
         for name, reader in readers.items():
             part = reader.read(rows, where)
-            batch[name] = part if self._dtype is None else jax.tree.map(lambda leaf: leaf.astype(self._dtype), part)
+            batch[name] = part if self._dtype is None else trees.map_leaves(lambda leaf: leaf.astype(self._dtype), part)
         for name, values in self._decode(ids.tolist()).items():
             batch[name] = _stack(name, values, ids)
         # Only views are read-only. Arrow marks memory as immutable that pandas or a bytearray may still write.
-        return batch if self._mapped else jax.tree.map(_copied_if_read_only, batch)
+        return batch if self._mapped else trees.map_leaves(_copied_if_read_only, batch)
 
     def _decode(
         self, record_ids: Sequence[int], convert: Callable[..., Any] = value_to_numpy

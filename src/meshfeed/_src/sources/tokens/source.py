@@ -27,12 +27,11 @@ import threading
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple, Self, SupportsIndex
 
-import jax
 import numpy as np
 import xxhash
 from numpy.typing import DTypeLike
 
-from meshfeed._src.base import memory
+from meshfeed._src.base import memory, trees
 from meshfeed._src.base.errors import CorruptDataError, SettingsError, SourceError, hides_own_frames
 from meshfeed._src.base.types import ColumnSlices, JsonValue, RecordIds, public
 from meshfeed._src.reading.identity import digest_tree
@@ -61,6 +60,8 @@ from meshfeed._src.sources.files.shard_reader import ShardSource
 from meshfeed._src.sources.files.shards import Shards
 
 if TYPE_CHECKING:
+    import jax
+
     from meshfeed._src.sources.files.shard_cache import ShardCache
 
 try:
@@ -338,7 +339,7 @@ class Tokens(ShardSource[TokenFile]):
 
     def element_shapes(self) -> dict[str, jax.ShapeDtypeStruct]:
         """Pytree of ``jax.ShapeDtypeStruct`` of one record."""
-        return {self._key: jax.ShapeDtypeStruct((self._width,), np.int32)}
+        return {self._key: trees.spec((self._width,), np.int32)}
 
     def read_batch(
         self, record_ids: np.ndarray | Sequence[int], columns: ColumnSlices | None = None

@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
 from meshfeed import SourceError
-from meshfeed._src.base.trees import decode_value, encode_value, tree_from_json, tree_to_json
+from meshfeed._src.base.exact_json import decode_value, encode_value, tree_from_json, tree_to_json
 
 RESERVED = ["__tuple__", "__bytes__", "__pairs__", "__array__", "__meshfeed__"]
 
