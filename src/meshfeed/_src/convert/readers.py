@@ -313,7 +313,7 @@ class Mds(Input):
     @contextlib.contextmanager
     def _opened(self, path: str, columns: Sequence[str] | None = None) -> Iterator[MDS]:
         """Opens a data set; shards that are stored compressed are unpacked into a temporary folder of the job."""
-        from meshfeed._src.sources.mds import MDS  # imports JAX, which takes long in each worker
+        from meshfeed._src.sources.mds import MDS  # which other conversions need not load
 
         with contextlib.ExitStack() as stack:
             cache = None

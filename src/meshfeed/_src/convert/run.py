@@ -508,7 +508,7 @@ def _sample(job: Conversion) -> tuple[dict[str, dict[str, Any]], dict[str, Measu
 
 def _read_records(path: str, numbers: list[int]) -> Sequence[bytes]:
     if is_url(path):
-        from meshfeed._src.sources.array_record.source import ArrayRecord  # imports JAX, which takes long
+        from meshfeed._src.sources.array_record.source import ArrayRecord  # which only URLs need
 
         return ArrayRecord(path).__getitems__(numbers)
     from array_record.python.array_record_module import ArrayRecordReader

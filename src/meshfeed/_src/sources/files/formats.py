@@ -13,7 +13,7 @@ from typing import Any, BinaryIO, NamedTuple
 from meshfeed._src.base.errors import CorruptDataError, MeshfeedError, SourceError
 
 # The header of llm.c's token files: its bytes, and (magic number, version) → dtype. Here, because `meshfeed convert` writes
-# them and must not import JAX, as sources/tokens does.
+# them, and starts sooner without sources/tokens.
 LLM_C_BYTES = 1024
 LLM_C_DTYPES = {(20240520, 1): "<u2", (20240801, 7): "<u4"}
 
