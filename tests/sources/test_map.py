@@ -243,6 +243,16 @@ def test_errors_of_records_that_come_one_by_one_name_the_record(function: Any, e
     assert "record 0" in f"{raised.value} {getattr(raised.value, '__notes__', '')}"
 
 
+def test_arguments_in_the_other_order_are_named() -> None:
+    with pytest.raises(meshfeed.SettingsError, match=r"the other order\. Expected Map\(source, function\)\.$"):
+        Map(lambda record: record, memory())  # pyright: ignore[reportArgumentType]
+    with pytest.raises(
+        meshfeed.SettingsError, match=r"^Map got function=\{'x': .*\.\.\.\. Expected a function"
+    ) as raised:
+        Map(memory(), {"x": np.arange(1000)})  # pyright: ignore[reportArgumentType]
+    assert len(str(raised.value)) < 200
+
+
 @pytest.mark.parametrize("make", [Map, functools.partial(Map, batched=True)])
 def test_a_function_of_two_records_is_refused_at_once(make: Any) -> None:
     with pytest.raises(meshfeed.SettingsError, match=r"Map got function=.*\(record, rngg\).*'rngg'.*rng= if it draws"):

@@ -14,7 +14,7 @@ from typing import Any, Protocol, Self, TypedDict, TypeVar, Unpack, cast
 
 import numpy as np
 
-from meshfeed._src.base.errors import MeshfeedError, SettingsError
+from meshfeed._src.base.errors import MeshfeedError, SettingsError, shorten
 from meshfeed._src.base.settings import ShardShuffle
 from meshfeed._src.base.threads import note_thread
 from meshfeed._src.base.types import (
@@ -607,7 +607,7 @@ def check_function(function: object, argument: str, what: str, whose: str, setti
       SettingsError: it cannot be called like that.
     """
     if not callable(function):
-        text = f"{whose} got {setting}={function!r}. Expected a function of {what} that gives arrays."
+        text = f"{whose} got {setting}={shorten(repr(function), 80)}. Expected a function of {what} that gives arrays."
         raise SettingsError(text, setting=setting)
     try:
         signature = inspect.signature(function)

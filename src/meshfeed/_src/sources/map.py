@@ -73,6 +73,10 @@ def Map(source: object, function: Callable[..., Any], *, batched: bool = False) 
     if not isinstance(batched, bool):
         raise SettingsError(f"batched={batched!r}; it takes True or False.", setting="batched")
     argument, what = ("records", "several stacked records") if batched else ("record", "one record")
+    if callable(source) and not callable(function):
+        raise SettingsError(
+            "Map got its arguments in the other order. Expected Map(source, function).", setting="function"
+        )
     hooks.check_function(function, argument, what, "Map", "function")
     records = hooks.unconverted(as_source(source))
     if isinstance(records, HostBatches):
