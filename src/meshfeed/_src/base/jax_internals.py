@@ -10,6 +10,7 @@ import functools
 import logging
 import os
 import re
+import sys
 import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, TypeAlias
@@ -78,6 +79,8 @@ _CLIENT_METHODS = (
 
 
 def _global_state() -> Any | None:
+    if "jax" not in sys.modules:  # a worker, which has joined no job
+        return None
     try:
         from jax._src import distributed
     except ImportError:
@@ -186,6 +189,8 @@ def _has_known_parameters(call: Any) -> bool:
 
 @functools.cache  # once per process
 def _report_slow() -> None:
+    import jax
+
     _log.warning(
         "JAX %s has no batched_device_put with known parameters; arrays are assembled by the public "
         "make_array_from_callback, which is slower",
