@@ -215,6 +215,7 @@ def call_briefly(function: Callable[[], None], *, name: str, at_exit: bool) -> N
 
 def call_in_background(function: Callable[[], None], *, name: str) -> None:
     """Like :func:`call_briefly`, but waits only when the interpreter exits, for all such calls together."""
+    _finish_at_exit()
     thread = _start_call(function, name)
     if thread is not None:
         _background_calls.add(thread)
