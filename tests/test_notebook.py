@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import os
 import pathlib
 from typing import Any
@@ -23,13 +22,12 @@ def shown(notebook: Any) -> list[tuple[str, list[object]]]:
     for cell in notebook.cells:
         if cell.cell_type == "code":
             cells.append((cell.source.split("\n")[0], []))
-            for is_text, outputs in itertools.groupby(cell.outputs, key=lambda output: "text" in output):
-                # A slow cell sends its text in several messages.
-                cells[-1][1].extend(
-                    ["".join(output.text for output in outputs)]
-                    if is_text
-                    else [sorted(output.get("data", {})) for output in outputs]
-                )
+            for output in cell.outputs:
+                found = output.get("text") or sorted(output.get("data", {}))
+                if isinstance(found, str) and cells[-1][1] and isinstance(before := cells[-1][1][-1], str):
+                    cells[-1][1][-1] = before + found  # a slow cell sends its text in several messages
+                else:
+                    cells[-1][1].append(found)
     return cells
 
 
