@@ -92,14 +92,15 @@ def test_a_clear_gain_of_threads_is_not_measured_again() -> None:
 
 
 def test_short_reads_get_no_processes() -> None:
-    best, tried = climbed(lambda n: 10.0 * (n.num_workers or 1), work=0.001)
+    best, tried = climbed(lambda n: 10.0 * (n.num_workers or 1), work=0.0009)
     assert best == START
     assert tried == [Numbers(0, 4, 2)]
+    assert climbed(lambda n: 10.0 * (n.num_workers or 1), work=0.0011)[0].num_workers, "sending takes less"
 
 
 def test_a_small_gain_is_not_worth_a_thread_nor_a_larger_one_a_process() -> None:
     assert climbed(lambda n: 100.0 if n == START else 104.0)[0] == START
-    assert climbed(lambda n: 100.0 if n == START else 107.0, work=0.001)[0].num_threads > 1
+    assert climbed(lambda n: 100.0 if n == START else 107.0, work=0.0009)[0].num_threads > 1
     assert climbed(lambda n: 109.0 if n.num_workers else 100.0)[0] == START
 
 

@@ -34,7 +34,7 @@ _LESS_STALLED = 0.8  # more prefetched batches are kept from this ratio of stall
 _CHANGED, _CHANGED_WINDOWS = 0.5, 10  # the pause ends early if the capacity is below this ratio in as many windows
 _PAUSE_SECONDS, _MAX_PAUSE_SECONDS = 600.0, 7200.0  # between two searches while the step waits; doubles
 _MAX_THREADS, _MAX_PREFETCH = 16, 32
-_WORKER_MILLISECONDS = 2.0  # reading and decoding per batch from which a process, which must send it, may be faster
+_WORKER_MILLISECONDS = 1.0  # reading and decoding per batch from which a process, which must send it, may be faster
 _INTERRUPTED, _INTERRUPTED_SECONDS = (
     5.0,
     0.5,
