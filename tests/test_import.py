@@ -139,6 +139,7 @@ def test_workers_read_and_decode_without_jax(tmp_path: pathlib.Path) -> None:
     pq.write_table(pa.table({"x": range(64)}), tmp_path / "a.parquet")
 
     def note(_: object) -> dict[str, object]:
+        assert np.dtype("bfloat16").itemsize == 2, "as in a process that has loaded JAX"
         return {"jax": np.bool_("jax" in sys.modules), "worker": np.bool_(__name__ not in sys.modules)}
 
     def open_lane(lane_index: int, num_lanes: int) -> Iterator[object]:

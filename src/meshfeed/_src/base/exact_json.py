@@ -15,7 +15,6 @@ import struct
 from collections.abc import Callable
 from typing import Any
 
-import ml_dtypes  # noqa: F401  makes numpy know bfloat16 and other names
 import numpy as np
 
 from meshfeed._src.base import trees

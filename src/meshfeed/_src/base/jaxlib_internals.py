@@ -10,6 +10,8 @@ import sys
 from collections.abc import Callable
 from typing import Any, cast
 
+import ml_dtypes  # noqa: F401  with it, as with JAX, numpy knows bfloat16 and others by name; decoders rely on that
+
 Flatten = Callable[[Any], tuple[list[Any], Any]]
 FlattenWithPath = Callable[..., tuple[list[tuple[Any, Any]], Any]]
 
