@@ -238,3 +238,11 @@ def test_what_a_host_tells_reaches_the_others_though_it_leaves_and_is_forgotten(
     assert not [key for key in cluster.store.keys if "told" in key]
     cluster.run(30)
     assert not any(pulse.told for pulse in cluster.pulses.values())
+
+
+def test_a_host_whose_feeds_name_only_gone_hosts_watches_itself() -> None:
+    store = CountingStore()
+    pulse = Pulse(store, 1, interval_seconds(2))
+    pulse.silent = {0: 100.0}
+    assert pulse.beat(1.0, [0]) == {}
+    assert pulse.beat(1.0, []) == {}

@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 
-from meshfeed._src.base.hooks import accepts_keyword
+from meshfeed import SettingsError
+from meshfeed._src.base.hooks import accepts_keyword, check_function
 
 
 class Decoder:
@@ -41,3 +42,18 @@ def wrapped(*args: Any, **options: Any) -> None: ...
 def test_a_parameter_of_that_name_decides(function: Callable[..., Any], taken: bool, taken_in_kwargs: bool) -> None:
     assert accepts_keyword(function, "rng") is taken
     assert accepts_keyword(function, "rng", in_kwargs=True) is taken_in_kwargs
+
+
+def needs_rng(record: bytes, *, rng: Any) -> None: ...
+
+
+@pytest.mark.parametrize("function", [named, only, kwargs, needs_rng, Decoder(), str])
+def test_a_function_of_a_record_may_draw(function: Callable[..., Any]) -> None:
+    check_function(function, "record", "one record", "Map", "function")
+
+
+@pytest.mark.parametrize("function", [positional.__get__(0), other, lambda record, *, seed: record])
+def test_a_function_that_needs_something_else_is_refused(function: Callable[..., Any]) -> None:
+    with pytest.raises(SettingsError, match=r"Map got function=.* cannot be called as function\(record\): ") as raised:
+        check_function(function, "record", "one record", "Map", "function")
+    assert raised.value.setting == "function"

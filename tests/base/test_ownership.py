@@ -369,6 +369,21 @@ def test_arrays_are_copied_once_into_memory_that_the_devices_take_as_it_is() -> 
     assert ownership.own(key) is key, "it is refused by name where batches are checked"
 
 
+def test_a_batch_of_new_memory_is_not_copied() -> None:
+    class Fresh:
+        fresh_arrays = True
+
+        def read_batch(self) -> None: ...
+
+    class Changed(Fresh):
+        def read_batch(self) -> None: ...
+
+    batch = {"x": base_memory.empty((4, 16), np.int32)}
+    assert ownership.own_batch(batch, Fresh(), "read_batch")["x"] is batch["x"]
+    for maker in (Changed(), object()):
+        assert not np.shares_memory(ownership.own_batch(batch, maker, "read_batch")["x"], batch["x"])
+
+
 @pytest.mark.parametrize(
     "make",
     [
