@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import json
+import os
 import pathlib
+import resource
+import subprocess
+from collections.abc import Callable
 
 import pytest
 from click.testing import CliRunner
@@ -105,3 +109,88 @@ def test_a_file_that_was_just_written_is_in_the_page_cache(tmp_path: pathlib.Pat
     assert doctor._cached_share(str(tmp_path / "b")) == 0.0
     if Descriptor(str(tmp_path / "a")).is_cached(0, unknown=False):  # the file system can tell
         assert doctor._cached_share(str(tmp_path / "a")) == 1.0
+
+
+def answering(answer: object) -> Callable[..., subprocess.CompletedProcess[str]]:
+    """Stands for ``subprocess.run``: JAX lists these devices, or fails with this text."""
+
+    def run(command: list[str], **options: object) -> subprocess.CompletedProcess[str]:
+        assert options["timeout"] == 60
+        if answer is None:
+            raise subprocess.TimeoutExpired(command, 60)
+        if isinstance(answer, str):
+            return subprocess.CompletedProcess(command, 1, "", answer)
+        return subprocess.CompletedProcess(command, 0, f"a warning of a plugin\n{json.dumps(answer)}\n", "")
+
+    return run
+
+
+@pytest.mark.parametrize(
+    ("answer", "nproc", "present", "status", "text", "fix"),
+    [
+        (["cpu", "cpu", 1, 1, 1], "1", False, "ok", "1 cpu (cpu)", ""),
+        (["cpu", "cpu", 8, 8, 1], "16", False, "ok", "8 cpu (cpu)", ""),
+        (
+            ["cpu", "cpu", 8, 8, 1], "15", False, "warning",
+            "8 cpu (cpu); with 15 threads of XLA, a loop that never waits for a result may abort",
+            "Set NPROC=16 in the environment.",
+        ),
+        (["cpu", "cpu", 8, 8, 1], "2", False, "warning", "8 cpu (cpu); with 8 threads of XLA", "Set NPROC=16 in"),
+        (["tpu", "TPU v5", 8, 4, 2], "1", True, "ok", "8 tpu (TPU v5), 4 of them on this host, 2 processes", ""),
+        (["cpu", "cpu", 1, 1, 1], "1", True, "warning", "1 cpu (cpu); this machine has /", "pip install 'jax[cuda13]'"),
+        ("x\nno driver\n", "1", False, "error", "JAX cannot use its devices: no driver", "set JAX_PLATFORMS=cpu"),
+        ("", "1", False, "error", "JAX cannot use its devices: no message", "Check the driver"),
+        (None, "1", False, "error", "JAX has not listed its devices within 60 s", "Run this on all hosts"),
+    ],
+)  # fmt: skip
+def test_devices(
+    answer: object,
+    nproc: str,
+    present: bool,
+    status: str,
+    text: str,
+    fix: str,
+    tmp_path: pathlib.Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(subprocess, "run", answering(answer))
+    monkeypatch.setenv("NPROC", nproc)
+    monkeypatch.delenv("JAX_PLATFORMS", raising=False)
+    (tmp_path / "nvidia0").write_bytes(b"")
+    monkeypatch.setattr(doctor, "_ACCELERATORS", (str(tmp_path / ("nvidia*" if present else "accel*")),))
+    found, kind = doctor._query_devices()
+    assert found.status == status
+    assert found.text.startswith(text)
+    assert fix in found.fix
+    assert bool(fix) == bool(found.fix)
+    assert kind == (answer[0] if isinstance(answer, list) else "unknown")
+    if present and kind == "cpu":
+        monkeypatch.setenv("JAX_PLATFORMS", "cpu")
+        assert doctor._query_devices()[0].status == "ok"
+
+
+def test_limits(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "cpu_count", lambda: 8)
+    for allowed, status in ((8, "ok"), (3, "warning")):
+        monkeypatch.setattr(doctor, "available_cpus", lambda allowed=allowed: allowed)
+        cores = list(doctor._limits())[1]
+        assert (cores.name, cores.status, cores.text) == ("cores", status, f"{allowed} of 8 CPU cores")
+        assert ("--cpus-per-task" in cores.fix) == (status == "warning")
+    unlimited = resource.RLIM_INFINITY
+    for soft, hard, fix in (
+        (4096, 4096, ""),
+        (4095, 10_000, "Run `ulimit -n 10000` before the job (at most 10,000 here)."),
+        (1024, 1_000_000, "Run `ulimit -n 65536` before the job (at most 1,000,000 here)."),
+        (1024, unlimited, "Run `ulimit -n 65536` before the job (at most unlimited here)."),
+    ):
+        monkeypatch.setattr(resource, "getrlimit", lambda which, limits=(soft, hard): limits)
+        files = next(doctor._limits())
+        assert (files.name, files.status, files.fix) == ("open files", "warning" if fix else "ok", fix)
+        assert files.text.startswith(f"at most {soft:,}")
+
+
+def test_extensions_that_were_not_built_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(doctor, "_EXTENSIONS", {"cli.doctor": "never", "order._no_such": "packing is slower"})
+    (found,) = doctor._extensions()
+    assert (found.status, found.text) == ("warning", "order._no_such is not built: packing is slower")
+    assert "C compiler" in found.fix

@@ -59,6 +59,7 @@ def test_the_text_names_rows_epochs_and_ids(saved: tuple[pathlib.Path, list[list
         "4 records of epoch 0 to 1",
         " ".join(map(str, ids[2])),
     ]
+    assert run(path, "--batch-index", 1).output.splitlines()[2] == "4 records of epoch 0"
     assert run(path, "--step", 2).output == run(path, "--batch-index", 2).output
 
 
