@@ -12,6 +12,7 @@ import pickle
 import subprocess
 import sys
 import threading
+import time
 import traceback
 import tracemalloc
 from typing import Any
@@ -538,6 +539,10 @@ def test_stats_and_config() -> None:
         assert json.loads(json.dumps(config)) == config
         assert config["fingerprint"]["source"]["records"] == 100
         assert config["global_batch_size"] == 16
+        assert (config["name"], config["kind"], config["num_lanes"]) == (feed.name, "random_access", None)
+        assert config["participants"] == [0]
+        sample = feed._sample()
+        assert (sample.step, sample.position, sample.stats.batches) == (6, 96, 6)
 
 
 def test_stall_fraction_leaves_out_start_up_also_after_reset_and_set_state(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -611,6 +616,12 @@ def test_step_log_is_one_json_line_a_step_and_off_by_default(caplog: pytest.LogC
     lines = [json.loads(r.getMessage()) for r in caplog.records if r.name == "meshfeed.steps"]
     assert [line["step"] for line in lines] == [0, 1]
     assert lines[1]["record_ids"] == list(range(16, 32))
+    for line in lines:
+        seconds = [value for name, value in line.items() if name.endswith("_seconds")]
+        assert len(seconds) >= 3
+        assert all(isinstance(value, float) and 0 <= value == round(value, 6) for value in seconds)
+        assert (line["feed"], line["host"], line["global_batch_size"]) == (feed.name, 0, 16)
+        assert abs(line["time"] - time.time()) < 600
 
 
 def test_the_step_log_of_a_stream_gives_the_records_of_each_lane(caplog: pytest.LogCaptureFixture) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 from collections.abc import Callable
 from typing import Any
@@ -394,6 +395,14 @@ def test_a_pause_of_the_loop_does_not_count() -> None:
         return run
 
     assert pauses(70).sizer.tuned()["num_threads"] == pauses(0).sizer.tuned()["num_threads"] == 16
+
+
+def test_a_pause_is_a_step_that_takes_far_longer_than_those_before() -> None:
+    sizer, outside = Run(lambda n: 0.05).sizer, itertools.count(1)
+    assert not any(sizer._is_interrupted(0.2 * next(outside)) for _ in range(100))
+    assert not sizer._is_interrupted(20.0 + 1.4), "less than five usual steps and half a second"
+    assert sizer._is_interrupted(21.4 + 2.0)
+    assert not sizer._is_interrupted(23.4 + 0.2)
 
 
 def test_an_interrupt_inside_a_decision_begins_it_again() -> None:
