@@ -144,7 +144,8 @@ def destination_of(directory: str | os.PathLike[str]) -> Destination:
       SettingsError: nothing can be written to such a URL.
     """
     text = os.fspath(directory)
-    if is_url(text) or "::" in text.partition("://")[0]:  # chained file systems of fsspec
+    scheme, is_any_url, _ = text.partition("://")
+    if is_url(text) or (is_any_url and "::" in scheme):  # chained file systems of fsspec
         return Bucket(text)
     return Disk(text.removeprefix("file://"))
 
