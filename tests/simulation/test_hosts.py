@@ -89,6 +89,19 @@ def test_seconds_follow_from_bandwidth_latency_and_the_step() -> None:
     np.testing.assert_allclose(limited.waits, [2.0, 3.5])  # one request every 2 s: at 0, 2, 4 and 6
 
 
+@pytest.mark.parametrize("ahead", [0, 500])
+def test_files_that_come_at_the_same_time_share_the_bandwidth(ahead: int) -> None:
+    files, sizes, cache = range(6), [50, 300, 20, 100, 30, 100], Cache(2000, ahead)
+    for batches in ([files], [[0, 1, 2], [3, 4, 5]]):
+        run = play(batches, cache, Store(100.0), sizes, step_seconds=0.0)
+        assert run.waits.sum() == pytest.approx(6.0)  # as long as all of their bytes
+        several = run_hosts_together(
+            [[[SimulatedFile(number, sizes[number], cache) for number in batch] for batch in batches]] * 2,
+            cache, Store(100.0, shared_bandwidth=100.0), seconds=[0.0] * len(batches),
+        )  # fmt: skip
+        assert several.waits.sum() == pytest.approx(12.0)
+
+
 def test_hosts_share_a_link_and_wait_for_the_slowest() -> None:
     cache = Cache(1000, 0)
     files = [SimulatedFile(number, 100, cache) for number in range(2)]
