@@ -1,6 +1,6 @@
 """Grain's files of an iterator's state: one ``process_<i>-of-<n>.json`` per process, the state as JSON text.
 
-A state that plain JSON would change (tuples, bytes) is written in the lossless form of :mod:`meshfeed._src.base.trees`,
+A state that plain JSON would change (tuples, bytes) is written in the lossless form of :mod:`meshfeed._src.base.exact_json`,
 which Grain cannot read, except where the lost types are known: the bytes of a ``grain.DataLoader`` are JSON already, and
 Grain's packing keeps pairs under one key, which Grain itself reads back as lists and then continues wrongly.
 """
@@ -105,4 +105,5 @@ def _as_plain_json(state: object) -> JsonValue:
 
 def _decode(value: JsonValue, of_grain: bool) -> JsonValue:
     state = decode_value(value)
-    return with_tuples(state) if of_grain else state
+    is_plain = of_grain and _as_plain_json(state) == value  # the lossless form names its tuples
+    return with_tuples(state) if is_plain else state

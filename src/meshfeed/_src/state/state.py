@@ -13,7 +13,7 @@ detects manual edits.
 A ledger lists the ids, reasons and steps of the records that one host replaced, and is bounded in size.
 
 ``meshfeed`` is the lowest version that can read the state. Version 2 added ``num_unlisted``, and entries with the key
-``__meshfeed__`` (see :mod:`meshfeed._src.base.trees`). States without them are still written as version 1, which
+``__meshfeed__`` (see :mod:`meshfeed._src.base.exact_json`). States without them are still written as version 1, which
 an older meshfeed can read after a rollback.
 """
 
