@@ -238,6 +238,7 @@ def test_a_host_without_lanes_keeps_its_numbers_until_it_has_some() -> None:
     auto = AutoReads()
     places.adapt(auto)
     assert auto.unchangeable["num_workers"] == "this host reads no lane"
+    assert auto.in_use == auto.wanted == ReadNumbers(0, 1)
     assert places.read(0).lanes == {}
     places.close()
     places, _ = make_places(Source())

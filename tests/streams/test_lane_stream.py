@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from stream_parts import Fetches, Numbers, Plain, rows_of_host, run, settings_of
+from stream_parts import Fetches, Numbers, Plain, WithState, rows_of_host, run, settings_of
 
 import meshfeed
 from meshfeed._src.base.errors import SettingsError, SourceError, StateMismatchError
@@ -625,3 +625,21 @@ def test_lanes_that_move_end_where_they_have_ended_whatever_the_weights_are_now(
         reader = stream.open_reader(cursor, rows_of_host([0], 0), hosts_agree=False)
         assert reader.next().tree["x"].tolist() == [1001, 1002, 0, 0, 1201, 1202, 1301, 1302]
         reader.close()
+
+
+def test_lanes_that_move_are_read_on_from_the_last_state_that_is_known(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    stream = LaneStream(Numbers([40] * 4, "state"), settings_of(num_lanes=4))
+    earlier, now = (run(stream, [0], steps=steps) for steps in (3, 5))
+    known = {lane: entry for lane, entry in (earlier.state.lanes or {}).items() if lane != "2"}
+    state = dataclasses.replace(now.state, lanes=known)
+    read: list[int] = []
+    monkeypatch.setattr(WithState, "__next__", lambda lane: read.append(lane.base) or Plain.__next__(lane))
+    moved = stream.take_over(now.cursors[0], state, rows_of_host([0], 0))
+    assert {lane: entry.records for lane, entry in moved.entries.items()} == dict.fromkeys("0123", 10)
+    assert {base: read.count(base) for base in set(read)} == {0: 4, 1000: 4, 2000: 10, 3000: 4}
+    assert "the state of lanes [2] was known only to a host that is gone" in caplog.text
+    reader = stream.open_reader(moved, rows_of_host([0], 0), hosts_agree=False)
+    assert reader.next().tree["x"].tolist() == [11, 12, 1011, 1012, 2011, 2012, 3011, 3012]
+    reader.close()
