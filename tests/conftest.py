@@ -67,6 +67,15 @@ def quick_collections() -> Iterator[None]:
     gc.unfreeze()
 
 
+@pytest.fixture(scope="module")
+def light_workers(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Worker processes get the classes of a file of tests by value, and import neither the file nor pytest and JAX."""
+    cloudpickle = pytest.importorskip("cloudpickle")
+    cloudpickle.register_pickle_by_value(request.module)
+    yield
+    cloudpickle.unregister_pickle_by_value(request.module)
+
+
 @pytest.fixture(scope="module", autouse=True)
 def _memory_of_a_file() -> Iterator[None]:
     """No file of tests finds in memory what another left there: all use the same few URLs."""

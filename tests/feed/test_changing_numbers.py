@@ -27,6 +27,8 @@ from meshfeed._src.feed.sizing import Numbers
 from meshfeed._src.reading import reads
 from meshfeed._src.streams.lane_reader import LaneReader
 
+pytestmark = pytest.mark.usefixtures("light_workers")
+
 AUTO: dict[str, Any] = {"num_workers": "auto", "num_threads": "auto", "prefetch": "auto"}
 CHANGES = [Numbers(0, 1, 2), Numbers(0, 3, 5), Numbers(0, 2, 1), Numbers(0, 7, 3)]
 WORKERS = [Numbers(1, 1, 2), Numbers(2, 1, 4), Numbers(0, 4, 2)]
