@@ -134,7 +134,7 @@ def test_the_check_sees_a_heavy_library() -> None:
 
 
 def test_workers_read_and_decode_without_jax(tmp_path: pathlib.Path) -> None:
-    """Its import takes most of the start of a process, and 50 MB."""
+    """Its import takes most of the start of a process, and 40 MB."""
     mesh = jax.make_mesh((8,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
     pq.write_table(pa.table({"x": range(64)}), tmp_path / "a.parquet")
 

@@ -83,8 +83,6 @@ def require_store() -> KeyValueStore:
     Raises:
       MeshfeedError: the job has no store, or this process is a forked child.
     """
-    import jax
-
     store = key_value_store()
     if store is not None:
         _finish_at_exit()
@@ -99,6 +97,8 @@ def require_store() -> KeyValueStore:
             f"JAX reports {process_count()} processes, but jax.distributed is not initialized, so hosts cannot report "
             "failures to each other. Call jax.distributed.initialize() before anything else."
         )
+    import jax
+
     raise MeshfeedError(
         f"meshfeed cannot find the key-value store of JAX {jax.__version__}, through which hosts report failures to each "
         "other. Upgrade meshfeed, or install an older version of JAX."
