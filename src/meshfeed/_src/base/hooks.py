@@ -427,7 +427,7 @@ class StagedStream(StreamSource, ChecksSaved, Protocol):
         seed: int,
         num_epochs: int | None,
         position_of_step: Callable[[int], int],
-        delivered: int = 0,
+        delivered: int = 0,  # pragma: no mutate (a member of a Protocol has no copies)
         ended: Mapping[int, int] | None = None,
     ) -> StagedStream:
         """Returns a copy with a feed's settings, whose stages begin at positions.

@@ -7,7 +7,7 @@ A mutant does not count if all that it changes is
   it, still counts;
 - the type that ``cast`` is given, which it ignores.
 
-``python scripts/mutant_texts.py FILE…`` prints the mutants of mutated files that count.
+``python scripts/mutation/texts.py FILE…`` prints the mutants of mutated files that count.
 """
 
 from __future__ import annotations
