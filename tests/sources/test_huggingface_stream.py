@@ -258,6 +258,43 @@ def test_shuffle_buffer(parquet, mapped, num_lanes):
     assert [read_ids(source.open(lane, num_lanes, epoch=0, seed=8)) for lane in range(num_lanes)] != lanes
 
 
+HELD_OUT = {
+    "take of lines": lambda rows: rows.take(25),
+    "skip of lines": lambda rows: rows.skip(25),
+    "take after a filter": lambda rows: rows.filter(keep).take(12),
+    "filter by number": lambda rows: rows.filter(lambda row, number: number % 4 != 0, with_indices=True),
+    "side by side": lambda rows: concatenate_datasets([rows, rows.rename_column("id", "other")], axis=1),
+    "take of a mixture": lambda rows: interleave_datasets([rows.take(30), rows.skip(30)], [0.5, 0.5], seed=3).take(20),
+}
+
+
+@pytest.mark.parametrize("num_lanes", [1, 3])
+@pytest.mark.parametrize("held_out", HELD_OUT.values(), ids=HELD_OUT)
+def test_a_shuffle_moves_no_row_between_the_parts_of_a_split(tmp_path, held_out, num_lanes):
+    files = write_files(tmp_path / "data", "jsonl", SIZES)
+    rows = held_out(load_dataset("json", data_files=files, split="train", streaming=True).remove_columns("x"))
+    stored = sorted(read_ids(HuggingFace(rows).open(0, 1)))
+    if held_out is not HELD_OUT["take of a mixture"]:  # which has draws of its own
+        assert stored == sorted(row["id"] for row in rows)
+    for seed, epoch in [(0, 0), (0, 1), (5, 0)]:
+        source = HuggingFace(rows, shuffle_buffer=40)
+        lanes = [list(source.open(lane, num_lanes, epoch=epoch, seed=seed)) for lane in range(num_lanes)]
+        assert sorted(int(row["id"]) for lane in lanes for row in lane) == stored
+        assert all(row["other"] == row["id"] for lane in lanes for row in lane if "other" in row)
+
+
+def test_a_state_of_the_order_by_seed_below_a_take_is_refused(tmp_path):
+    files = write_files(tmp_path / "data", "jsonl", SIZES)
+    rows = load_dataset("json", data_files=files, split="train", streaming=True).take(25)
+    lane = HuggingFace(rows, shuffle_buffer=8).open(0, 1)
+    state = lane.get_state()
+    assert "in order" in str(state)
+    old = json.loads(json.dumps(state).replace('"in order", ', ""))
+    assert old != state
+    with pytest.raises(StateMismatchError, match=r"lanes\.0\.cut"):
+        lane.set_state(old)
+
+
 def test_a_buffer_too_small_to_shuffle_is_said(parquet, caplog):
     with caplog.at_level("WARNING", "meshfeed"):
         for lane in range(5):

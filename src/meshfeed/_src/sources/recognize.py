@@ -197,8 +197,8 @@ def HuggingFace(  # named like a class, but returns one of several
       dataset: a ``datasets.Dataset`` or ``datasets.IterableDataset`` of one split.
       columns: names of the columns of a record; None for all.
       shuffle_buffer: for streams only: size of the shuffle buffer in records, over all lanes. With the feed's seed,
-        each lane shuffles its files and windows of ``shuffle_buffer // num_lanes`` records (at least 2). 0 keeps the
-        stored order.
+        each lane shuffles its files and windows of ``shuffle_buffer // num_lanes`` records (at least 2). It moves no
+        rows into or out of a ``take`` or ``skip`` of the dataset. 0 keeps the stored order.
 
     Returns:
       A random-access source for a map-style dataset, a stream for a streaming one.

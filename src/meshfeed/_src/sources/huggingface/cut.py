@@ -52,6 +52,9 @@ _COSTLY = 1.5
 _ROWS_AS_PYTHON = 128
 _DRAWS = 1000  # random choices per block
 _NOT_READ, _END = object(), object()
+_FIXED = (
+    "in order"  # before the units of a node whose rows depend on positions; without it, files were in the seed's order
+)
 
 
 @dataclasses.dataclass
@@ -274,10 +277,18 @@ def _row_range(ranges: Sequence[tuple[str, int]]) -> tuple[int, int | None]:
 
 
 def _take_turns(node: Node, cut: LaneCut) -> Node:
-    """Every L-th row of the whole output of ``node``, for nodes that depend on positions in the whole stream."""
+    """Every L-th row of the whole output of ``node``, for nodes that depend on positions in the whole stream.
+
+    What is below is read in the same order for every seed and epoch. Otherwise ``take`` and ``skip`` would divide the rows
+    into others for each, and rows held out would be trained on.
+    """
+    below = LaneCut(0, 1, version=cut.version, counts=cut.counts)
+    inner = _without_threads(with_children(node, lambda child: cut_tree(child, below, None)), below)
+    if cut.shuffle_files or any(kind_of(found) == internals.AT_RANDOM for found in walk(node)):
+        cut.units.append(_FIXED)
     if cut.num_lanes == 1:
-        return _without_threads(with_children(node, lambda child: cut_tree(child, cut, None)), cut)
-    inner = cut_tree(node, LaneCut(0, 1, cut.seed, cut.epoch, cut.shuffle_files, cut.version, counts=cut.counts), None)
+        cut.units += below.units
+        return inner
     cut.units.append("turns")
     name = internals.short_name(node)
     cut.costs.append(
