@@ -88,11 +88,12 @@ def test_files_are_weighed_by_their_size(tmp_path: pathlib.Path, monkeypatch: py
     (tmp_path / "folder").mkdir()
     monkeypatch.setattr(doctor, "_cached_share", lambda path: float(path.endswith("a")))
     monkeypatch.setattr(doctor, "_memory", lambda: {"MemTotal": 9_000_000_000, "MemAvailable": 3999, "Cached": 2e9})
-    memory, files, none = doctor._page_cache([str(tmp_path / "*"), str(tmp_path / "c")])
+    memory, files, none, folder = doctor._page_cache([str(tmp_path / name) for name in ("*", "c", "folder")])
     assert (memory.name, memory.text) == ("memory", "9.0 GB, 0.0 GB available, 2.0 GB of it in use as page cache")
     assert (files.name, files.status) == (str(tmp_path / "*"), "warning")
     assert files.text == "2 files, 4 KB, 75% in the page cache; more than the memory can hold"
     assert (none.status, none.text) == ("error", "no such file")
+    assert (folder.status, folder.text) == ("error", "is a folder")
     monkeypatch.setattr(doctor, "_memory", dict)
     (tmp_path / "empty").touch()
     assert [

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import json
 import pathlib
+import struct
 import tempfile
 from collections.abc import Callable
 from typing import Any
@@ -17,7 +18,7 @@ import pytest
 
 import meshfeed
 from meshfeed._src.convert.run import Converted, convert, run_here, run_in_workers
-from meshfeed._src.convert.writers import Settings
+from meshfeed._src.convert.writers import Settings, eod_id
 from meshfeed.sources import ArrayRecord, DecodeExample, Tokens
 
 
@@ -211,6 +212,57 @@ def test_mds(tmp_path: pathlib.Path) -> None:
         run(stored, tmp_path / "other", columns=["int", "no"])
 
 
+def write_mds(folder: pathlib.Path, arrays: list[np.ndarray]) -> None:
+    """Writes a data set of one column of arrays, each with a dtype and a shape of its own."""
+    samples = []
+    for array in arrays:
+        head = [{"u": 0, "i": 1, "f": 2}[array.dtype.kind] + 8 * array.dtype.itemsize, array.ndim << 2 | 1]
+        value = bytes(head) + np.array(array.shape, "<u2").tobytes() + array.tobytes()
+        samples.append(struct.pack("<I", len(value)) + value)
+    ends = np.cumsum([4 + 4 * (len(samples) + 1), *map(len, samples)], dtype=np.uint32)
+    content = struct.pack("<I", len(samples)) + ends.tobytes() + b"".join(samples)
+    folder.mkdir()
+    (folder / "shard.mds").write_bytes(content)
+    raw = {"basename": "shard.mds", "bytes": len(content), "hashes": {}}
+    shard = {"column_names": ["x"], "column_encodings": ["ndarray"], "column_sizes": [None], "format": "mds"}
+    shard |= {
+        "compression": None,
+        "hashes": [],
+        "raw_data": raw,
+        "samples": len(samples),
+        "version": 2,
+        "zip_data": None,
+    }
+    (folder / "index.json").write_text(json.dumps({"version": 2, "shards": [shard]}))
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "fits"),
+    [
+        (np.int32([0, 0]), np.int16([-3, 4]), True),
+        (np.float64([0]), np.float32([0.5]), True),
+        (np.int64([0]), np.uint8([[200]])[0], True),
+        (np.int32([0, 0]), np.float32([1.5, -2.75]), False),
+        (np.int32([[0]]), np.float32([[1.5]]), False),
+        (np.float32([0]), np.float64([1e300]), False),
+        (np.float64([0]), np.int64([2**53 + 1]), False),
+        (np.int64([0]), np.uint64([2**63]), False),
+        (np.uint8([0]), np.int8([-1]), False),
+    ],
+)
+def test_arrays_of_mds_with_several_dtypes(
+    tmp_path: pathlib.Path, first: np.ndarray, second: np.ndarray, fits: bool
+) -> None:
+    write_mds(tmp_path / "data", [first, second])
+    if fits:
+        run(tmp_path / "data", tmp_path / "out")
+        assert [one["x"] for one in features_of(tmp_path / "out")] == [first.tolist(), second.tolist()]
+        return
+    message = rf"records 0 to 1 hold values that differ .* one holds {second.dtype}, and record 0 holds {first.dtype}"
+    with pytest.raises(meshfeed.SourceError, match=message):
+        run(tmp_path / "data", tmp_path / "out")
+
+
 @pytest.mark.parametrize("name", ["mds_zstd", "mds_gz"])
 def test_compressed_mds(tmp_path: pathlib.Path, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "temporary"))
@@ -343,6 +395,28 @@ def test_tokens(tmp_path: pathlib.Path) -> None:
     assert found == [[2, 3, 4, 0], [0], [4, 4, 0], [3, 1, 0]] * 5
     with pytest.raises(meshfeed.SettingsError, match=r"no token '<end>'. Give a token of its vocabulary or a number"):
         run(tmp_path / "a.parquet", tmp_path / "three", eod="<end>", **settings)
+    tokenizer.enable_truncation(2)
+    tokenizer.enable_padding(length=2, pad_id=1)
+    tokenizer.save(str(tmp_path / "tokenizer.json"))
+    run(tmp_path / "a.parquet", tmp_path / "four", eod="<eod>", **settings)
+    same = {**formats.content_of(tmp_path / "out"), **formats.content_of(tmp_path / "four")}
+    assert {name: content for name, content in same.items() if name.endswith(".bin")} == {
+        path.name: path.read_bytes() for path in (tmp_path / "out").glob("*.bin")
+    }
+
+
+def test_digits_that_end_a_document_are_a_number() -> None:
+    import tokenizers
+
+    words = {word: number for number, word in enumerate(["a", "</s>", "0", "1", "9"])}
+    tokenizer = tokenizers.Tokenizer(tokenizers.models.WordLevel(words, unk_token="a"))
+    assert [eod_id(tokenizer, eod) for eod in ("</s>", "1", "0", "9", "a")] == [
+        1,
+        1,
+        0,
+        4,
+        0,
+    ]  # no token has the number 9
 
 
 def test_bytes_of_one_column(tmp_path: pathlib.Path) -> None:

@@ -265,9 +265,46 @@ def test_odd_extensions_in_tar(tmp_path: pathlib.Path) -> None:
     for number, name in enumerate(("__key__", "a\nb", "\udcff")):
         formats.tar(tmp_path / f"{number}.tar", [{"txt": b"2", name: b"1"}])
         with pytest.raises(
-            meshfeed.SourceError, match=rf"{number}.tar has a file with the extension .*cannot be the name"
+            meshfeed.SourceError, match=rf"(?s){number}.tar has a file .*extension .*cannot be the name"
         ):
             features(tmp_path / f"{number}.tar", tmp_path / "other")
+
+
+def test_hidden_folders_hold_no_class_and_empty_ones_are_classes(tmp_path: pathlib.Path) -> None:
+    folder = formats.images(tmp_path)
+    for hidden in (folder / ".ipynb_checkpoints", folder / "dog" / ".thumbnails"):
+        shutil.copytree(folder / "cat", hidden)
+    (folder / "bird").mkdir()
+    (folder / "notes").mkdir()
+    (folder / "notes" / "a.txt").write_text("no image")
+    found = features(folder, tmp_path / "out")
+    labels = [(b"cat/%d.png" % number, [1]) for number in range(5)] + [
+        (b"dog/%d.png" % number, [2]) for number in range(5)
+    ]
+    assert [(one["filename"], one["label"]) for one in found] == labels
+
+
+def test_a_link_that_leads_nowhere_is_named(tmp_path: pathlib.Path) -> None:
+    (tmp_path / "data").mkdir()
+    (tmp_path / "data" / "a.jsonl").write_text('{"a": 1}\n')
+    (tmp_path / "data" / "b.jsonl").symlink_to("/nowhere/blob")
+    with pytest.raises(meshfeed.SourceError, match=r"data/b\.jsonl is a link to /nowhere/blob, which does not exist"):
+        features(tmp_path / "data", tmp_path / "out")
+
+
+def test_views_of_text_and_bytes(tmp_path: pathlib.Path) -> None:
+    columns = {
+        "text": pa.array(["a", None, "long enough for a buffer"], pa.string_view()),
+        "bytes": pa.array([None, b"b", b"c"], pa.binary_view()),
+        "list": pa.array([["a"], None, ["b", "c"]], pa.list_(pa.string_view())),
+        "inside": pa.array([{"x": "a"}, None, {"x": None}], pa.struct({"x": pa.string_view()})),
+    }
+    pq.write_table(pa.table(columns), tmp_path / "a.parquet")
+    assert features(tmp_path / "a.parquet", tmp_path / "out") == [
+        {"text": b"a", "list": b"a", "inside/x": b"a"},
+        {"bytes": b"b"},
+        {"text": b"long enough for a buffer", "bytes": b"c", "list": [b"b", b"c"]},
+    ]
 
 
 # ------------------------------------------------------------------------ one input

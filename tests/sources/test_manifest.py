@@ -24,7 +24,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from token_files import write_llm_c, write_megatron
 
-from meshfeed import CorruptDataError, SourceError
+from meshfeed import CorruptDataError, SettingsError, SourceError
 from meshfeed._src.cli.main import main
 from meshfeed._src.convert.example import encode_examples
 from meshfeed._src.reading.identity import digest_tree, source_identity
@@ -372,6 +372,33 @@ def test_files_of_a_server_and_lengths_of_a_feature(tmp_path: pathlib.Path) -> N
         with pytest.raises(SourceError, match=message):
             make_manifest(url, output, lengths=key)
     assert ArrayRecord(output).stored_lengths("x").tolist() == [2, 2, 2]  # type: ignore[union-attr]  # not lost by the errors
+
+
+@pytest.mark.parametrize(
+    ("name", "key", "dtype", "message"),
+    [
+        (
+            "a.parquet",
+            "number",
+            None,
+            "record 0 .*--lengths number: it has 1, which is no list. Expected a column of lists",
+        ),
+        ("a.parquet", "list", None, "record 1 .*--lengths list: it has no value. Expected"),
+        ("a.parquet", "text", None, "record 0 .*--lengths text: it has ab, which is no list"),
+        ("a.parquet", "struct", None, "record 0 .*--lengths struct: it has {'a': 1}, which is no list"),
+        ("a.bin", None, "float32", "dtype='float32'. Expected that of the tokens"),
+        ("a.bin", None, "no such", "dtype='no such'. Expected that of the tokens"),
+        ("a.parquet", "list", "O", "dtype='O'. Expected that of the tokens"),
+    ],
+)
+def test_what_has_no_length(
+    tmp_path: pathlib.Path, name: str, key: str | None, dtype: str | None, message: str
+) -> None:
+    columns = {"number": [1, 2], "text": ["ab", "c"], "list": [[1], None], "struct": [{"a": 1}] * 2}
+    pq.write_table(pa.table(columns), tmp_path / "a.parquet")
+    np.arange(9, dtype=np.uint16).tofile(tmp_path / "a.bin")
+    with pytest.raises(SourceError if dtype is None else SettingsError, match=message):
+        make_manifest(f"{tmp_path}/{name}", lengths=key, dtype=dtype)
 
 
 def test_manifests_of_others_and_several_folders(tmp_path: pathlib.Path) -> None:

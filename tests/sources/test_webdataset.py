@@ -172,6 +172,8 @@ def test_damaged_archives(folder: pathlib.Path) -> None:
         content[:third]: "the block of zeros that ends an archive",
         content[:end]: "the block of zeros that ends an archive",
         content[:third] + b"\xff" * 512 + content[third + 512 :]: "the block of zeros that ends an archive",
+        content[:third] + bytes(512) + content[third + 512 :]: f"ends at byte {third:,}, and there is more at byte",
+        content + content: f"ends at byte {end:,}, and there is more at byte {len(content):,}.*joined with cat",
     }
     for damaged, reason in cases.items():
         path.write_bytes(damaged)

@@ -57,7 +57,9 @@ def _names(_context: click.Context, _option: click.Parameter, value: str | None)
 @click.option("--columns", metavar="NAMES", callback=_names, help="Columns to write, as in a,b; default: all.")
 @click.option("--column", metavar="NAME", help="Column to write as bytes or tokens; default: the only one.")
 @click.option("--tokenizer", type=click.Path(), help="A tokenizer.json of Hugging Face tokenizers.")
-@click.option("--eod", metavar="TOKEN", help="Token, or its number, to write after each record of tokens.")
+@click.option(
+    "--eod", metavar="TOKEN", help="Token, or its number, to write after each record of tokens. Digits are a number."
+)
 @click.option(
     "--compression",
     type=click.Choice(["zstd", "none"]),

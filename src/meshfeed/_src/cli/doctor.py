@@ -226,7 +226,10 @@ def _page_cache(patterns: Sequence[str]) -> Iterator[Diagnosis]:
     for pattern in patterns:
         files = [path for path in sorted(glob.glob(pattern, recursive=True)) if os.path.isfile(path)]
         if not files:
-            yield Diagnosis(pattern, "error", "no such file", "Check the path or pattern.")
+            if os.path.isdir(pattern):
+                yield Diagnosis(pattern, "error", "is a folder", "Name the files in it, as FOLDER/*.arrayrecord does.")
+            else:
+                yield Diagnosis(pattern, "error", "no such file", "Check the path or pattern.")
             continue
         sizes = [os.path.getsize(path) for path in files]
         num_bytes = sum(sizes)

@@ -152,6 +152,12 @@ def _local_folder(path: str) -> _Folder:
     names = sorted(os.listdir(path))
     files = [name for name in names if os.path.isfile(os.path.join(path, name))]
     folders = [name for name in names if os.path.isdir(os.path.join(path, name))]
+    lost = next((name for name in names if name[0] != "." and not os.path.exists(os.path.join(path, name))), None)
+    if lost is not None:
+        raise SourceError(
+            f"{os.path.join(path, lost)} is a link to {os.readlink(os.path.join(path, lost))}, which does not exist, so its "
+            "records would be missing without a word. Copy that file too, or remove the link."
+        )
     return _Folder(path, files, folders, lambda: image_names(path))
 
 
@@ -244,7 +250,7 @@ def remote_files(url: str) -> dict[str, RemoteInput]:
       SourceError: there is no such file or folder, or the server does not report a size; names it.
       OSError: the store does not answer.
     """
-    info = file_info(url, "convert", fresh=True)
+    info = file_info(url, "convert", None, fresh=True)
     if info.get("type") != "directory":
         return {"": _remote_input(url, info)}
     file_system, folder = open_file_system(url, "convert")

@@ -43,14 +43,35 @@ class ParquetFiles(Input):
     def scan(self, path: str, *, all_types: bool) -> Scan:
         """See :class:`Input`."""
         with ParquetFile(path) as file:
-            return Scan(file.metadata.num_rows, with_content(file.schema))
+            return Scan(file.metadata.num_rows, _without_views(with_content(file.schema)))
 
     def read(self, path: str, scan: Scan, start: int, stop: int, schema: pa.Schema) -> Iterator[pa.RecordBatch]:
         """See :class:`Input`."""
         with ParquetFile(path) as file:
             names = [name for name in schema.names if name in file.schema.names]
             for first, batch in file.batches(start, stop, names):
-                yield content_of_files(batch, file.schema, path, first, None)
+                batch = content_of_files(batch, file.schema, path, first, None)
+                kinds = _without_views(batch.schema)
+                yield batch if kinds == batch.schema else batch.cast(kinds)
+
+
+def _without_views(schema: pa.Schema) -> pa.Schema:
+    """Returns the schema with plain text and bytes in place of views, for which Arrow lacks many functions."""
+    import pyarrow as pa
+
+    return pa.schema([field.with_type(_without_view(field.type)) for field in schema])
+
+
+def _without_view(kind: pa.DataType) -> pa.DataType:
+    import pyarrow as pa
+
+    if pa.types.is_string_view(kind):
+        return pa.large_string()
+    if pa.types.is_binary_view(kind):
+        return pa.large_binary()
+    if pa.types.is_list(kind):
+        return pa.list_(kind.value_field.with_type(_without_view(kind.value_type)))
+    return pa.struct(list(_without_views(pa.schema(list(kind))))) if pa.types.is_struct(kind) else kind
 
 
 class Datasets(Input):
@@ -229,11 +250,10 @@ class WebDatasets(Input):
         index = tar.scan(Descriptor(path), path)
         tar.save(index, self._saved(path), stamp(path))
         names = sorted(index.names()) if len(index.sizes) else []
-        odd = next((name for name in names if name == "__key__" or not _is_utf8(name)), None)
-        if odd is not None or len(names) != index.extensions.max(initial=-1) + 1:  # names are stored in lines
-            shown = "a line break" if odd is None else repr(odd)
+        odd = next((name for name in names if not _is_utf8(name)), None)
+        if odd is not None:
             raise SourceError(
-                f"{path} has a file with the extension {shown}, which cannot be the name of a feature. Rename the file, and "
+                f"{path} has a file with the extension {odd!r}, which cannot be the name of a feature. Rename the file, and "
                 "write the archive again."
             )
         return Scan(index.num_samples, pa.schema([(name, pa.large_binary()) for name in ["__key__", *names]]))
@@ -302,6 +322,8 @@ class Mds(Input):
                 rows = source.__getitems__(block)
                 columns = [[_mds_value(row.get(name), scan.more.get(name)) for row in rows] for name in schema.names]
                 try:
+                    for name, kind in zip(schema.names, schema.types, strict=True):
+                        _check_dtypes([row[name].dtype for row in rows if isinstance(row.get(name), np.ndarray)], kind)
                     arrays = [pa.array(column, kind) for column, kind in zip(columns, schema.types, strict=True)]
                 except (pa.ArrowInvalid, pa.ArrowTypeError, OverflowError) as error:
                     raise SourceError(
@@ -362,6 +384,19 @@ def _mds_type(name: str, encoding: str, value: object) -> pa.DataType:
     return pa.float64() if isinstance(value, float) else pa.int64()
 
 
+def _check_dtypes(dtypes: Iterable[np.dtype[Any]], kind: pa.DataType) -> None:
+    """Raises ArrowInvalid if a type does not hold the values of arrays, each of which may have a dtype of its own."""
+    import pyarrow as pa
+
+    while pa.types.is_list(kind):
+        kind = kind.value_type
+    for dtype in set(dtypes):
+        holds = np.dtype(kind.to_pandas_dtype())
+        alike = {dtype.kind, holds.kind} <= set("iu") or dtype.kind == holds.kind
+        if not alike or not np.can_cast(dtype, holds):
+            raise pa.ArrowInvalid(f"one holds {dtype}, and record 0 holds {holds}")
+
+
 def _mds_value(value: object, encoding: str | None) -> object:
     if encoding == "json":
         return json.dumps(value, ensure_ascii=False)
@@ -388,12 +423,13 @@ class ImageFolder(Input):
         import pyarrow as pa
 
         names = image_names(path)
-        classes = sorted({name.split("/", 1)[0] for name in names if "/" in name})
-        if classes and not all("/" in name for name in names):
+        folders = {name.split("/", 1)[0] for name in names if "/" in name}
+        if folders and not all("/" in name for name in names):
             stray = next(name for name in names if "/" not in name)
             raise SourceError(
                 f"{path} has images in subfolders, which are classes, and outside of them: {stray}. Move it."
             )
+        classes = sorted(folders | empty_folders(path)) if folders else []
         fields = [("filename", pa.large_binary()), ("image", pa.large_binary())]
         fields += [("label", pa.int64())] if classes else []
         return Scan(len(names), pa.schema(fields), more={"names": names, "classes": classes})
@@ -419,10 +455,18 @@ def image_names(path: str) -> list[str]:
     return select_images(walk(path))
 
 
+def empty_folders(path: str) -> set[str]:
+    """Returns the names of the folders in a folder that hold nothing: classes without an image, which are numbered too."""
+    with os.scandir(path) as entries:
+        return {
+            entry.name for entry in entries if entry.name[0] != "." and entry.is_dir() and not os.listdir(entry.path)
+        }
+
+
 def select_images(names: Iterable[str]) -> list[str]:
-    """Returns the paths that end in the name of an image, sorted."""
+    """Returns the paths that end in the name of an image, sorted; nothing hidden, nor what is in a hidden folder."""
     return sorted(
-        name for name in names if name.lower().endswith(_IMAGES) and not name.rpartition("/")[2].startswith(".")
+        name for name in names if name.lower().endswith(_IMAGES) and not any(part[0] == "." for part in name.split("/"))
     )
 
 

@@ -204,7 +204,7 @@ def _decode(value: bytes, record: int) -> str:
 
 
 def load_tokenizer(path: str) -> tokenizers.Tokenizer:
-    """Loads a ``tokenizer.json``. The result is kept, by the file's content.
+    """Loads a ``tokenizer.json``, without its padding and truncation. The result is kept, by the file's content.
 
     Raises:
       SourceError: tokenizers is not installed.
@@ -224,14 +224,14 @@ def token_format(tokenizer: tokenizers.Tokenizer) -> tuple[int, int, np.dtype[An
 
 
 def eod_id(tokenizer: tokenizers.Tokenizer, eod: str) -> int:
-    """Returns the number of the token that ends a document.
+    """Returns the number of the token that ends a document. Digits are its number, even if they are a token too.
 
     Raises:
       SettingsError: the tokenizer has no such token.
     """
+    if eod.isdecimal() and tokenizer.id_to_token(int(eod)) is not None:
+        return int(eod)
     found = tokenizer.token_to_id(eod)
-    if found is None and eod.isdecimal() and tokenizer.id_to_token(int(eod)) is not None:
-        found = int(eod)
     if found is None:
         special = [token.content for token in tokenizer.get_added_tokens_decoder().values()][:8]
         known = f"Its special tokens are {special}; give one of them" if special else "Give a token of its vocabulary"

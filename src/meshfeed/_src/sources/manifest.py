@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 from numpy.typing import DTypeLike
 
-from meshfeed._src.base.errors import CorruptDataError, SettingsError, SourceError
+from meshfeed._src.base.errors import CorruptDataError, SettingsError, SourceError, shorten
 from meshfeed._src.base.types import JsonValue
 from meshfeed._src.sources import parquet, webdataset
 from meshfeed._src.sources.array_record import readers
@@ -90,6 +91,7 @@ def make_manifest(
             "pass --source, or convert other formats with meshfeed convert. MDS data sets have an index of their own.",
             setting="source",
         )
+    dtype = None if dtype is None else _numbers(dtype, "iu" if source == "Tokens" else "iuf")
     names = _SELECT.get(source, list)(names)
     need_cache(names, None, source=source)
     output = output or _default_output(names)
@@ -102,6 +104,16 @@ def make_manifest(
             wanted = _lengths(f"{folder}/{NAME}", source, lengths, dtype, eod)
     write_manifest(output, source, files, lengths=wanted, made=made)
     return read_manifest(output)
+
+
+def _numbers(dtype: DTypeLike, kinds: str) -> np.dtype[Any]:
+    try:
+        found = np.dtype(dtype)
+    except TypeError:
+        found = None
+    if found is None or found.kind not in kinds:
+        raise SettingsError(f"dtype={dtype!r}. Expected that of the tokens, such as uint16.", setting="dtype")
+    return found
 
 
 def _made(output: str, files: Sequence[FileEntry]) -> JsonValue:
@@ -152,11 +164,20 @@ def _lengths(
     if key is None:
         raise SettingsError(f"eod={eod} is for token files, and these are for {source}. Pass --lengths.", setting="eod")
     if source == "Parquet":
-        return {key: Lengths(lengths_of(parquet.Parquet(manifest, [key]), lambda record: len(record[key])))}
+        return {key: Lengths(lengths_of(parquet.Parquet(manifest, [key]), functools.partial(_length, key=key)))}
     if source == "ArrayRecord":
         records = ArrayRecord(manifest)
         return {key: Lengths(lengths_of(records, _measure(records, key, dtype)))}
     raise _no_lengths(source, key)
+
+
+def _length(record: Mapping[str, Any], key: str) -> int:
+    """The length of a list in a record of Parquet."""
+    value = record[key]
+    if not isinstance(value, list | np.ndarray) or not np.ndim(value):
+        what = "no value" if value is None else f"{shorten(str(value), 40)}, which is no list"
+        raise SourceError(f"--lengths {key}: it has {what}. Expected a column of lists, whose lengths are counted.")
+    return len(value)
 
 
 def _no_lengths(source: str, key: str) -> SettingsError:

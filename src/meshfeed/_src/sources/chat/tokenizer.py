@@ -50,7 +50,7 @@ def load(tokenizer: object) -> LoadedTokenizer:
         path = pathlib.Path(tokenizer)
         path = path / _FILE if path.is_dir() else path
         template, special_tokens = _beside(path)
-        return LoadedTokenizer(_plain(parse(read(str(path)), str(path))), template, special_tokens)
+        return LoadedTokenizer(parse(read(str(path)), str(path)), template, special_tokens)
     backend = getattr(tokenizer, "backend_tokenizer", tokenizer)
     if not isinstance(backend, tokenizers.Tokenizer):
         raise SettingsError(
@@ -76,7 +76,9 @@ def read(path: str) -> bytes:
 
 
 def parse(content: bytes, path: str) -> tokenizers.Tokenizer:
-    """Returns the tokenizer of a file; the last one is kept, by the file's content.
+    """Returns the tokenizer of a file, without the padding and truncation that the file may set.
+
+    The last one is kept, by the file's content.
 
     Raises:
       ImportError: tokenizers is not installed.
@@ -97,7 +99,7 @@ def parse(content: bytes, path: str) -> tokenizers.Tokenizer:
 def _parse(content: bytes) -> tokenizers.Tokenizer:
     import tokenizers
 
-    return tokenizers.Tokenizer.from_str(content.decode())
+    return _plain(tokenizers.Tokenizer.from_str(content.decode()))
 
 
 def _plain(tokenizer: tokenizers.Tokenizer) -> tokenizers.Tokenizer:

@@ -335,14 +335,16 @@ def open_file_system(url: str, source: str, **options: object) -> tuple[Any, str
         ) from error
 
 
-def file_info(url: str, source: str, *, fresh: bool = False) -> dict[str, Any]:
+def file_info(url: str, source: str, retry: Retry | None = _ONCE, *, fresh: bool = False) -> dict[str, Any]:
     """Returns what the store of a URL reports about the file: fsspec's ``info()``; with ``fresh``, not from a cached listing.
+
+    ``retry`` is None for the usual attempts.
 
     Raises:
       SourceError: if the file does not exist or is not readable.
       OSError: if the store does not answer; a retry may help.
     """
-    return _ask(url, source, "info", doing="looking up", retry=_ONCE, fresh=fresh)
+    return _ask(url, source, "info", doing="looking up", retry=retry, fresh=fresh)
 
 
 def look_up(url: str, source: str, retry: Retry | None = None, *, fresh: bool = False) -> tuple[int, dict[str, Any]]:

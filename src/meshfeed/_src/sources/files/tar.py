@@ -30,6 +30,7 @@ BLOCK_BYTES = 512
 """Size of a header; contents are padded to a multiple of it."""
 
 _BUFFER_BYTES = 1 << 16
+_MAX_PADDING = 1 << 20  # that is looked at behind the end of an archive; tar pads to 10 KiB
 _REMOTE_BYTES = 8 << 20  # of a remote archive, all of it is read for its headers
 _VERSION = 2
 
@@ -205,6 +206,11 @@ def scan(archive: Descriptor | RemoteBytes, path: str) -> TarIndex:
             current, seen = key, set()
             keys.append(key.encode("utf-8", "surrogateescape"))
             first_files.append(len(files))
+        if "\n" in extension or extension == "__key__":
+            raise SourceError(
+                f"{path} has a file {name!r}, whose extension {extension!r} cannot be the name of a leaf. Rename the file, "
+                "and write the archive again."
+            )
         if extension in seen:
             raise _damaged(path, f"sample {key!r} has two files with the extension {extension!r}")
         seen.add(extension)
@@ -250,6 +256,11 @@ def _files(archive: Descriptor | RemoteBytes, path: str) -> Iterator[tuple[str, 
     # tarfile takes a damaged header, and the end of the file, for the end of the archive.
     if archive.read(end, end + BLOCK_BYTES) != bytes(BLOCK_BYTES):
         raise _damaged(path, f"the block of zeros that ends an archive is not at byte {end:,}")
+    rest = archive.read(end, min(end + _MAX_PADDING, archive.num_bytes))
+    if rest.strip(b"\0"):
+        at = end + len(rest) - len(rest.lstrip(b"\0"))
+        what = f"the archive ends at byte {end:,}, and there is more at byte {at:,}"
+        raise _damaged(path, f"{what}. If archives were joined with cat, pass them one by one")
 
 
 def _check_member(member: tarfile.TarInfo, path: str, num_bytes: int) -> None:
