@@ -59,6 +59,9 @@ process_isolation = "forkserver"
 PYTEST = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "--hypothesis-seed=0", "--tb=line"]
 # They look for what mutants and their wrappers change: frames, and the text of modules.
 LEFT_OUT = ["tests/base/test_tracebacks.py", "tests/base/test_stacks.py", "tests/test_no_copies.py"]
+# Packages that do little but start processes, whose other tests are few and take a minute in all.
+WITH_SLOW_TESTS = ["tests/demo", "tests/testing"]
+SELECTIONS = [["-m", "not multihost and not slow", "tests"], ["-m", "multihost or slow", *WITH_SLOW_TESTS]]
 IGNORED = re.compile(r"__pycache__|\.hypothesis|\.egg-info")
 
 
@@ -114,18 +117,18 @@ def prepare(fresh: bool) -> None:
 
 
 def record_calls() -> None:
-    """Runs the quick tests without a mutant, and keeps the seconds and the functions of those that pass."""
+    """Runs the tests without a mutant, and keeps the seconds and the functions of those that pass."""
     print("finding which functions the tests call (about 10 minutes)", file=sys.stderr, flush=True)
-    folder = COPY / "calls"
-    folder.mkdir()
-    left_out = [f"--ignore={path}" for path in LEFT_OUT]
-    selection = ["-m", "not multihost and not slow", "-n", "2", "--dist", "loadfile", "-p", "calls"]
-    env = {**environment("stats"), "MUTATION_CALLS": str(folder)}
-    with open(COPY / "calls.log", "w") as log:
-        subprocess.run([*PYTEST, *selection, *left_out, "tests"], cwd=MUTATED, env=env, stdout=log, stderr=log)
+    options = [*(f"--ignore={path}" for path in LEFT_OUT), "-n", "2", "--dist", "loadfile", "-p", "calls"]
     found: dict[str, list[object]] = {}
-    for file in folder.glob("*.json"):
-        found |= json.loads(file.read_text())
+    with open(COPY / "calls.log", "w") as log:
+        for number, selection in enumerate(SELECTIONS):
+            folder = COPY / "calls" / str(number)
+            folder.mkdir(parents=True)
+            env = {**environment("stats"), "MUTATION_CALLS": str(folder)}
+            subprocess.run([*PYTEST, *options, *selection], cwd=MUTATED, env=env, stdout=log, stderr=log)
+            for file in folder.glob("*.json"):
+                found |= json.loads(file.read_text())
     if not found:
         raise SystemExit(f"the tests failed: see {COPY.relative_to(ROOT)}/calls.log")
     CALLS.write_text(json.dumps(found))

@@ -44,6 +44,13 @@ def test_a_parameter_of_that_name_decides(function: Callable[..., Any], taken: b
     assert accepts_keyword(function, "rng", in_kwargs=True) is taken_in_kwargs
 
 
+class Callable0:
+    def __call__(self) -> None: ...
+
+    def __repr__(self) -> str:
+        return "<a Callable object>"
+
+
 def needs_rng(record: bytes, *, rng: Any) -> None: ...
 
 
@@ -57,3 +64,10 @@ def test_a_function_that_needs_something_else_is_refused(function: Callable[...,
     with pytest.raises(SettingsError, match=r"Map got function=.* cannot be called as function\(record\): ") as raised:
         check_function(function, "record", "one record", "Map", "function")
     assert raised.value.setting == "function"
+
+
+def test_a_function_that_is_refused_is_shown_with_its_name_and_parameters() -> None:
+    with pytest.raises(SettingsError, match=r"function=other\(record: 'bytes', generator: 'Any'\) -> 'None', which"):
+        check_function(other, "record", "one record", "Map", "function")
+    with pytest.raises(SettingsError, match=r"function=<a Callable object>\(\) -> 'None', which"):
+        check_function(Callable0(), "record", "one record", "Map", "function")

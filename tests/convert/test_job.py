@@ -20,7 +20,7 @@ import pytest
 
 import meshfeed
 from meshfeed._src.convert import run as convert_run
-from meshfeed._src.convert.destination import Disk
+from meshfeed._src.convert.destination import Disk, _count
 from meshfeed._src.convert.job import JOB, Conversion, Phase
 from meshfeed._src.convert.run import convert, run_here
 from meshfeed._src.convert.writers import Settings
@@ -43,6 +43,25 @@ class StopAfter:
                 raise Stopped
             self.count -= 1
             run_here(directory, phase, [number])
+
+
+def test_a_task_that_fails_elsewhere_leaves_its_message(
+    tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fails(number: int) -> None:
+        raise meshfeed.SourceError(f"record {number} is odd")
+
+    (tmp_path / ".convert" / "failures").mkdir(parents=True)
+    monkeypatch.setattr(convert_run, "task_of", lambda directory, phase: fails)
+    with pytest.raises(meshfeed.SourceError, match="record 3 is odd"):
+        convert_run._run_task(3, str(tmp_path), "scan")  # type: ignore[arg-type]
+    assert json.loads((tmp_path / ".convert" / "failures" / "00003.json").read_text()) == "record 3 is odd"
+    monkeypatch.setattr(convert_run, "task_of", lambda directory, phase: str)
+    assert convert_run._run_task(4, str(tmp_path), "scan") == 4  # type: ignore[arg-type]
+
+
+def test_the_results_in_a_folder_are_counted() -> None:
+    assert _count(["0.json", "1.json", "1.json.part", "x.JSON"]) == 2
 
 
 def files_of(folder: pathlib.Path) -> dict[str, bytes]:

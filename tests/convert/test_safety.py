@@ -22,6 +22,7 @@ from array_record.python.array_record_module import ArrayRecordReader
 import meshfeed
 from meshfeed._src.cli.main import main
 from meshfeed._src.convert import run as convert_run
+from meshfeed._src.convert.readers import WebDatasets
 from meshfeed._src.convert.run import convert, run_here
 from meshfeed._src.convert.writers import Settings
 from meshfeed._src.sources.files.direct import SparseFile
@@ -257,6 +258,13 @@ def test_lists_of_json_that_are_empty_in_the_first_block(tmp_path: pathlib.Path)
     found = features(tmp_path / "late.jsonl", tmp_path / "late", columns=["a", "b"])
     assert found[0]["a"] == []
     assert found[-1] == {"a": [1, 2], "b": [3], "b/shape": [1, 1]}
+
+
+def test_an_archive_without_samples_has_only_the_key(tmp_path: pathlib.Path) -> None:
+    formats.tar(tmp_path / "a.tar", [])
+    reader = WebDatasets()
+    reader.kept = tmp_path
+    assert reader.scan(str(tmp_path / "a.tar"), all_types=False).schema.names == ["__key__"]
 
 
 def test_odd_extensions_in_tar(tmp_path: pathlib.Path) -> None:

@@ -14,7 +14,8 @@ import numpy as np
 import pytest
 
 import meshfeed
-from meshfeed._src.monitoring.exporters import read_logs
+from meshfeed._src.base.stats import Sample, Stall
+from meshfeed._src.monitoring.exporters import _to_json, read_logs
 
 
 def make_feed(name: str) -> meshfeed.Feed:
@@ -48,6 +49,15 @@ def test_the_log_has_the_first_and_the_last_figures(feed: meshfeed.Feed, tmp_pat
     (log,) = read_logs([tmp_path / "logs"])
     assert (log.feed, log.host) == ("train", 0)
     assert log.samples[-1].stats.batches == 5
+
+
+def test_each_stall_is_written_once(feed: meshfeed.Feed) -> None:
+    one, two = (Stall(time=step, step=step, waited_seconds=9.0, what="host 1 is late", stacks="") for step in (3, 4))
+    first = Sample(1.0, 3, 24, feed.stats(), {}, (one,))
+    later = Sample(2.0, 4, 32, feed.stats(), {}, (one, two))
+    assert [stall["step"] for stall in _to_json(None, first, "train", 0)["stalls"]] == [3]  # type: ignore[union-attr,index]
+    assert [stall["step"] for stall in _to_json(first, later, "train", 0)["stalls"]] == [4]  # type: ignore[union-attr,index]
+    assert "stalls" not in _to_json(later, later, "train", 0)
 
 
 def test_a_second_run_appends_and_stays_apart(tmp_path: pathlib.Path) -> None:

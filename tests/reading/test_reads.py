@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -28,6 +29,21 @@ class Starting:
 
     def close(self) -> None:
         pass
+
+
+def test_a_step_is_read_by_the_group_that_has_its_worker() -> None:
+    reader = Reads(None, Workers(0), 1, timeout_seconds=1)  # type: ignore[arg-type]
+    groups = [SimpleNamespace(size=size) for size in (2, 3, 1)]
+    reader._groups = groups  # type: ignore[assignment]
+    found = [reader._worker(number) for number in range(6)]
+    assert [(groups.index(group), worker) for group, worker in found] == [
+        (0, 0),
+        (0, 1),
+        (1, 0),
+        (1, 1),
+        (1, 2),
+        (2, 0),
+    ]  # type: ignore[arg-type]
 
 
 def test_workers_that_the_feed_has_stopped_may_be_started_again(monkeypatch: pytest.MonkeyPatch) -> None:

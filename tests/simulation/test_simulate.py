@@ -110,8 +110,9 @@ def test_mixtures_draw_by_weight(tmp_path: pathlib.Path) -> None:
     # An epoch ends when the second has been read once: the first is read three times, by a different host each time.
     assert mixed.orders[0].bytes_per_epoch[0] > 1.5 * 64_000_000
     assert mixed.settings["files"] == 64
-    with pytest.raises(SettingsError, match=r"weights=\[1\] has 1 entries for 2 manifests"):
+    with pytest.raises(SettingsError, match=r"weights=\[1\] has 1 entries for 2 manifests") as raised:
         simulate(paths, weights=[1], **SETTINGS)
+    assert raised.value.setting == "weights"
 
 
 @pytest.mark.slow
