@@ -110,8 +110,9 @@ def test_all_that_must_be_equal_is_compared(size: int | BatchSchedule, compared:
         global_batch_size=size, shuffle=True, end="pad", mask_key="mask", load="once", check_replicas=True
     )
     cursor = Cursor(None, 3, 24, num_skipped=2)  # type: ignore[arg-type]
-    agreed = agreed_settings(settings, {"source": {"kind": "Memory", "records": 5}}, cursor)
+    agreed = agreed_settings(settings, {"source": {"kind": "Memory", "records": 5}}, cursor, "P(data) over data=8")
     assert agreed == {
+        "sharding": "P(data) over data=8",
         "source.kind": "Memory",
         "source.records": 5,
         "position": 24,
@@ -125,7 +126,7 @@ def test_all_that_must_be_equal_is_compared(size: int | BatchSchedule, compared:
         "global_batch_size": compared,
     }
     skipping = dataclasses.replace(settings, bad_records=SkipBad(0.25), global_batch_size=None)
-    agreed = agreed_settings(skipping, {}, cursor)
+    agreed = agreed_settings(skipping, {}, cursor, "")
     assert (agreed["bad_records"], agreed["num_skipped"], agreed["global_batch_size"]) == (
         {"max_fraction": 0.25},
         2,

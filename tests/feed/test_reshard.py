@@ -615,6 +615,30 @@ def test_feeds_with_different_settings_are_refused() -> None:
     assert "hosts that call reshard differ in seed (host 0: 0; host 1: 1)" in str(errors[0])
 
 
+@pytest.mark.parametrize("load", ["sharded", "once"])
+def test_hosts_with_devices_in_another_order_are_refused(load: str) -> None:
+    """Each would take the rows of the other: half of the records twice, half of them never."""
+    with job_of(2) as job:
+
+        def host_job(host: int) -> tuple[list[Any], Exception, Exception]:
+            settings: dict[str, Any] = {"global_batch_size": BATCH, "timeout_seconds": 20, "load": load}
+            usual = job.mesh(host, [0, 1], 2)
+            other = Mesh(usual.devices[::-1] if host else usual.devices, ("data",), axis_types=(AxisType.Auto,))
+            with meshfeed.Feed(memory(400), other, name="first", **settings) as feed:
+                at_first = error_of(lambda: next(feed))
+            with meshfeed.Feed(memory(400), usual, name="second", **settings) as feed:
+                again = error_of(lambda: feed.reshard(other))
+                feed.reshard(usual)
+                return rows_of(next(feed)), at_first, again
+
+        found = job.run(host_job)
+    assert {row for rows, _, _ in found for row in rows} == set(range(BATCH))
+    for _, at_first, again in found:
+        for error, who in ((at_first, "hosts"), (again, "hosts that call reshard")):
+            assert isinstance(error, meshfeed.AgreementError)
+            assert f'{who} differ in sharding (host 0: "P(data) over data=4 of devices ' in str(error)
+
+
 def test_readers_that_are_gone_are_left_out_of_load() -> None:
     kind = Kind(lambda: memory(400), {"load": [0, 1]})
     settings = settings_of(kind)

@@ -61,7 +61,7 @@ def test_hosts_compare_what_the_declaration_names(name: str) -> None:
         source = meshfeed.sources.Stream(lane, fingerprint="numbers") if name == "num_lanes" else Lengths()
         with meshfeed.Feed(source, mesh, **{"global_batch_size": 16, **needed, name: value}) as feed:
             fingerprint = feed._stream.fingerprint(feed._cursor)
-            compared.append(agreed_settings(feed._settings, fingerprint, feed._cursor))
+            compared.append(agreed_settings(feed._settings, fingerprint, feed._cursor, ""))
             fingerprints.append(fingerprint)
             shown.append(feed.config()[name])
     hosts = SETTINGS[name].hosts

@@ -19,6 +19,7 @@ from meshfeed._src.plan.plan import (
     check_divisible,
     check_shape,
     cut_spec,
+    describe_layout,
     normalize_sharding,
     participants,
     sharding_leaves,
@@ -27,6 +28,8 @@ from meshfeed._src.plan.topology import fake_devices, fake_mesh
 
 MESH = fake_mesh({"data": 4, "model": 2}, 4, 2)
 ROWS, COLUMNS = NamedSharding(MESH, P("data")), NamedSharding(MESH, P(None, "model"))
+
+
 TAKES = "Pass a NamedSharding, a Mesh (rows over all its axes), or a pytree of NamedShardings."
 
 
@@ -188,3 +191,18 @@ def test_one_axis_is_named_alone() -> None:
         "dimension 1 of size 10 cannot be divided evenly over mesh axis 'model' of size 4. Nearest valid sizes: 8 "
         "and 12. Change the size, or divide it over fewer axes."
     )
+
+
+def test_a_layout_names_axes_and_devices_in_their_order() -> None:
+    assert describe_layout(ROWS) == describe_layout(NamedSharding(MESH, P(("data",), None)))
+    assert describe_layout(ROWS) == "P(data) over data=4, model=2 of devices 0, 1, 2048, 2049, 4096, 4097, 6144, 6145"
+    assert describe_layout({"a": COLUMNS, "b": ROWS, "c": COLUMNS}) == "; ".join(map(describe_layout, (COLUMNS, ROWS)))
+    assert describe_layout(NamedSharding(MESH, P(("model", "data")))).startswith("P(model+data) over")
+    devices = np.array(fake_devices(40, 1))
+    one, other = (
+        describe_layout(NamedSharding(Mesh(found, ("x",), axis_types=(AxisType.Auto,)), P("x")))
+        for found in (devices, np.concatenate([devices[:39:-1], devices[:38], devices[:37:-1]]))
+    )
+    assert one.startswith("P(x) over x=40 of devices 0, 2048, 4096, 6144, 8192, 10240, 12288, 14336, … (of 40, digest ")
+    assert one != other  # though the first devices are alike
+    assert one[: one.index("digest")] == other[: other.index("digest")]

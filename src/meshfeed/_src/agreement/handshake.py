@@ -42,10 +42,11 @@ _SHOWN_CHARACTERS = 120  # of a setting in a message
 
 
 def agreed_settings(
-    settings: FeedSettings, fingerprint: Mapping[str, JsonValue], cursor: Cursor
+    settings: FeedSettings, fingerprint: Mapping[str, JsonValue], cursor: Cursor, layout: str
 ) -> dict[str, JsonValue]:
     """Returns what must be equal on all hosts before the first batch: field → JSON value, flat."""
     return {
+        "sharding": layout,
         **flatten(dict(fingerprint)),
         "position": cursor.position,
         "step": cursor.step,

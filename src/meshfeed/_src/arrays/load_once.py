@@ -38,6 +38,7 @@ from meshfeed._src.plan.plan import (
     HostPlan,
     HostRows,
     RowRange,
+    describe_layout,
     leaves_with_shardings,
     merge_ranges,
     participants,
@@ -408,7 +409,7 @@ class LoadOncePlacer:
     finish_computes = True
 
     def __init__(self, prefix: PyTree, load: Load, process_index: int, *, device_put: DevicePut | None = None) -> None:
-        self.participants = load_participants(prefix, load)
+        self.participants, self.layout = load_participants(prefix, load), describe_layout(prefix)
         self._prefix = prefix
         self._load: Load = load
         self._process_index = process_index

@@ -27,6 +27,7 @@ from meshfeed._src.plan.plan import (
     HostRows,
     axes_of,
     cut_spec,
+    describe_layout,
     leaves_with_shardings,
     normalize_sharding,
     participants,
@@ -41,6 +42,8 @@ class Placer(Protocol):
 
     participants: tuple[int, ...]
     """Process indices with a device in the sharding."""
+    layout: str
+    """What hosts must have in common of the sharding; see :func:`meshfeed._src.plan.plan.describe_layout`."""
     finish_computes: bool
     """Whether ``finish`` is a device computation that all hosts must run exactly once per batch."""
 
@@ -101,7 +104,7 @@ class ShardedPlacer:
         *,
         device_put: DevicePut | None = None,
     ) -> None:
-        self.participants = participants(prefix)
+        self.participants, self.layout = participants(prefix), describe_layout(prefix)
         self.plan: Callable[[int], HostPlan] = functools.cache(lambda size: plan_host(prefix, size, process_index))
         self.put = Assembler(prefix, self.plan, device_put=device_put)
         self._prefix = prefix

@@ -444,7 +444,7 @@ class Feed(Inspection, Checkpointable, NotCopied):
         sizer, membership = self._sizer, self._membership
 
         def agreed() -> dict[str, JsonValue]:
-            return agreed_settings(settings, stream.fingerprint(cursor) if hosts_agree else {}, cursor)
+            return agreed_settings(settings, stream.fingerprint(cursor) if hosts_agree else {}, cursor, placer.layout)
 
         def pipeline_of(reader: AnyReader) -> Pipeline:
             if sizer is not None:
@@ -644,7 +644,7 @@ class Feed(Inspection, Checkpointable, NotCopied):
         hosts, depth = _participants(sharding), self._prefetch.depth
         try:
             place = make_place(sharding, settings, stream, self._placer, self._host_rows)
-            offer = make_offer(settings, stream, cursor, self._membership.scope)
+            offer = make_offer(settings, stream, cursor, self._membership.scope, place.placer.layout)
             self._step_aside()
         except Exception as error:
             self._meetings.fail(hosts, error)

@@ -107,12 +107,17 @@ def _check_same_rows(
 # ------------------------------------------------------------------ the meeting
 
 
-def make_offer(settings: FeedSettings, stream: AnyStream, cursor: Cursor, scope: str) -> dict[str, JsonValue]:
-    """Returns what this host brings to the meeting: its state, its settings, and the scope of its generations so far."""
+def make_offer(
+    settings: FeedSettings, stream: AnyStream, cursor: Cursor, scope: str, layout: str
+) -> dict[str, JsonValue]:
+    """Returns what this host brings to the meeting: its state, its settings, and the scope of its generations so far.
+
+    ``layout`` is that of the sharding passed to ``reshard``.
+    """
     return {
         "step": cursor.step,
         "state": stream.state(cursor).to_json(),
-        "settings": {**flatten(dict(stream.fingerprint(cursor))), **settings.agreed()},
+        "settings": {"sharding": layout, **flatten(dict(stream.fingerprint(cursor))), **settings.agreed()},
         "scope": scope,
     }
 

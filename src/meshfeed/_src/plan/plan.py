@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import bisect
 import functools
+import hashlib
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -27,6 +28,7 @@ from meshfeed._src.base.types import ColumnSlices, MeshDevice, PyTree, RecordIds
 
 RowRange = tuple[int, int]
 """First row, and one past the last row."""
+_LISTED_DEVICES = 8  # in a message
 _TAKES = "Pass a NamedSharding, a Mesh (rows over all its axes), or a pytree of NamedShardings"
 
 
@@ -278,6 +280,24 @@ def participants(prefix: PyTree) -> tuple[int, ...]:
     # Leaves usually share one mesh, which may have thousands of devices.
     meshes = dict.fromkeys(sharding.mesh for sharding in sharding_leaves(prefix))
     return tuple(sorted({device.process_index for mesh in meshes for device in np.asarray(mesh.devices).flat}))
+
+
+def describe_layout(prefix: PyTree) -> str:
+    """Describes shardings: equal texts divide batches over the same devices in the same order."""
+    return "; ".join(dict.fromkeys(map(_describe_sharding, sharding_leaves(prefix))))
+
+
+def _describe_sharding(sharding: NamedSharding) -> str:
+    entries = ["+".join(axes_of(entry)) or "None" for entry in sharding.spec]
+    while entries and entries[-1] == "None":  # says nothing
+        entries.pop()
+    ids = [str(device.id) for device in np.asarray(sharding.mesh.devices).flat]
+    devices = ", ".join(ids)
+    if len(ids) > _LISTED_DEVICES:
+        digest = hashlib.sha256(devices.encode()).hexdigest()[:8]
+        devices = f"{', '.join(ids[:_LISTED_DEVICES])}, … (of {len(ids):,}, digest {digest})"
+    axes = ", ".join(f"{name}={size}" for name, size in sharding.mesh.shape.items())
+    return f"P({', '.join(entries)}) over {axes} of devices {devices}"
 
 
 def cut_spec(sharding: NamedSharding, ndim: int) -> NamedSharding:
