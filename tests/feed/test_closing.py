@@ -17,14 +17,30 @@ import meshfeed
 from meshfeed._src.reading import workers
 
 
+def test_a_step_that_waits_is_told_how_to_go_on_when_another_thread_closes() -> None:
+    mesh = jax.make_mesh((8,), ("data",), axis_types=(AxisType.Auto,))
+    feed = meshfeed.Feed(Hangs(after=16), mesh, global_batch_size=8, name="mine")
+    next(feed)
+    next(feed)
+    threading.Timer(0.2, feed.close).start()
+    for _ in range(2):
+        with pytest.raises(meshfeed.MeshfeedError, match=r"^mine is closed\. To continue, pass its get_state\(\)"):
+            next(feed)
+
+
 class Hangs:
     """Records whose reads hang."""
+
+    def __init__(self, after: int = 0) -> None:
+        self._after = after
 
     def __len__(self) -> int:
         return 64
 
     def __getitem__(self, record_id: int) -> Any:
-        threading.Event().wait()
+        if record_id >= self._after:
+            threading.Event().wait()
+        return {"x": np.int32(record_id)}
 
     def fingerprint(self) -> str:
         return "hangs"

@@ -176,7 +176,8 @@ DIFFERS = "{}leaf ['x'] of record 7 is {} of shape {}, but in the first record i
 def test_a_record_that_differs_from_the_first_is_refused_and_not_added(other: Any, message: str) -> None:
     stack = RecordStack(4)
     stack.add({"x": np.zeros(3, np.float32)}, 6)
-    pack = " For documents of unequal length use meshfeed.sources.Packed." if "ragged" in message else ""
+    use = " For documents of unequal length use meshfeed.sources.Packed, or meshfeed.sources.Padded for streams."
+    pack = use if "ragged" in message else ""
     assert refusal(stack.add, other, 7) == (f"{message} {ALIKE}{pack}", 7, None)
     stack.add({"x": np.ones(3, np.float32)}, 8)
     assert stack.take()[0]["x"].tolist() == [[0] * 3, [1] * 3]

@@ -343,6 +343,27 @@ def test_a_stream_is_joined_too(tmp_path: pathlib.Path) -> None:
         next(opened)
 
 
+def test_a_function_around_a_joined_stream_gets_lists_as_they_are(tmp_path: pathlib.Path) -> None:
+    folder = write_folder(tmp_path)
+    names = [f"{name}.raw" for name in NAMES]
+    lists = {"tags": [], "boxes": [[1, 2], [3]], "numbers": [1, 2]}
+    records = [{"image": names[:count], **lists} for count in (0, 1, 2, 1)]
+    for source in (records, Stream(lambda lane_index, num_lanes: iter(records))):
+        seen: list[Any] = []
+
+        def count_of(record: Any, seen: list[Any] = seen) -> Any:
+            seen.append({name: record[name] for name in lists})
+            return {"count": np.int32(len(record["image"]))}
+
+        settings: dict[str, Any] = {"num_lanes": 1} if isinstance(source, Stream) else {}
+        mesh = jax.make_mesh((1,), ("data",), devices=jax.devices()[:1], axis_types=(AxisType.Auto,))
+        with meshfeed.Feed(
+            Map(Join(source, folder, key="image"), count_of), mesh, global_batch_size=4, **settings
+        ) as feed:
+            assert np.asarray(next(feed)["count"]).tolist() == [0, 1, 2, 1]
+        assert all(found == lists for found in seen)
+
+
 @pytest.mark.parametrize(
     ("how", "words"),
     [

@@ -431,6 +431,91 @@ def test_single_records_and_batches_are_the_same_stream():
     assert taken == [(int(r["component"]), int(r["value"])) for r in one_by_one]
 
 
+class RaggedCounter(Counter):
+    def __init__(self, number: int, values: range, leaves: tuple) -> None:
+        super().__init__(number, values)
+        self.leaves = leaves
+
+    def __next__(self):
+        value = self.number + int(super().__next__()["value"])
+        record = {"text": "x" * (1 + value % 5), "tokens": np.full(value % 4, value, np.int32), "id": value}
+        return {name: record[name] for name in self.leaves}
+
+
+def ragged_mixture(leaves=("text", "tokens", "id")):
+    def stream(first, size):
+        def opened(lane_index, num_lanes):
+            return RaggedCounter(first, range(lane_index, size, num_lanes), leaves)
+
+        return Stream(opened, fingerprint=[first, size])
+
+    at_random = [{"text": "y" * (i % 3), "tokens": np.full(i % 4, i, np.int32), "id": i} for i in range(100, 130)]
+    parts = {"a": stream(0, 60), "b": stream(200, 50), "c": [{name: one[name] for name in leaves} for one in at_random]}
+    return Mixture(parts, {"a": 3, "b": 2, "c": 1}, 12)
+
+
+def sizes_of(record):
+    return {"id": np.int32(record["id"]), "sizes": np.array([len(record["text"]), len(record["tokens"])], np.int32)}
+
+
+def sizes_of_many(records):
+    return {name: np.stack([sizes_of(record)[name] for record in records]) for name in ("id", "sizes")}
+
+
+def joined_texts():
+    others = [
+        {"key": letter * count, "many": count} for letter, first in (("x", 1), ("y", 0)) for count in range(first, 6)
+    ]
+    joined = meshfeed.sources.Join(ragged_mixture(), others, key="text", other_key="key", into="found")
+    return meshfeed.sources.Map(joined, lambda record: {"id": np.int32(record["id"]), "many": record["found"]["many"]})
+
+
+RAGGED = {
+    "map": lambda: meshfeed.sources.Map(ragged_mixture(), sizes_of),
+    "batched map": lambda: meshfeed.sources.Map(ragged_mixture(), sizes_of_many, batched=True),
+    "padded": lambda: meshfeed.sources.Padded(ragged_mixture(("tokens", "id")), {"tokens": 4}),
+    "join": joined_texts,
+}
+
+
+@pytest.mark.parametrize("make", RAGGED.values(), ids=RAGGED)
+def test_functions_of_a_mixture_of_streams_take_texts_and_arrays_of_any_length(make):
+    def opened():
+        return meshfeed.Feed(make(), mesh(1), global_batch_size=12, num_lanes=4, num_epochs=1)
+
+    assert check_resumable(opened, save_points=[0, 3]) >= 3
+    seen = []
+    for batch in opened():
+        ids = np.asarray(batch["id"]).tolist()
+        texts = [i % 3 if 100 <= i < 200 else 1 + i % 5 for i in ids]
+        tokens = [i % 4 for i in ids]
+        if "sizes" in batch:
+            assert np.asarray(batch["sizes"]).tolist() == [list(sizes) for sizes in zip(texts, tokens, strict=True)]
+        if "many" in batch:
+            assert np.asarray(batch["many"]).tolist() == texts
+        if "tokens" in batch:
+            assert np.asarray(batch["tokens"]).tolist() == [
+                [i] * size + [0] * (4 - size) for i, size in zip(ids, tokens, strict=True)
+            ]
+        seen += ids
+    stacked = meshfeed.Feed(ragged_mixture(("id",)), mesh(1), global_batch_size=12, num_lanes=4, num_epochs=1)
+    assert seen == [int(i) for batch in stacked for i in np.asarray(batch["id"])]
+
+
+def test_a_mixture_of_stored_records_is_the_same_mixture():
+    for mixture in (stream_mixture(), ragged_mixture()):
+        assert mixture.unconverted().fingerprint() == mixture.fingerprint()
+
+
+@pytest.mark.parametrize("kind", ["random", "lanes"])
+def test_a_stage_at_a_step_that_no_run_reaches_never_begins(kind):
+    web = Records("web", 200, stateful=True) if kind == "lanes" else memory("web")
+    parts, settings = {"web": web, "code": memory("code")}, {"num_lanes": 4} if kind == "lanes" else {}
+    staged = Mixture(parts, [(0, {"web": 1, "code": 1}), (1 << 60, {"web": 1})], 8)
+    plain = Mixture(parts, {"web": 1, "code": 1}, 8)
+    assert (rows(feed(staged, **settings), 5) == rows(feed(plain, **settings), 5)).all()
+
+
 def test_epochs_of_a_component_are_told_to_it():
     log: list = []
     source = Mixture(

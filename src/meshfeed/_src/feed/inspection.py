@@ -26,6 +26,8 @@ if TYPE_CHECKING:  # pictures are imported when one is drawn: they would be a te
     from meshfeed._src.pictures.plan import MeshPlan
     from meshfeed._src.pictures.report import HostLog
 
+_LAST_STEP = 1 << 40
+
 
 class Inspection:
     """The methods of a feed that only look; the feed sets these attributes and moves ``_cursor``."""
@@ -198,4 +200,7 @@ class Inspection:
 def _checked_step(step: object, method: str) -> int:
     if isinstance(step, bool) or not isinstance(step, int | np.integer):
         raise SettingsError(f"{method}({step!r}); it takes an int of at least 0.", setting="step")
-    return int(cast("int", step))
+    number = int(cast("int", step))
+    if number > _LAST_STEP:
+        raise IndexError(f"{method}({step!r}); positions of records are 64-bit integers, so no stream gets there.")
+    return number

@@ -28,6 +28,7 @@ from meshfeed._src.base.errors import (
     suggests_keywords,
 )
 from meshfeed._src.base.fork import Finalizer, NotCopied, Owner, finalize
+from meshfeed._src.base.read_ahead import Closed
 from meshfeed._src.base.settings import (
     Balance,
     BatchSchedule,
@@ -311,6 +312,8 @@ class Feed(Inspection, Checkpointable, NotCopied):
                     self._ready = ready = pipeline.peek()
                 if self._placer.finish_computes and not ready.finished:
                     self._finish(ready)
+            except Closed:  # by another thread
+                self._raise_closed()
             except Exception as error:
                 hide_own_frames(error)
                 self._fail(error)

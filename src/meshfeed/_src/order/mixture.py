@@ -388,7 +388,8 @@ class StagedBlocks:
         self.block = block
         self._key = key
         self._last_layout: tuple[tuple[int, int], tuple[RecordIds, RecordIds]] | None = None
-        self._first = np.array([stage.first_position for stage in stages], np.int64)
+        # A stage at a step that no run reaches stands for "never".
+        self._first = np.array([min(stage.first_position, MAX_POSITION) for stage in stages], np.int64)
         self._counts = [block_counts(stage.weights, names, block) for stage in stages]
         self._offsets = np.zeros((len(stages), len(names)), np.int64)
         for index in range(1, len(stages)):

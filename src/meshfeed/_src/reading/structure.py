@@ -10,7 +10,7 @@ import numpy as np
 from meshfeed._src.base.errors import SourceError
 
 RAGGED = "ragged rows: "
-_PACK = " For documents of unequal length use meshfeed.sources.Packed."
+_PACK = " For documents of unequal length use meshfeed.sources.Packed, or meshfeed.sources.Padded for streams."
 _ALIKE = "All records of a source must have the same structure, shapes and dtypes; pad or cast them in the source."
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import itertools
 import operator
 import os
@@ -20,7 +21,7 @@ from meshfeed._src.sources.documents import in_record, read_items
 from meshfeed._src.sources.host_batches import HostBatches
 from meshfeed._src.sources.key_index import KeyIndex, index_of, key_at, key_leaf, key_of
 from meshfeed._src.sources.lists import plain_records, select
-from meshfeed._src.sources.map import Map
+from meshfeed._src.sources.map import MappedStream
 from meshfeed._src.sources.recognize import as_source, describe_source
 
 Key = str | Callable[[Record], Any]
@@ -90,7 +91,7 @@ def Join(
     leaf = key_leaf(kept, other_key)
     found = _Lookup(kept, leaf, index_of(kept, leaf, index_file), key, key if into is None else into)
     if hooks.is_stream(records):
-        return Map(records, found.join_one)
+        return JoinedStream(hooks.unconverted(records), found.join_one, False)
     return select(records, "Join", lambda listed: JoinedRecords(_stored(listed, "source"), found))
 
 
@@ -161,6 +162,16 @@ class _Lookup:
             f"{self.others!r:.120} (whose keys look like {example!r:.120}). Add the record, leave this one out, or pass a "
             "function as key= that returns the keys in the form of the others."
         )
+
+
+class JoinedStream(MappedStream):
+    """A :func:`Join` of a stream; made by that function."""
+
+    def unconverted(self) -> JoinedStream:
+        """Returns the stream with its records as they are joined, such as with lists, for functions that make arrays."""
+        other = copy.copy(self)
+        other._converts = False
+        return other
 
 
 class JoinedRecords:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import operator
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, SupportsIndex, cast
+from typing import Any, Self, SupportsIndex, cast
 
 import numpy as np
 
@@ -247,6 +248,7 @@ class MappedRecords(_Mapped):
 class MappedStream(_Mapped):
     """A :func:`Map` over a stream; made by that function."""
 
+    _converts = True
     _same_hooks = (
         *("check_lanes", "file_names", "mixture_config", "check_saved", "check_weights", "cut_version", "lane_lengths"),
     )
@@ -260,15 +262,20 @@ class MappedStream(_Mapped):
 
     def bind(self, **settings: Any) -> MappedStream:
         """A copy with a feed's settings, over a mixture of streams; other streams lack the rest of ``StagedStream``."""
-        return MappedStream(self._source.bind(**settings), self._function, self._batched)
+        return self._over(self._source.bind(**settings))
 
     def with_added(self, added: Sequence[tuple[int, dict[str, float]]]) -> MappedStream:
         """See :class:`meshfeed._src.base.hooks.TakesWeights`; other streams lack the rest of that hook."""
-        return MappedStream(self._source.with_added(added), self._function, self._batched)
+        return self._over(self._source.with_added(added))
 
     def with_cut(self, version: int) -> MappedStream:
         """See :class:`meshfeed._src.base.hooks.CutsLanes`; other streams lack the rest of that hook."""
-        return MappedStream(self._source.with_cut(version), self._function, self._batched)
+        return self._over(self._source.with_cut(version))
+
+    def _over(self, source: Any) -> Self:
+        other = copy.copy(self)
+        other._source = source
+        return other
 
     def fingerprint(self) -> JsonValue:
         """Identity: that of the source. A function that changes is not noticed."""
@@ -306,7 +313,7 @@ class MappedLane:
             except StopIteration as error:
                 raise self._stopped("the function of Map", self._read - 1) from error
             if mapped is not None:
-                return _with_arrays(mapped)
+                return _with_arrays(mapped) if self._mapped._converts else mapped
 
     def _next(self) -> tuple[Record, np.random.Generator | None]:
         """The next record of the source, and the generator for the function if it takes one."""

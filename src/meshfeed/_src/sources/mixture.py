@@ -57,6 +57,7 @@ from meshfeed._src.reading.shared_probes import identify_each
 from meshfeed._src.reading.stacking import RecordSpec, RecordStack
 from meshfeed._src.sources.checks import checked_count, is_count
 from meshfeed._src.sources.concat import ConcatenatedRecords
+from meshfeed._src.sources.documents import read_items
 from meshfeed._src.sources.host_batches import HostBatches
 from meshfeed._src.sources.joined import JoinedReader, Joiner, Part, caching
 from meshfeed._src.sources.lists import listed, select_all
@@ -553,11 +554,19 @@ class StreamMixture(_Mixture):
             if not hooks.is_stream(source):
                 EpochOrder(max(1, len(source)), shuffle=shuffle, seed=0, num_epochs=1)  # validates shuffle
         self._is_bound, self._delivered = False, 0  # to a feed, which gives its settings
+        self._stacks = True
         self._ended_lanes: Mapping[int, int] = {}  # lane → length
         self._bound = self._settings_at([0] * len(components.stages), {}, 0, 1)
 
     def __repr__(self) -> str:
         return f"Mixture({', '.join(self.components.sources)}, read as lanes)"
+
+    def unconverted(self) -> StreamMixture:
+        """Returns the mixture with its components' records as they are stored, for functions that make arrays of them."""
+        clone = copy.copy(self)
+        sources = {name: hooks.unconverted(source) for name, source in self.components.sources.items()}
+        clone.components, clone._stacks = dataclasses.replace(self.components, sources=sources), False
+        return clone
 
     def bind(
         self,
@@ -633,7 +642,7 @@ class StreamMixture(_Mixture):
             return lengths
         return [min(length, components.of_lane(name, lane, num_lanes) or 0) for lane, length in enumerate(lengths)]
 
-    def open(self, lane_index: int, num_lanes: int) -> MixtureLane:
+    def open(self, lane_index: int, num_lanes: int) -> MixtureLane | StackedMixtureLane:
         """Lane ``lane_index`` of ``num_lanes``, mixed from that lane of every component.
 
         Raises:
@@ -645,7 +654,7 @@ class StreamMixture(_Mixture):
                 "a mixture with stages begins them at steps, so it can only be opened by a feed.", setting="weights"
             )
         names = list(self.components.sources)
-        return MixtureLane(
+        return (StackedMixtureLane if self._stacks else MixtureLane)(
             [ComponentLane(self, number, lane_index, num_lanes, bound.seed) for number in range(len(names))],
             StagedBlocks(
                 names, bound.stages_of_lane(num_lanes), self._block, derive_key(bound.seed, _LANE_LAYOUT, lane_index)
@@ -682,8 +691,6 @@ class MixtureLane:
     with ``ended`` it ends after them, even if these components are not complete.
     """
 
-    fresh_arrays = True  # components read into their own memory
-
     def __init__(
         self,
         components: Sequence[ComponentLane],
@@ -700,21 +707,21 @@ class MixtureLane:
         # With "repeat", components outside of the last stage do not decide: they are never drawn again.
         self._deciding = [component for component in components if stops or component.name in last_stage]
         self._position, self._ended = 0, False
-        self._joiner = Joiner("component", "mixture")
 
-    def __iter__(self) -> MixtureLane:
+    def __iter__(self) -> Self:
         return self
 
     def __next__(self) -> Record:
-        """The next record."""
-        return trees.map_leaves(lambda leaf: leaf[0], self.next_batch(1))
+        """The next record, as its component gives it."""
+        ((_, _, record),), _ = self._read(1)
+        return record
 
-    def next_batch(self, num_records: int) -> PyTree:
-        """Up to ``num_records`` records, stacked.
+    def _read(self, num_records: int) -> tuple[list[Part], int]:
+        """Up to ``num_records`` records, in parts of one component each, and their number.
 
         Raises:
           StopIteration: the lane has ended.
-          SourceError: a component has no records, or the components' records differ in structure, shape or dtype.
+          SourceError: a component has no records.
         """
         delivered_again = self._position < self._delivered  # to resume or to replay
         if delivered_again:
@@ -738,9 +745,8 @@ class MixtureLane:
             if not count:
                 raise StopIteration
             parts = [_cut(part, count) for part in parts if part[1][0] < count]
-        batch = self._joiner.join(parts, count)
         self._position += count
-        return batch
+        return parts, count
 
     def coming_files(self, num_records: int) -> Iterator[Sequence[hooks.CachedFile]] | None:
         """The files of the next reads; see :class:`meshfeed._src.base.hooks.PlansFiles`."""
@@ -810,6 +816,29 @@ class MixtureLane:
             component.close()
 
 
+class StackedMixtureLane(MixtureLane):
+    """A lane of a mixture whose records are arrays of one shape, which are read many at a time."""
+
+    fresh_arrays = True  # components read into their own memory
+
+    @functools.cached_property
+    def _joiner(self) -> Joiner:
+        return Joiner("component", "mixture")
+
+    def __next__(self) -> Record:
+        """The next record."""
+        return trees.map_leaves(lambda leaf: leaf[0], self.next_batch(1))
+
+    def next_batch(self, num_records: int) -> PyTree:
+        """Up to ``num_records`` records, stacked.
+
+        Raises:
+          StopIteration: the lane has ended.
+          SourceError: a component has no records, or the components' records differ in structure, shape or dtype.
+        """
+        return self._joiner.join(*self._read(num_records))
+
+
 def _cut(part: Part, count: int) -> Part:
     name, rows, batch = part
     kept = int(np.searchsorted(rows, count))
@@ -820,7 +849,7 @@ class ComponentLane:
     """Reads component ``number`` for one mixture lane, over its own epochs. Opens the source on the first read."""
 
     def __init__(self, mixture: StreamMixture, number: int, lane_index: int, num_lanes: int, seed: int) -> None:
-        self._components, self._shuffle = mixture.components, mixture.shuffle
+        self._components, self._shuffle, self._stacks = mixture.components, mixture.shuffle, mixture._stacks
         self.name, self._source = list(self._components.sources.items())[number]
         self._number, self._lane_index, self._num_lanes, self._seed = number, lane_index, num_lanes, seed
         self.repeat = self._components.repeat.get(self.name, 1)
@@ -935,7 +964,8 @@ class ComponentLane:
                 self._source, self._lane_index, self._num_lanes, epoch=self.epoch, seed=self._seed
             )
         else:
-            iterator = RecordsLane(self._source, self._order, self.epoch, self._seed)
+            make = RecordsLane if self._stacks else StoredRecordsLane
+            iterator = make(self._source, self._order, self.epoch, self._seed)
         if self._state is not None:
             resumable = hooks.find(iterator, hooks.Resumable)
             if resumable is None:
@@ -960,8 +990,17 @@ class ComponentLane:
                 dropping.add(count)
 
     def _next(self, num_records: int, *, decode: bool = True) -> tuple[PyTree, int]:
-        """A batch of up to ``num_records`` records and its size, which is 0 at the end of the epoch."""
+        """A batch of up to ``num_records`` records and its size, which is 0 at the end of the epoch.
+
+        Of records that are not stacked, it is the next one.
+        """
         iterator = self._iterator
+        if not self._stacks:
+            try:
+                record = next(iterator)
+            except StopIteration:
+                return None, 0
+            return self._decoded(record, 0) if decode else record, 1
         stacked = hooks.find(iterator, hooks.StackedLane) if self._decode is None else None
         if stacked is not None:
             try:
@@ -999,7 +1038,8 @@ class RecordsLane:
     fresh_arrays = True
 
     def __init__(self, source: Any, order: LaneOrder, epoch: int, seed: int) -> None:
-        self._reader, self._order, self._epoch, self._seed = SourceReader(source), order, epoch, seed
+        self._source, self._reader = source, SourceReader(source)
+        self._order, self._epoch, self._seed = order, epoch, seed
         self._wants_rng = wants_rng(source)
         self._taken = 0
 
@@ -1024,6 +1064,20 @@ class RecordsLane:
     def set_state(self, state: int) -> None:
         """Resumes after ``state`` records."""
         self._taken = state
+
+
+class StoredRecordsLane(RecordsLane):
+    """One epoch of a lane of a random-access source, record by record as they are stored."""
+
+    def __next__(self) -> Record:
+        if self._wants_rng:  # a decoder makes arrays, from stacked records
+            return trees.map_leaves(lambda leaf: leaf[0], self.next_batch(1))
+        ids = self._order.ids(self._epoch, self._taken, self._taken + 1)
+        if not ids.size:
+            raise StopIteration
+        (record,) = read_items(self._source, ids)
+        self._taken += 1
+        return record
 
 
 @dataclasses.dataclass(frozen=True)

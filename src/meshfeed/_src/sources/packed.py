@@ -389,10 +389,12 @@ class Packed:
         leaves = _leaves(record, self._key)
         if not self._rows.added.isdisjoint(leaves):
             name = min(self._rows.added & leaves.keys())
-            raise SourceError(
-                f"documents have the leaf {name!r}, which Packed writes itself. Rename that with Packed("
-                "segment_ids=…, positions=…), or the documents' with Map."
+            own = (
+                "that with Packed(segment_ids=…, positions=…), or the documents' "
+                if name in self._rows.named
+                else "it "
             )
+            raise SourceError(f"documents have the leaf {name!r}, which Packed writes itself. Rename {own}with Map.")
         for name in self._rows.side:
             leaf = leaves.get(name)
             if leaf is None:

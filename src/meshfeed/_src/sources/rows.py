@@ -85,9 +85,13 @@ class RowLayout:
     @functools.cached_property
     def added(self) -> frozenset[str]:
         """Names of the leaves that rows have beside those of the documents."""
-        of_side = [added for name in self.side for added in _added(name)]
+        return self.named.union(added for name in self.side for added in _added(name))
+
+    @property
+    def named(self) -> frozenset[str]:
+        """Those of them whose names are settings."""
         names = [self.segment_ids, self.positions, *([self.cumulative_lengths] if self.cumulative_lengths else [])]
-        return frozenset([*names, *of_side])
+        return frozenset(names)
 
     def lay_out(
         self, pieces: Pieces, leaves: Mapping[str, np.ndarray], entries: Mapping[str, Entries]

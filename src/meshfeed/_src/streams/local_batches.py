@@ -454,6 +454,8 @@ class LocalBatchStream:
         """Returns the size of the global batch in which this host has ``host_rows`` rows."""
         if self.schedule is not None and not self._rows_may_vary:
             return self.schedule.sizes[0]
+        if not host_rows:
+            raise SourceError("the first host batch has no rows. Expected as many as this host has in every batch.")
         size = self._shards.global_batch_size_of(host_rows)
         self.schedule = self.schedule or BatchSchedule([(0, size)])
         return size
