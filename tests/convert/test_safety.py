@@ -300,6 +300,26 @@ def test_a_link_that_leads_nowhere_is_named(tmp_path: pathlib.Path) -> None:
         features(tmp_path / "data", tmp_path / "out")
 
 
+def test_tensors_keep_their_shape(tmp_path: pathlib.Path) -> None:
+    kind = pa.fixed_shape_tensor(pa.int32(), (2, 3))
+    storage = pa.array([list(range(6)), None, list(range(6, 12))], kind.storage_type)
+    flat = pa.array([[1, 2], [3, 4], None], pa.list_(pa.int8(), 2))
+    columns = {
+        "x": pa.ExtensionArray.from_storage(kind, storage),
+        "row": pa.ExtensionArray.from_storage(pa.fixed_shape_tensor(pa.int8(), (2,)), flat),
+    }
+    pq.write_table(pa.table(columns), tmp_path / "a.parquet")
+    assert features(tmp_path / "a.parquet", tmp_path / "out") == [
+        {"row": [1, 2], "x": [0, 1, 2, 3, 4, 5], "x/shape": [2, 3]},
+        {"row": [3, 4]},
+        {"x": [6, 7, 8, 9, 10, 11], "x/shape": [2, 3]},
+    ]
+    turned = pa.fixed_shape_tensor(pa.int32(), (2, 3), permutation=[1, 0])
+    pq.write_table(pa.table({"x": pa.ExtensionArray.from_storage(turned, storage)}), tmp_path / "b.parquet")
+    with pytest.raises(meshfeed.SourceError, match=r"column 'x' stores its tensors .* order \[1, 0\]"):
+        features(tmp_path / "b.parquet", tmp_path / "other")
+
+
 def test_views_of_text_and_bytes(tmp_path: pathlib.Path) -> None:
     columns = {
         "text": pa.array(["a", None, "long enough for a buffer"], pa.string_view()),

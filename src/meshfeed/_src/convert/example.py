@@ -108,7 +108,9 @@ def pack_varints(values: np.ndarray) -> tuple[bytes, np.ndarray]:
 def _flatten(name: str, array: pa.Array, first_record: int) -> Iterator[_Column]:
     import pyarrow as pa
 
-    if isinstance(array, pa.ExtensionArray):
+    if isinstance(array, pa.FixedShapeTensorArray):
+        array = _nested_tensors(name, array)
+    elif isinstance(array, pa.ExtensionArray):
         array = array.storage
     if pa.types.is_dictionary(array.type):
         array = array.dictionary_decode()
@@ -123,6 +125,23 @@ def _flatten(name: str, array: pa.Array, first_record: int) -> Iterator[_Column]
             array = array.cast(pa.large_list(pa.large_binary()))  # no list has a value
         kind_of(name, array.type.value_type if is_list(array.type) else array.type)
         yield name, array
+
+
+def _nested_tensors(name: str, array: pa.FixedShapeTensorArray) -> pa.Array:
+    """Returns lists of lists in place of tensors, which Arrow stores as flat lists."""
+    import pyarrow as pa
+
+    shape, order = array.type.shape, array.type.permutation
+    if order is not None and list(order) != sorted(order):
+        raise SourceError(
+            f"column {name!r} stores its tensors with the dimensions in the order {list(order)}. Expected row-major order. "
+            "Write them so, or leave the column out with --columns."
+        )
+    values = array.storage.flatten()  # without those of nulls
+    for size in shape[:0:-1]:
+        values = pa.FixedSizeListArray.from_arrays(values, size)
+    ends = np.cumsum(np.where(flags(array.is_valid()), shape[0] if shape else 1, 0))
+    return pa.LargeListArray.from_arrays(integers(np.concatenate([[0], ends])), values, mask=array.is_null())
 
 
 def _storage(kind: pa.DataType) -> pa.DataType:
