@@ -298,3 +298,13 @@ def test_unset_limits_are_not_part_of_the_fingerprint() -> None:
     assert plain.fingerprint()["packing"] == {  # type: ignore[index,call-overload]
         "sequence_length": 7, "key": "tokens", "pad_id": 0, "method": "split", "block": 65_536, "long": "split",
     }  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "make", [lambda documents: Packed(documents, 8), lambda documents: meshfeed.sources.Buckets(documents, [4])]
+)
+def test_documents_without_an_end_are_named(make: Any) -> None:
+    grain = pytest.importorskip("grain")
+    endless = grain.MapDataset.source(np.arange(40)).repeat().map(lambda value: {"tokens": np.arange(value % 4)})
+    with pytest.raises(meshfeed.SourceError, match=r"records, and measures each of them\. Pass those of one epoch"):
+        make(endless)

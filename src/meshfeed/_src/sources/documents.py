@@ -30,6 +30,7 @@ _log = logging.getLogger("meshfeed.sources.documents")
 T = TypeVar("T")
 _MAPPED_BYTES = 64 << 20  # larger arrays are in a temporary file, which the system may drop from memory
 _RECORDS_PER_READ = 4096
+_MOST_RECORDS = 1 << 40
 _RECORDS_PER_DIGEST = 1 << 20
 
 
@@ -54,6 +55,11 @@ def documents_of(source: object, name: str, of_stream: str) -> RandomAccessSourc
         )
     if not len(documents):
         raise SourceError(f"{name} got a {type(documents).__name__} with 0 records.")
+    if len(documents) > _MOST_RECORDS:  # as of an endless repeat()
+        raise SourceError(
+            f"{name} got a {type(documents).__name__} with {len(documents):,} records, and measures each of them. Pass those "
+            "of one epoch, and num_epochs= to the feed."
+        )
     return cast("RandomAccessSource", documents)
 
 
