@@ -15,6 +15,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from types import SimpleNamespace
 
 import pytest
 from click.testing import CliRunner
@@ -72,6 +73,25 @@ def failing(jobs: list[JobLog], reference: JobLog | None = None) -> set[str]:
 
 
 # ---------------------------------------------------------------------------------------------------- the proof
+
+
+def test_the_proof_says_how_much_was_compared() -> None:
+    whole = {check.name: check.detail for check in prove(job(0, 5), [job(0, 5)], RECORDS, NUM_STEPS)}
+    assert whole["steps"] == "5 of 5 are complete"
+    assert whole["epoch"] == "10 distinct records among the first 10 delivered: each record of the corpus once"
+    part = {check.name: check.detail for check in prove(job(0, 5), [job(0, 3)], RECORDS, NUM_STEPS)}
+    assert part["steps"] == "3 of 5 are complete"
+    assert part["epoch"] == "6 distinct records among the first 6 delivered, of 10 in the corpus"
+
+
+def test_the_end_of_the_log_of_a_host_is_shown() -> None:
+    lines = [f"line {number}" for number in range(200)]
+    of_host = SimpleNamespace(
+        _children=[SimpleNamespace(log=lambda: ""), SimpleNamespace(log=lambda: "\n".join(lines))]
+    )
+    tail = Job.log_tail(of_host, 1).splitlines()  # type: ignore[arg-type]
+    assert 5 <= len(tail) < 100
+    assert tail == lines[-len(tail) :]
 
 
 def test_a_run_that_went_on_where_it_was_saved_holds() -> None:

@@ -9,6 +9,7 @@ import re
 import threading
 import time
 from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import jax
@@ -17,7 +18,9 @@ import pytest
 from jax.sharding import AxisType
 
 import meshfeed
+from meshfeed._src.agreement.windows import WindowAgreement
 from meshfeed._src.feed import pipeline
+from meshfeed._src.feed.pipeline import Pipeline
 from meshfeed._src.monitoring.exporters import read_logs
 from meshfeed._src.pictures.report import report_figures, report_page
 
@@ -136,3 +139,28 @@ def test_a_source_that_hangs_while_it_is_opened_is_shown_too(gate: threading.Eve
     assert any("in open_lane" in note for note in caught.value.__notes__)
     gate.set()
     feed.close()
+
+
+def test_a_read_is_published_once_it_has_lasted_half_as_long_as_other_hosts_wait(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    published: list[float] = []
+
+    class Agreement(WindowAgreement):
+        def __init__(self) -> None: ...
+
+        def publish_doing(self) -> None:
+            published.append(now[0])
+
+    now = [1000.0]
+    monkeypatch.setattr(pipeline.time, "monotonic", lambda: now[0])
+    feed = SimpleNamespace(
+        _reading_since=1000.0, _closed=False, _agreement=Agreement(), _tell_after=60.0, _late_after=60.0
+    )
+    for second in range(1000, 1101):
+        now[0] = float(second)
+        Pipeline.tell_if_late(feed)  # type: ignore[arg-type]
+    assert published == [1030.0, 1060.0]  # and then after 120 s
+    feed._reading_since = None
+    Pipeline.tell_if_late(feed)  # type: ignore[arg-type]
+    assert feed._tell_after == 60.0

@@ -7,6 +7,7 @@ import random
 import threading
 import time
 from collections.abc import Callable, Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import jax
@@ -356,3 +357,18 @@ def test_a_state_that_is_set_before_the_start_gets_to_its_data(kind: str, monkey
         feed.start()
         feed.set_state(state)
         assert [ids(batch) for batch in feed] == expected[1:]
+
+
+@pytest.mark.parametrize("leaving", [None, "closed its feed"])
+def test_a_feed_that_leaves_before_it_has_begun_tells_others_only_if_it_is_to(leaving: str | None) -> None:
+    told: list[Any] = []
+    call = SimpleNamespace(join=lambda seconds: True, discard=lambda function: None, succeeded=False)
+    opening = SimpleNamespace(wake=lambda: None, discard=lambda function: None)
+    startup = SimpleNamespace(
+        _owner=SimpleNamespace(is_here=True), _opening=opening, _call=call, _reader=None, _step=3, _name="mine",
+        _handshake=SimpleNamespace(abandon=told.append),
+    )  # fmt: skip
+    Startup.close(startup, leaving)  # type: ignore[arg-type]
+    assert len(told) == 1
+    assert (told[0] is None) == (leaving is None)
+    assert leaving is None or leaving in str(told[0])
