@@ -29,6 +29,15 @@ def test_all_is_sorted_and_without_doubles(facade: str) -> None:
     assert list(names) == sorted(set(names))
 
 
+def test_a_class_of_another_module_is_found_for_the_message() -> None:
+    for name, where in (("Checkpointer", "checkpoint"), ("ArrayRecord", "sources"), ("RemoteFeed", "remote")):
+        with pytest.raises(AttributeError, match=f"has no attribute '{name}'; it is meshfeed.{where}.{name}$"):
+            getattr(meshfeed, name)
+    for name in ("Nothing", "checkpointer", "__wrapped__"):
+        with pytest.raises(AttributeError, match=f"has no attribute '{name}'$"):
+            getattr(meshfeed, name)
+
+
 @pytest.mark.parametrize("facade", FACADES)
 def test_every_name_is_there(facade: str) -> None:
     module = importlib.import_module(facade)

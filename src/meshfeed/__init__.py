@@ -95,9 +95,17 @@ def __getattr__(name: str) -> Any:
     elif name in _MODULES:
         value = importlib.import_module(f"meshfeed.{name}")
     else:
-        raise AttributeError(f"module 'meshfeed' has no attribute {name!r}")
+        raise AttributeError(f"module 'meshfeed' has no attribute {name!r}{_elsewhere(name)}")
     globals()[name] = value
     return value
+
+
+def _elsewhere(name: str) -> str:
+    """Returns where a class that is looked for here is, for the message; the modules are imported only to say so."""
+    if not name[:1].isupper():
+        return ""
+    found = (module for module in _MODULES if name in importlib.import_module(f"meshfeed.{module}").__all__)
+    return "".join(f"; it is meshfeed.{module}.{name}" for module in found)
 
 
 def __dir__() -> list[str]:

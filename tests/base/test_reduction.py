@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import re
 import sys
 import time
 from collections.abc import Callable
@@ -325,9 +326,26 @@ def test_all_that_wait_give_up_with_the_reducer_and_a_straggler_learns_why_at_on
         assert "host 2 did not arrive within 0 s" in str(error)
     kept = ["meshfeed/test/0/out", "meshfeed/test/left"]
     assert job.store.keys == kept, "few keys, however many hosts, if the host was killed"
-    with pytest.raises(StalledError, match=r"host 2 did not arrive within 0 s \(this is host 2 of 4\)"):
+    text = (
+        r"host 2 did not arrive within 0 s \(this is host 2 of 4\)\. This host came too late\. Start all hosts together"
+    )
+    with pytest.raises(StalledError, match=text):
         job.on(2, reduce, 2, range(4), 60)
     assert job.store.keys == []
+
+
+def test_a_host_that_is_late_is_in_the_log_long_before_the_time_is_over(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(reduction, "_LATE_SECONDS", 0.5)
+    job = Job(CountingStore(), monkeypatch)
+    with caplog.at_level("WARNING", "meshfeed"):
+        job.run((0, 1), lambda host: reduce(host, range(4), seconds=60 if host else 2.5))
+    entry = re.compile(r"choosing a step: waited \d+ s for hosts 2, 3 \(this is host [01] of 4\)")
+    late = [message for message in caplog.messages if entry.fullmatch(message)]
+    assert late == caplog.messages
+    assert 2 <= len(late) <= 8  # after 0.5 s, 1 s, 2 s on each host
+    assert {message[-12:] for message in late} == {"host 0 of 4)", "host 1 of 4)"}
 
 
 def test_an_announcement_after_the_deadline_is_still_taken(monkeypatch: pytest.MonkeyPatch) -> None:

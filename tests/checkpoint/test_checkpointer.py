@@ -21,6 +21,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from meshfeed import Feed
 from meshfeed._src.base.errors import CheckpointError, CorruptDataError, SettingsError, StateMismatchError
 from meshfeed._src.checkpoint.handlers import ArraysHandler
+from meshfeed._src.checkpoint.step import find_steps, verify
 from meshfeed.checkpoint import Checkpointer
 from meshfeed.sources import HostBatches
 
@@ -511,3 +512,18 @@ def test_without_a_checkpoint_the_feed_is_started(tmp_path, mesh):
     with Checkpointer(tmp_path / "c") as ckpt:
         assert ckpt.restore(small_state(mesh, 0), feed)[0] == 0
     assert feed.calls == ["start"]
+
+
+def test_a_second_checkpointer_of_a_folder_waits_for_the_save_of_the_first(tmp_path, mesh):
+    """As when a cell of a notebook is run again: the second one took the unfinished step for rubbish, and removed it."""
+    state = {
+        "w": jax.device_put(np.random.default_rng(0).normal(size=(2000, 500)), NamedSharding(mesh, PartitionSpec()))
+    }
+    first = Checkpointer(tmp_path / "run", save_interval_steps=1)
+    assert first.save(1, state)
+    with Checkpointer(tmp_path / "run", save_interval_steps=1) as second:
+        assert second.save(2, state)
+        assert not second.save(1, state)
+    assert find_steps(tmp_path / "run") == [1, 2]
+    assert all(finding.intact for finding in verify(tmp_path / "run"))
+    first.close()

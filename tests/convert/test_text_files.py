@@ -9,7 +9,7 @@ import json
 import pathlib
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 import meshfeed
@@ -21,6 +21,8 @@ COUNT = 70_000  # more than one block
 
 
 @given(st.text('a,"\n', max_size=40))
+@example('a","\na')  # Python 3.11.2 matches a possessive group again in the middle of what it has failed at
+@example('a","')
 def test_records_of_csv_begin_as_the_standard_library_reads_them(text: str) -> None:
     content = text.encode()
     lines = io.StringIO(text)

@@ -647,3 +647,13 @@ def test_functions_that_cannot_be_called_are_refused_where_they_are_given(tmp_pa
         meshfeed.sources.Stream(lambda lane_index: iter([]))
     with pytest.raises(meshfeed.SettingsError, match="decode='utf8'"):
         meshfeed.sources.ArrayRecord(str(tmp_path / "x"), decode="utf8")  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("kind", ["mesh", "sharding"])
+def test_swapped_arguments_are_named(kind: str) -> None:
+    mesh = jax.make_mesh((8,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
+    placed = mesh if kind == "mesh" else jax.NamedSharding(mesh, jax.P("data"))
+    with pytest.raises(
+        meshfeed.SettingsError, match=r"Feed got its arguments in the other order\. Expected Feed\(source"
+    ):
+        meshfeed.Feed(placed, {"x": np.arange(64)}, global_batch_size=8)

@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import logging
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import NamedTuple, Self
@@ -29,6 +30,8 @@ from meshfeed._src.base.errors import StalledError
 from meshfeed._src.base.progress import PROGRESS
 from meshfeed._src.base.types import JsonValue
 
+_log = logging.getLogger("meshfeed.agreement")
+_LATE_SECONDS = 30.0  # after which hosts that are late are in the log, and again after twice as long
 # A blocking get is split into slices to notice Ctrl-C, close and deadlines. The slices grow with the wait and the
 # number of hosts: thousands of hosts in a long wait must not flood the coordinator.
 _MIN_SLICE_SECONDS = 0.05  # a request cannot be called off, so closing a feed waits for the end of one
@@ -174,7 +177,10 @@ class Reduction:
     # ------------------------------------------------------------------ the reducer
 
     def collect(
-        self, deadline: float, done: Callable[[Mapping[int, JsonValue]], bool] | None = None
+        self,
+        deadline: float,
+        done: Callable[[Mapping[int, JsonValue]], bool] | None = None,
+        tick: Callable[[float], None] | None = None,
     ) -> dict[int, JsonValue]:
         """Collects the values of all participants.
 
@@ -184,6 +190,7 @@ class Reduction:
         Args:
           deadline: in seconds of ``time.monotonic()``.
           done: whether to stop collecting, given the values so far; default: stop when all have arrived.
+          tick: see :meth:`wait`.
 
         Returns:
           Host → value, ascending, of the hosts that arrived.
@@ -201,6 +208,8 @@ class Reduction:
                 self._noted, next_note = late, now + _NOTE_SECONDS
             if (done(values) if done is not None else not late) or now >= deadline:
                 return values
+            if tick is not None:
+                tick(now - start)
             slice_seconds = _slice_seconds(now - start, len(self._participants))
             slice_seconds = min(_MAX_COLLECTING_SLICE_SECONDS, slice_seconds, deadline - now)
             if not late:
@@ -292,9 +301,13 @@ class Reduction:
             what = f"{Stragglers(tuple(hosts), count)} did not arrive within {waited:.0f} s"
         else:
             hosts, what = [self.reducer], f"host {self.reducer} did not announce the result within {waited:.0f} s"
+        cause = f"Check the log of that host: it has stopped, is still starting, or runs different code{hint}."
+        if self._host in hosts and count:
+            cause = (
+                "This host came too late. Start all hosts together, or set a larger timeout_seconds= on all of them."
+            )
         error = StalledError(
-            f"{doing}: {what} (this is host {self._host} of {len(self._participants)}){notes}. Check the log of that host: "
-            f"it has stopped, is still starting, or runs different code{hint}.",
+            f"{doing}: {what} (this is host {self._host} of {len(self._participants)}){notes}. {cause}",
             hosts=tuple(hosts),
             waited_seconds=waited,
         )
@@ -348,8 +361,18 @@ class Rounds:
         store = coordination.require_store()
         reduction = Reduction(store, f"{self._prefix}/{number}", self.participants, here)
 
+        next_entry = _LATE_SECONDS
+
+        def tick(waited: float) -> None:
+            nonlocal next_entry
+            if waited >= next_entry:
+                next_entry *= 2
+                late, count = reduction.stragglers(), len(self.participants)
+                who = late if late.total else f"host {reduction.reducer}"  # which has all values, and is slow
+                _log.warning("%s: waited %.0f s for %s (this is host %d of %d)", self.doing, waited, who, here, count)
+
         def attempt(deadline: float) -> dict[str, JsonValue] | None:
-            values = reduction.collect(deadline)
+            values = reduction.collect(deadline, tick=tick)
             if len(values) < len(self.participants):
                 return None
             announcement = reduction.announce(reduce(values))
@@ -358,7 +381,9 @@ class Rounds:
             return announcement
 
         reduction.publish(value)
-        return reduction.result(attempt, timeout_seconds=self._timeout_seconds, doing=self.doing, hint=self.hint)
+        return reduction.result(
+            attempt, timeout_seconds=self._timeout_seconds, doing=self.doing, hint=self.hint, tick=tick
+        )
 
     def close(self) -> None:
         """Deletes the remaining keys, once every participant has closed its rounds."""

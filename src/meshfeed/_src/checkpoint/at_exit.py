@@ -39,6 +39,21 @@ class OpenSaves:
         """Undoes :meth:`register`, once nothing is open."""
         _open.pop(id(self), None)
 
+    def wait_for_others(self) -> bool:
+        """Waits for saves of other checkpointers of this process in the folder, whose steps Orbax would take for rubbish.
+
+        Returns:
+          Whether there were any.
+        """
+        others = [
+            one for one in list(_open.values()) if one is not self and one.saving is not None and one._owner.is_here
+        ]
+        others = [one for one in others if one._directory == self._directory]
+        for one in others:
+            with contextlib.suppress(Exception):  # it raises its errors itself
+                one._wait()
+        return bool(others)
+
     def finish(self) -> None:
         """Waits for the save in the background; logs an ERROR if it failed, and one for a skipped step."""
         if not self._owner.is_here:

@@ -137,7 +137,7 @@ class Checkpointer(NotCopied):
         ``arrays`` and ``iterator``.
       max_to_keep: number of newest steps to keep, by step number; None keeps all. The step just saved is kept as well,
         until the next save, if ``force`` saved an older one.
-      save_interval_steps: :meth:`save` skips steps that are not on this interval.
+      save_interval_steps: :meth:`save` skips steps that are not on this interval, except the first into an empty folder.
       save_last: on close, save the last step that the interval skipped, so the end of a run is not lost; see
         :meth:`close`. Arrays of that step stay alive until then unless they are donated.
       restore: "once", "single_replica" or "every_host"; see :class:`RestoreOptions`, also for the next four.
@@ -272,6 +272,8 @@ class Checkpointer(NotCopied):
         self._check_open()
         if not self._writes and feed is not None and (one_way := find(feed, CannotResume)) is not None:
             _log.warning(_CANNOT_RESUME, step, one_way.cannot_resume)
+        if self._open.wait_for_others():  # such as that of a notebook's cell which is run again
+            self._manager.reload()
         self._prepare_to_write(step)
         self._open.register()
         if not force and not self._due(step):

@@ -501,7 +501,8 @@ def _scan_records(content: bytes, delimiter: bytes) -> tuple[np.ndarray, bool]:
     """See :func:`record_starts`; for any quotes, one record at a time."""
     mark = re.escape(delimiter)
     value = rb'(?:"(?:[^"]++|"")*+"[^%b\n]*+|(?!")[^%b\n]*+)' % (mark, mark)
-    record = re.compile(rb"%b(?:%b%b)*+(?:\n|\Z)" % (value, mark, value))
+    # Greedy: Python 3.11.2, that of Debian 12, goes on in the middle of a possessive group that has failed there.
+    record = re.compile(rb"%b(?:%b%b)*(?:\n|\Z)" % (value, mark, value))
     starts, end = [], 0
     while end < len(content):
         starts.append(end)

@@ -13,6 +13,8 @@ from collections.abc import Mapping, Sequence
 from types import TracebackType
 from typing import Literal, NamedTuple, NoReturn
 
+from jax.sharding import Mesh, NamedSharding
+
 from meshfeed._src.agreement.handshake import Handshake, agreed_settings
 from meshfeed._src.agreement.meeting import Meetings
 from meshfeed._src.agreement.windows import leave_notice
@@ -22,6 +24,7 @@ from meshfeed._src.base.coordination import warn_if_forgotten
 from meshfeed._src.base.errors import (
     MeshfeedError,
     PeerError,
+    SettingsError,
     StalledError,
     hide_own_frames,
     hides_own_frames,
@@ -217,6 +220,11 @@ class Feed(Inspection, Checkpointable, NotCopied):
         self._turn: dict[str, object] = {}
         self._host = coordination.process_index()
         self._owner = Owner()
+        if isinstance(source, Mesh | NamedSharding):
+            raise SettingsError(
+                "Feed got its arguments in the other order. Expected Feed(source, sharding, global_batch_size=…).",
+                setting="sharding",
+            )
         participants = _participants(sharding)
         # FeedSettings rejects other types below, once the handshake exists and can report the error to other hosts.
         self.name = name if isinstance(name, str) else coordination.next_name("feed", participants)

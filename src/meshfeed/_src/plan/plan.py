@@ -22,13 +22,13 @@ import jax
 import numpy as np
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
-from meshfeed._src.base.errors import PlanError, SettingsError, SourceError
+from meshfeed._src.base.errors import PlanError, SettingsError, SourceError, shorten
 from meshfeed._src.base.trees import flatten, flatten_with_paths
 from meshfeed._src.base.types import ColumnSlices, MeshDevice, PyTree, RecordIds
 
 RowRange = tuple[int, int]
 """First row, and one past the last row."""
-_LISTED_DEVICES = 8  # in a message
+_LISTED_DEVICES, _SHOWN_CHARACTERS = 8, 120  # in a message
 _TAKES = "Pass a NamedSharding, a Mesh (rows over all its axes), or a pytree of NamedShardings"
 
 
@@ -252,7 +252,8 @@ def _normalize_leaf(leaf: object, path: str) -> NamedSharding:
             setting="sharding",
         )
     if not isinstance(leaf, NamedSharding):
-        raise SettingsError(f"{where} is of type {type(leaf).__name__}: {leaf!r}. {_TAKES}.", setting="sharding")
+        shown = shorten(repr(leaf), _SHOWN_CHARACTERS)
+        raise SettingsError(f"{where} is of type {type(leaf).__name__}: {shown}. {_TAKES}.", setting="sharding")
     if isinstance(leaf.mesh, AbstractMesh):
         raise SettingsError(f"{where} is over an AbstractMesh, which has no devices. Pass a Mesh.", setting="sharding")
     if not leaf.mesh.size:
