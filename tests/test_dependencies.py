@@ -24,12 +24,19 @@ def _imports() -> dict[str, set[str]]:
     """Top-level name of each library → files that import it."""
     found: dict[str, set[str]] = {}
     for path in (ROOT / "src").rglob("*.py"):
-        for node in ast.walk(ast.parse(path.read_text())):
+        for node in ast.walk(_parsed(path.read_text())):
             names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
             names += [node.module] if isinstance(node, ast.ImportFrom) and node.module else []
             for name in {name.partition(".")[0] for name in names} - sys.stdlib_module_names - {"meshfeed"}:
                 found.setdefault(name, set()).add(path.name)
     return found
+
+
+def _parsed(text: str) -> ast.Module:
+    try:
+        return ast.parse(text)
+    except SystemError:  # Python before 3.11.5, while another thread parses too (gh-106905)
+        return ast.parse(text)
 
 
 def _names(requirements: list[str]) -> set[str]:
