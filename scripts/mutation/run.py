@@ -25,7 +25,6 @@ import re
 import shutil
 import subprocess
 import sys
-import time
 
 import texts
 
@@ -205,10 +204,10 @@ def main() -> None:
     samples = {package: sample(package, count) for package, count in wanted.items()}
     with concurrent.futures.ThreadPoolExecutor(options.children) as pool:
         left = [mutant for names in samples.values() for mutant in names if mutant not in results]
-        running = {pool.submit(result, mutant, *tests.of(mutant)): (mutant, time.monotonic()) for mutant in left}
+        running = {pool.submit(result, mutant, *tests.of(mutant)): mutant for mutant in left}
         try:
             for number, future in enumerate(concurrent.futures.as_completed(running), 1):
-                mutant, _ = running[future]
+                mutant = running[future]
                 results[mutant] = future.result()
                 RESULTS.write_text(json.dumps(results))
                 print(f"{number}/{len(left)} {results[mutant]} {mutant}", file=sys.stderr, flush=True)

@@ -45,10 +45,8 @@ class OpenSaves:
         Returns:
           Whether there were any.
         """
-        others = [
-            one for one in list(_open.values()) if one is not self and one.saving is not None and one._owner.is_here
-        ]
-        others = [one for one in others if one._directory == self._directory]
+        saving = (one for one in list(_open.values()) if one.saving is not None and one._owner.is_here)
+        others = [one for one in saving if one is not self and one._directory == self._directory]
         for one in others:
             with contextlib.suppress(Exception):  # it raises its errors itself
                 one._wait()

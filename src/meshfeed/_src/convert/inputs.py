@@ -12,7 +12,7 @@ import dataclasses
 import itertools
 import os
 import pathlib
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -275,6 +275,18 @@ def byte_lengths(array: pa.Array) -> np.ndarray:
     if not len(wide) or offsets is None:
         return np.zeros(len(wide), np.int64)
     return np.diff(np.frombuffer(offsets, np.int64, len(wide) + 1, wide.offset * 8))
+
+
+def with_types(schema: pa.Schema, change: Callable[[pa.DataType], pa.DataType]) -> pa.Schema:
+    """Returns a schema with ``change`` of each type in it, also of those within lists and structs."""
+    import pyarrow as pa
+
+    def changed(kind: pa.DataType) -> pa.DataType:
+        if pa.types.is_list(kind):
+            return pa.list_(kind.value_field.with_type(changed(kind.value_type)))
+        return pa.struct(list(with_types(pa.schema(list(kind)), change))) if pa.types.is_struct(kind) else change(kind)
+
+    return pa.schema([field.with_type(changed(field.type)) for field in schema])
 
 
 def to_bytes(array: pa.Array) -> list[bytes]:

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, BinaryIO, TypeVar
 import numpy as np
 
 from meshfeed._src.base.errors import CorruptDataError, SourceError
-from meshfeed._src.convert.inputs import Input, Scan, TypesChanged, spans, to_bytes
+from meshfeed._src.convert.inputs import Input, Scan, TypesChanged, spans, to_bytes, with_types
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -103,7 +103,7 @@ class LineInput(Input, abc.ABC):
         """Returns the types of a block, joined with those ``before``."""
 
         def infer(content: bytes, count: int) -> pa.Schema:
-            found = _with_text_for_dates(_with_rows(self.parse(content, header, None), count).schema)
+            found = with_types(_with_rows(self.parse(content, header, None), count).schema, _text_for_dates)
             return found if before is None else self.join(before, found)
 
         try:
@@ -299,21 +299,11 @@ class JsonLines(LineInput):
         return table if schema is None else table.select(schema.names)
 
 
-def _with_text_for_dates(schema: pa.Schema) -> pa.Schema:
-    import pyarrow as pa
-
-    return pa.schema([field.with_type(_text_for_dates(field.type)) for field in schema])
-
-
 def _text_for_dates(kind: pa.DataType) -> pa.DataType:
     """Arrow parses text such as 2026-11-22 as a date; here it stays text."""
     import pyarrow as pa
 
-    if pa.types.is_temporal(kind):
-        return pa.string()
-    if pa.types.is_list(kind):
-        return pa.list_(_text_for_dates(kind.value_type))
-    return pa.struct(list(_with_text_for_dates(pa.schema(list(kind))))) if pa.types.is_struct(kind) else kind
+    return pa.string() if pa.types.is_temporal(kind) else kind
 
 
 _MAX_INTEGER = 1 << 53  # that a float holds, as all below

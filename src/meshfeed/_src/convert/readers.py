@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from meshfeed._src.base.errors import CorruptDataError, SourceError, missing_package
-from meshfeed._src.convert.inputs import Input, Scan, binary, flags, integers, stamp, to_bytes, walk
+from meshfeed._src.convert.inputs import Input, Scan, binary, flags, integers, stamp, to_bytes, walk, with_types
 from meshfeed._src.sources.files import tar
 from meshfeed._src.sources.files.manifest import digest_of
 from meshfeed._src.sources.files.open_files import Descriptor
@@ -43,7 +43,7 @@ class ParquetFiles(Input):
     def scan(self, path: str, *, all_types: bool) -> Scan:
         """See :class:`Input`."""
         with ParquetFile(path) as file:
-            return Scan(file.metadata.num_rows, _without_views(with_content(file.schema)))
+            return Scan(file.metadata.num_rows, with_types(with_content(file.schema), _without_view))
 
     def read(self, path: str, scan: Scan, start: int, stop: int, schema: pa.Schema) -> Iterator[pa.RecordBatch]:
         """See :class:`Input`."""
@@ -51,27 +51,17 @@ class ParquetFiles(Input):
             names = [name for name in schema.names if name in file.schema.names]
             for first, batch in file.batches(start, stop, names):
                 batch = content_of_files(batch, file.schema, path, first, None)
-                kinds = _without_views(batch.schema)
+                kinds = with_types(batch.schema, _without_view)
                 yield batch if kinds == batch.schema else batch.cast(kinds)
 
 
-def _without_views(schema: pa.Schema) -> pa.Schema:
-    """Returns the schema with plain text and bytes in place of views, for which Arrow lacks many functions."""
-    import pyarrow as pa
-
-    return pa.schema([field.with_type(_without_view(field.type)) for field in schema])
-
-
 def _without_view(kind: pa.DataType) -> pa.DataType:
+    """Plain text and bytes in place of views, for which Arrow lacks many functions."""
     import pyarrow as pa
 
     if pa.types.is_string_view(kind):
         return pa.large_string()
-    if pa.types.is_binary_view(kind):
-        return pa.large_binary()
-    if pa.types.is_list(kind):
-        return pa.list_(kind.value_field.with_type(_without_view(kind.value_type)))
-    return pa.struct(list(_without_views(pa.schema(list(kind))))) if pa.types.is_struct(kind) else kind
+    return pa.large_binary() if pa.types.is_binary_view(kind) else kind
 
 
 class Datasets(Input):

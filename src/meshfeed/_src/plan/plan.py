@@ -285,20 +285,26 @@ def participants(prefix: PyTree) -> tuple[int, ...]:
 
 def describe_layout(prefix: PyTree) -> str:
     """Describes shardings: equal texts divide batches over the same devices in the same order."""
-    return "; ".join(dict.fromkeys(map(_describe_sharding, sharding_leaves(prefix))))
+    over = functools.cache(_describe_mesh)  # leaves usually share one mesh, which may have thousands of devices
+    found = (f"P({_describe_spec(sharding.spec)}) over {over(sharding.mesh)}" for sharding in sharding_leaves(prefix))
+    return "; ".join(dict.fromkeys(found))
 
 
-def _describe_sharding(sharding: NamedSharding) -> str:
-    entries = ["+".join(axes_of(entry)) or "None" for entry in sharding.spec]
+def _describe_spec(spec: PartitionSpec) -> str:
+    entries = ["+".join(axes_of(entry)) or "None" for entry in spec]
     while entries and entries[-1] == "None":  # says nothing
         entries.pop()
-    ids = [str(device.id) for device in np.asarray(sharding.mesh.devices).flat]
+    return ", ".join(entries)
+
+
+def _describe_mesh(mesh: Mesh) -> str:
+    ids = [str(device.id) for device in np.asarray(mesh.devices).flat]
     devices = ", ".join(ids)
     if len(ids) > _LISTED_DEVICES:
         digest = hashlib.sha256(devices.encode()).hexdigest()[:8]
         devices = f"{', '.join(ids[:_LISTED_DEVICES])}, … (of {len(ids):,}, digest {digest})"
-    axes = ", ".join(f"{name}={size}" for name, size in sharding.mesh.shape.items())
-    return f"P({', '.join(entries)}) over {axes} of devices {devices}"
+    axes = ", ".join(f"{name}={size}" for name, size in mesh.shape.items())
+    return f"{axes} of devices {devices}"
 
 
 def cut_spec(sharding: NamedSharding, ndim: int) -> NamedSharding:

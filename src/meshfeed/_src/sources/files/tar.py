@@ -254,9 +254,9 @@ def _files(archive: Descriptor | RemoteBytes, path: str) -> Iterator[tuple[str, 
             raise _damaged(path, what) from error
         raise _damaged(path, str(error)) from error
     # tarfile takes a damaged header, and the end of the file, for the end of the archive.
-    if archive.read(end, end + BLOCK_BYTES) != bytes(BLOCK_BYTES):
-        raise _damaged(path, f"the block of zeros that ends an archive is not at byte {end:,}")
     rest = archive.read(end, min(end + _MAX_PADDING, archive.num_bytes))
+    if rest[:BLOCK_BYTES] != bytes(BLOCK_BYTES):
+        raise _damaged(path, f"the block of zeros that ends an archive is not at byte {end:,}")
     if rest.strip(b"\0"):
         at = end + len(rest) - len(rest.lstrip(b"\0"))
         what = f"the archive ends at byte {end:,}, and there is more at byte {at:,}"

@@ -52,9 +52,8 @@ _COSTLY = 1.5
 _ROWS_AS_PYTHON = 128
 _DRAWS = 1000  # random choices per block
 _NOT_READ, _END = object(), object()
-_FIXED = (
-    "in order"  # before the units of a node whose rows depend on positions; without it, files were in the seed's order
-)
+# Before the units of a node whose rows depend on positions. States without it were saved with files in the seed's order.
+_FIXED = "in order"
 
 
 @dataclasses.dataclass
