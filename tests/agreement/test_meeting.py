@@ -135,6 +135,22 @@ def test_repeated_failures_leave_the_key_of_the_last(hosts: Hosts, failing: int 
     assert hosts.keys() == ["meshfeed/follow/feed/x-on-all-4/meet/out"]
 
 
+def test_hosts_that_leave_as_soon_as_a_failure_is_announced_have_come(
+    hosts: Hosts, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    put = hosts.store.set
+
+    def put_slowly(key: str, value: str, *, overwrite: bool = False) -> None:
+        put(key, value, overwrite=overwrite)
+        while key.endswith("/out") and hosts.keys("/in/"):
+            time.sleep(0.01)
+
+    monkeypatch.setattr(hosts.store, "set", put_slowly)
+    for number in range(3):
+        hosts.fail_last(0)
+        assert hosts.keys() == [f"meshfeed/follow/feed/x-on-all-{number}/meet/out"]
+
+
 def test_a_failure_is_kept_until_all_participants_have_come_again(hosts: Hosts) -> None:
     hosts.fail(1)
     assert {type(error) for error in hosts.meet(hosts=[0])} == {PeerError}

@@ -197,8 +197,9 @@ class Meetings:
             self._failed[label] = self._next[label]
             failure = Failure.of(error, here).to_json()
             if reduction.is_reducer:
+                came = {here, *reduction.collect(0.0)}  # before they learn of the failure and retract their offers
                 reduction.announce({"failure": failure})
-                if {here, *reduction.collect(0.0)} >= set(participants):
+                if came >= set(participants):
                     self._forget(store, label)
                 reduction.discard_values()
             else:
