@@ -83,7 +83,7 @@ def test_a_kill_before_each_change_of_a_file(tmp_path):
             found.append(step)
             if number % 8 == 0:
                 assert ckpt.save(step + 1, state_of(step + 1, mesh), feed)
-                ckpt.wait()
+                ckpt.close()
                 assert [path.name for path in (copies / str(number)).iterdir()] == [str(step + 1)]
     assert len(found) > 20
     assert found == sorted(found)

@@ -86,7 +86,8 @@ def state_at(step: int, mesh) -> dict[str, object]:
 
 
 def names(directory: str) -> list[str]:
-    return sorted(path.name for path in make_path(directory).iterdir())
+    """What is in a checkpoint folder, but for the note of a job that saves there."""
+    return sorted(path.name for path in make_path(directory).iterdir() if path.name != ".writer.json")
 
 
 @pytest.mark.slow

@@ -51,7 +51,7 @@ def test_a_save_that_fails_leaves_the_step_before(tmp_path, monkeypatch, part):
         assert ckpt.restore(state, feed)[0] == 1
         assert ckpt.save(3, state, feed)
         ckpt.wait()
-        assert sorted(path.name for path in (tmp_path / "c").iterdir()) == ["1", "3"]  # nothing of step 2 is left
+        assert sorted(path.name for path in (tmp_path / "c").iterdir()) == [".writer.json", "1", "3"]  # nothing of step 2 is left
 
 
 @pytest.mark.timeout(60)
@@ -98,7 +98,7 @@ def test_a_folder_in_which_nothing_can_be_created_is_an_error_of_the_save(tmp_pa
         ckpt.save(3, state)
         ckpt.wait()
         assert ckpt.steps() == [1, 3]
-        assert sorted(path.name for path in (tmp_path / "c").iterdir()) == ["1", "3"]
+        assert sorted(path.name for path in (tmp_path / "c").iterdir()) == [".writer.json", "1", "3"]
 
 
 def test_a_step_that_is_saved_is_no_error_though_an_older_one_is_not_removed(tmp_path, monkeypatch, caplog):

@@ -23,10 +23,16 @@ _log = logging.getLogger("meshfeed.checkpoint")
 
 
 class OpenSaves:
-    """What a checkpointer has yet to save. ``wait`` waits for the save in the background, and raises its error."""
+    """What a checkpointer has yet to save.
 
-    def __init__(self, wait: Callable[[], object], directory: epath.Path) -> None:
-        self._wait, self._directory, self._owner = wait, directory, Owner()
+    Args:
+      wait: waits for the save in the background, and raises its error.
+      leave: called at exit, when nothing is left to save.
+      directory: the checkpoint folder.
+    """
+
+    def __init__(self, wait: Callable[[], object], leave: Callable[[], object], directory: epath.Path) -> None:
+        self._wait, self._leave, self._directory, self._owner = wait, leave, directory, Owner()
         self.saving: int | None = None  # the step that may be unfinished
         self.skipped: int | None = None  # the newest step that the interval skipped, which close will save
 
@@ -65,6 +71,7 @@ class OpenSaves:
                 _log.error(_LOST, saving, self._directory, type(error).__name__, error)
         if skipped is not None:
             _log.error(_SKIPPED, skipped, self._directory)
+        self._leave()
 
 
 _LOST = (

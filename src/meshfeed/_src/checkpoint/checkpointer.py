@@ -76,6 +76,7 @@ from meshfeed._src.checkpoint.step import (
 from meshfeed._src.checkpoint.store_manager import StoreManager, check_store_options
 from meshfeed._src.checkpoint.stored import DamagedCheckpointError
 from meshfeed._src.checkpoint.waiting import wait_until_finished
+from meshfeed._src.checkpoint.writer import FolderWriter
 from meshfeed._src.state import files as state_files
 
 SAVE_ORDER = "The order is save(step, train_state, feed)."
@@ -215,10 +216,11 @@ class Checkpointer(NotCopied):
             self._directory = agreement.attempt(lambda: as_directory(directory))
             with opening(self._directory):
                 check_no_step(self._directory)
+                self._writer = FolderWriter(self._directory)
                 handlers = {ARRAYS: self._arrays, ITERATOR: IteratorHandler()}
                 if isinstance(self._directory, StorePath):
                     steps = agreement.publish(lambda: find_steps(self._directory))
-                    self._manager = StoreManager(self._directory, handlers, manager_options, steps)
+                    self._manager = StoreManager(self._directory, handlers, manager_options, steps, self._writer)
                     self._wait = self._manager.wait_until_finished
                 else:
                     self._manager = ocp.CheckpointManager(
@@ -230,7 +232,7 @@ class Checkpointer(NotCopied):
         self._owner = Owner()
         self._saves = 0
         self._last: SkippedStep | None = None  # the newest step that the interval skipped since the last save
-        self._open = OpenSaves(self._wait, self._directory)
+        self._open = OpenSaves(self._wait, self._writer.end, self._directory)
         self._damaged: set[int] = set()
         self._warned = False
         self._writes = False  # whether this job has saved
@@ -341,7 +343,8 @@ class Checkpointer(NotCopied):
                 f"step {step} already exists in {self._directory}. Save under a different number, or remove it first.",
                 step=step,
             )
-        if process_index() == 0:
+        if process_index() == 0 and not isinstance(self._directory, StorePath):  # or the manager asks in the background
+            self._writer.check()
             check_writable(self._directory)
         identity = {
             "id": f"{self._job_id}-{self._saves}",
@@ -477,6 +480,8 @@ class Checkpointer(NotCopied):
             changed = getattr(first, "errno", None) in _CHANGED or str(first).startswith("NOT_FOUND:")
             if process_count() == 1 and changed:
                 text += _OTHER_PROCESS
+            if not isinstance(self._directory, StorePath):  # or the manager has asked
+                text = self._writer.replaced() or text
             # Orbax keeps the error until the next save, and its traceback would keep the caller's train state alive.
             raise CheckpointError(text, step=step) from error.with_traceback(None)
 
@@ -536,6 +541,7 @@ class Checkpointer(NotCopied):
 
         def prepare() -> str | None:
             if not self._writes:
+                self._writer.begin()
                 remove_unfinished(self._directory)
             for number in damaged:
                 set_aside(self._directory, number)
@@ -576,6 +582,7 @@ class Checkpointer(NotCopied):
                 self.wait()
             finally:
                 self._open.remove()
+                self._writer.end()
                 self._manager.close()
 
     def _save_skipped(self) -> None:

@@ -36,6 +36,7 @@ from meshfeed._src.checkpoint.saves import StepSave, run_coroutine
 from meshfeed._src.checkpoint.step import ARRAYS, find_steps
 from meshfeed._src.checkpoint.store_steps import begin_step, commit_step, remove_step
 from meshfeed._src.checkpoint.stored import write_files_part
+from meshfeed._src.checkpoint.writer import FolderWriter
 
 _log = logging.getLogger("meshfeed.checkpoint")
 _OPTIONS = ("max_to_keep", "keep_period", "save_interval_steps", "save_on_steps")
@@ -69,8 +70,9 @@ class StoreManager:
         handlers: Mapping[str, ocp.handlers.AsyncCheckpointHandler],
         options: ocp.CheckpointManagerOptions,
         steps: Sequence[int],
+        writer: FolderWriter,
     ) -> None:
-        self._directory, self._handlers, self._options = directory, handlers, options
+        self._directory, self._handlers, self._options, self._writer = directory, handlers, options, writer
         self._steps = sorted(steps)  # of the store, without a request at every training step
         self._thread: Background | None = None
         self._error: BaseException | None = None
@@ -122,7 +124,7 @@ class StoreManager:
         try:
             name = f"save-{save.identity['id']}/store"
             with Agreement(f"saving step {save.step} in {self._directory}", save.timeout_seconds, name) as agreement:
-                agreement.publish(lambda: begin_step(folder))
+                agreement.publish(lambda: self._begin(folder))
                 agreement.attempt(lambda: uploads.run(lambda: [future.result() for future in futures]))
                 removed = agreement.publish(lambda: self._commit(folder, items, started))
             self._steps = sorted({*self._steps, save.step} - set(removed))
@@ -133,6 +135,10 @@ class StoreManager:
                     future.result(save.timeout_seconds)
         finally:
             shutil.rmtree(staging, ignore_errors=True)
+
+    def _begin(self, folder: StorePath) -> None:
+        self._writer.check()
+        begin_step(folder)
 
     def _commit(self, folder: StorePath, items: Sequence[str], started: int) -> list[int]:
         """Commits a step that all hosts have uploaded, and returns the steps that were removed."""

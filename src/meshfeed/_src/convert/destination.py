@@ -25,7 +25,6 @@ import os
 import pathlib
 import secrets
 import shutil
-import socket
 import tempfile
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -33,6 +32,7 @@ from typing import Any
 
 from meshfeed._src.base.errors import MeshfeedError, SettingsError
 from meshfeed._src.base.stores import abort_uploads, ask, find_objects, is_url, open_store
+from meshfeed._src.base.writer import new_note, who
 from meshfeed._src.sources.files.manifest import NAME, digest_of
 from meshfeed._src.sources.files.paths import in_threads, version_of
 
@@ -410,9 +410,7 @@ class Bucket(Destination):
         if is_new:
             self._clear_state()
         self._abort_uploads()
-        self._owner = json.dumps(
-            {"host": socket.gethostname(), "pid": os.getpid(), "time": time.time(), "id": secrets.token_hex(8)}
-        )
+        self._owner = new_note()
         self.write(_OWNER, self._owner.encode())
         self._job = job
         remove_unfinished(self.work)
@@ -425,12 +423,8 @@ class Bucket(Destination):
         found = (self.read(_OWNER) or b"").decode()
         if found == self._owner:
             return
-        who = "another process"
-        with contextlib.suppress(ValueError, KeyError, TypeError):
-            other = json.loads(found)
-            who = f"process {other['pid']} on {other['host']}"
         raise SettingsError(
-            f"{who} has started to convert to {self.name} since this process did. Wait for it: its result is the same.",
+            f"{who(found)} has started to convert to {self.name} since this process did. Wait for it: its result is the same.",
             setting="to",
         )
 

@@ -1,0 +1,149 @@
+"""Two jobs do not mix their steps in one folder: the one that began to save last goes on, and the other stops."""
+
+from __future__ import annotations
+
+import logging
+import os
+import socket
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+
+from meshfeed import CheckpointError
+from meshfeed._src.base.store_path import make_path
+from meshfeed._src.base.writer import new_note, who
+from meshfeed._src.checkpoint import array_handler, handlers, stored, writer
+from meshfeed.checkpoint import Checkpointer
+
+STATE = {"x": np.arange(3)}
+CHILD = """
+import sys, numpy as np
+from meshfeed.checkpoint import Checkpointer
+ckpt = Checkpointer(sys.argv[1], save_interval_steps=1)
+saved = ckpt.save(int(sys.argv[2]), {"x": np.arange(3)})
+ckpt.wait()
+print(saved, flush=True)
+sys.stdin.read()  # until the parent ends it, without close
+"""
+
+
+@pytest.fixture
+def jobs(monkeypatch):
+    """Each Checkpointer is taken for one of a job of its own."""
+    monkeypatch.setattr(writer, "_note_of", lambda pid: new_note())
+
+
+@pytest.fixture(params=["folder", "store"])
+def directory(request, tmp_path):
+    return str(tmp_path / "c") if request.param == "folder" else f"memory://{tmp_path.name}/c"
+
+
+def test_a_job_stops_saving_once_another_has_begun(jobs, directory):
+    first, second = (Checkpointer(directory, save_interval_steps=1) for _ in range(2))
+    first.save(1, STATE)
+    first.wait()
+    second.restore(STATE)
+    first.save(2, STATE)  # one that only reads replaces nobody
+    first.wait()
+    second.save(3, STATE)
+    second.wait()
+    named = f"process {os.getpid()} on {socket.gethostname()} has begun to save here since"
+    for _ in range(2):
+        with pytest.raises(CheckpointError, match=named):
+            first.save(4, STATE)
+            first.wait()  # in a store, it is found in the background
+    second.close()
+    first.close()
+    assert first.steps() == [1, 2, 3]
+    with Checkpointer(directory, save_interval_steps=1) as third:
+        assert third.save(4, STATE)
+
+
+def test_a_save_that_another_job_disturbs_names_it(jobs, tmp_path, monkeypatch):
+    first, second = (Checkpointer(tmp_path / "c", save_interval_steps=1) for _ in range(2))
+
+    def fail(item, name, digests, **content):
+        second._prepare_to_write(1)  # as another process would, which waits for no save of this one
+        raise FileNotFoundError(2, "No such file or directory")
+
+    with monkeypatch.context() as patch:
+        for module in (array_handler, handlers, stored):
+            patch.setattr(module, "write_part", fail)
+        first.save(1, STATE)
+        with pytest.raises(CheckpointError, match="has begun to save here since this job did"):
+            first.wait()
+    with pytest.raises(CheckpointError, match="has begun to save here since this job did"):
+        first.save(1, STATE)
+    second.close()
+    first.close()
+
+
+def test_checkpointers_of_one_process_do_not_replace_each_other(directory):
+    first, second = (Checkpointer(directory, save_interval_steps=1) for _ in range(2))
+    first.save(1, STATE)
+    second.save(2, STATE)
+    second.close()
+    first.save(3, STATE)
+    first.close()
+    assert first.steps() == [1, 2, 3]
+
+
+@pytest.mark.parametrize("content", ["", "{", "[]", "\xff", None])
+def test_a_note_that_is_damaged_or_removed(directory, content):
+    note = make_path(directory) / ".writer.json"
+    with Checkpointer(directory, save_interval_steps=1) as ckpt:
+        ckpt.save(1, STATE)
+        ckpt.wait()
+        assert who(note.read_text()) == f"process {os.getpid()} on {socket.gethostname()}"
+        note.unlink() if content is None else note.write_bytes(content.encode("latin-1"))
+        if content in ("", "\xff", None):
+            ckpt.save(2, STATE)
+        else:
+            with pytest.raises(CheckpointError, match="another process has begun to save here"):
+                ckpt.save(2, STATE)
+                ckpt.wait()
+    with Checkpointer(directory, save_interval_steps=1) as ckpt:
+        assert ckpt.save(3, STATE)
+    assert not note.exists()
+
+
+def test_a_job_that_was_not_closed_is_in_the_log_of_the_next(jobs, tmp_path, caplog):
+    def messages():
+        caplog.clear()
+        with Checkpointer(tmp_path / "c", save_interval_steps=1) as ckpt:
+            ckpt.save(max(ckpt.steps(), default=0) + 1, STATE)
+            ckpt.wait()
+            return [message for message in caplog.messages if "has not closed its Checkpointer" in message]
+
+    with caplog.at_level(logging.INFO, "meshfeed.checkpoint"):
+        assert messages() == []
+        assert messages() == []  # the first has closed it
+        killed = Checkpointer(tmp_path / "c", save_interval_steps=1)
+        killed.save(7, STATE)
+        killed.wait()
+        assert len(messages()) == 1
+        killed.close()
+        assert messages() == [], "a job that ends after it was replaced must not write over the note"
+
+
+@pytest.mark.slow
+def test_two_processes(tmp_path):
+    with Checkpointer(tmp_path / "c", save_interval_steps=1) as ckpt:
+        ckpt.save(1, STATE)
+        ckpt.wait()
+        command = [sys.executable, "-c", CHILD, str(tmp_path / "c"), "2"]
+        with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as child:
+            assert child.stdout is not None
+            assert child.stdout.readline() == "True\n"
+            with pytest.raises(CheckpointError, match=f"process {child.pid} on {socket.gethostname()} has begun"):
+                ckpt.save(3, STATE)
+            child.kill()
+        with pytest.raises(CheckpointError, match=f"process {child.pid} on"):
+            ckpt.save(3, STATE)
+    with Checkpointer(tmp_path / "c", save_interval_steps=1) as ckpt:
+        assert ckpt.save(3, STATE)
+    exits = CHILD.replace("sys.stdin.read()", "")
+    subprocess.run([sys.executable, "-c", exits, str(tmp_path / "c"), "4"], check=True, stdout=subprocess.DEVNULL)
+    assert sorted(os.listdir(tmp_path / "c")) == ["2", "3", "4"], "the note is removed without close() too"
