@@ -51,7 +51,8 @@ def test_a_save_that_fails_leaves_the_step_before(tmp_path, monkeypatch, part):
         assert ckpt.restore(state, feed)[0] == 1
         assert ckpt.save(3, state, feed)
         ckpt.wait()
-        assert sorted(path.name for path in (tmp_path / "c").iterdir()) == [".writer.json", "1", "3"]  # nothing of step 2 is left
+        # nothing of step 2 is left
+        assert sorted(path.name for path in (tmp_path / "c").iterdir()) == [".writer.json", "1", "3"]
 
 
 @pytest.mark.timeout(60)

@@ -29,6 +29,11 @@ sys.stdin.read()  # until the parent ends it, without close
 """
 
 
+def save(ckpt, step):
+    ckpt.save(step, STATE)
+    ckpt.wait()  # in a store, what is wrong is found in the background
+
+
 @pytest.fixture
 def jobs(monkeypatch):
     """Each Checkpointer is taken for one of a job of its own."""
@@ -52,8 +57,7 @@ def test_a_job_stops_saving_once_another_has_begun(jobs, directory):
     named = f"process {os.getpid()} on {socket.gethostname()} has begun to save here since"
     for _ in range(2):
         with pytest.raises(CheckpointError, match=named):
-            first.save(4, STATE)
-            first.wait()  # in a store, it is found in the background
+            save(first, 4)
     second.close()
     first.close()
     assert first.steps() == [1, 2, 3]
@@ -102,8 +106,7 @@ def test_a_note_that_is_damaged_or_removed(directory, content):
             ckpt.save(2, STATE)
         else:
             with pytest.raises(CheckpointError, match="another process has begun to save here"):
-                ckpt.save(2, STATE)
-                ckpt.wait()
+                save(ckpt, 2)
     with Checkpointer(directory, save_interval_steps=1) as ckpt:
         assert ckpt.save(3, STATE)
     assert not note.exists()

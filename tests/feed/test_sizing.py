@@ -95,7 +95,7 @@ def test_a_clear_gain_of_threads_is_not_measured_again() -> None:
 def test_short_reads_get_no_processes() -> None:
     best, tried = climbed(lambda n: 10.0 * (n.num_workers or 1), work=0.0009)
     assert best == START
-    assert tried == [Numbers(0, 4, 2)]
+    assert tried == [Numbers(0, 4, 2), Numbers(0, 2, 2)]
     assert climbed(lambda n: 10.0 * (n.num_workers or 1), work=0.0011)[0].num_workers, "sending takes less"
 
 
@@ -103,6 +103,13 @@ def test_a_small_gain_is_not_worth_a_thread_nor_a_larger_one_a_process() -> None
     assert climbed(lambda n: 100.0 if n == START else 104.0)[0] == START
     assert climbed(lambda n: 100.0 if n == START else 107.0, work=0.0009)[0].num_threads > 1
     assert climbed(lambda n: 109.0 if n.num_workers else 100.0)[0] == START
+
+
+def test_two_threads_are_tried_for_short_reads_that_four_do_not_make_faster() -> None:
+    two_cores = {1: 100.0, 2: 112.0, 4: 104.0, 8: 100.0}
+    assert climbed(lambda n: two_cores[n.num_threads], work=0.0002)[0] == Numbers(0, 2, 2)
+    assert climbed(lambda n: 100.0 if n.num_threads == 1 else 112.0, work=0.0002)[0] == Numbers(0, 4, 2)
+    assert climbed(lambda n: 112.0 if n.num_threads == 2 else 100.0, work=0.002)[0] == START, "processes come next"
 
 
 def test_a_step_that_waits_little_may_gain_little() -> None:

@@ -424,7 +424,8 @@ class Bucket(Destination):
         if found == self._owner:
             return
         raise SettingsError(
-            f"{who(found)} has started to convert to {self.name} since this process did. Wait for it: its result is the same.",
+            f"{who(found)} has started to convert to {self.name} since this process did. Wait for it: its result is the "
+            "same.",
             setting="to",
         )
 

@@ -29,7 +29,7 @@ _STALLED = 0.05  # fraction of the time that the step waits, from which other nu
 _GAIN, _WORKER_GAIN = 0.05, 0.1  # threads and processes are kept if the capacity grows by this, or by half of the stall
 _NOT_WORSE = 0.95  # and this ratio of delivered batches
 _CLEAR = 1.5  # a gain by threads from this ratio on is not checked
-_FACTORS = 4, 2  # the numbers of readers to try, as multiples of the current one: the first that is possible
+_FACTORS = 4, 2  # the numbers of readers to try, as multiples of the current one: the first that is possible, or both
 _LESS_STALLED = 0.8  # more prefetched batches are kept from this ratio of stalls on
 _CHANGED, _CHANGED_WINDOWS = 0.5, 10  # the pause ends early if the capacity is below this ratio in as many windows
 _PAUSE_SECONDS, _MAX_PAUSE_SECONDS = 600.0, 7200.0  # between two searches while the step waits; doubles
@@ -114,6 +114,22 @@ def _times(ratio: float, window: Window) -> Window:
     return window._replace(capacity=ratio * window.capacity)
 
 
+def _compared(
+    now: Numbers, found: Window, other: Numbers
+) -> Generator[tuple[Numbers, Window | None], Window | None, Window | None]:
+    """Tries numbers beside the current ones; returns what was measured with them if they are clearly faster, else None."""
+    with_workers = now.num_workers or other.num_workers
+    gain = _WORKER_GAIN if with_workers else _GAIN
+    tried = yield other, _times(_bar(found, gain), found)
+    if tried is None or not _is_better(tried, found, gain):
+        return None
+    if not with_workers and tried.capacity < _CLEAR * found.capacity:
+        again = yield now, _times(1 / _bar(found, gain), tried)  # the machine may have become faster meanwhile
+        if again is None or not _is_better(tried, again, gain):
+            return None
+    return tried
+
+
 def climb(now: Numbers, found: Window, can: Callable[[Numbers], bool], max_workers: int) -> Search:
     """Tries other numbers, one change at a time, and returns the best.
 
@@ -147,17 +163,16 @@ def climb(now: Numbers, found: Window, can: Callable[[Numbers], bool], max_worke
         no_more = not now.num_workers and 1 < max_workers <= now.num_threads
         if (fewer >= 2 and now != start) or (fewer == 1 and (waits or short or no_more)):
             continue
-        while found.stalled >= _STALLED and (other := next(filter(can, change(now)), now)) != now:
-            with_workers = now.num_workers or other.num_workers
-            gain = _WORKER_GAIN if with_workers else _GAIN
-            tried = yield other, _times(_bar(found, gain), found)
-            if tried is None or not _is_better(tried, found, gain):
-                break
-            if not with_workers and tried.capacity < _CLEAR * found.capacity:
-                again = yield now, _times(1 / _bar(found, gain), tried)  # the machine may have become faster meanwhile
-                if again is None or not _is_better(tried, again, gain):
+        while found.stalled >= _STALLED:
+            others = [other for other in change(now) if other != now and can(other)]
+            # Where reads are short, no processes are tried, and a trial is over soon.
+            for other in others if short and now == start else others[:1]:
+                tried = yield from _compared(now, found, other)
+                if tried is not None:
+                    now, found = other, tried
                     break
-            now, found = other, tried
+            else:
+                break
     return now
 
 

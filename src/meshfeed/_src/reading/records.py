@@ -371,10 +371,8 @@ class RecordReader:
         known = self._specs.get(shape)
         if known is None or not known.fits(tree, len(record_ids)):
             found = spec_of_batch(tree, len(record_ids), what="the source")
-            if known is None:
-                self._specs[shape] = found
-            else:
-                check_spec(known, found, what=f"records {record_ids[0]} and following")
+            # Of threads that read the first records, one is the first.
+            check_spec(self._specs.setdefault(shape, found), found, what=f"records {record_ids[0]} and following")
 
     def _read_once(
         self, record_ids: RecordIds, epochs: RecordIds, columns: ColumnSlices | None, times: dict[str, float]

@@ -167,7 +167,7 @@ class RandomAccessReader:
         self._asked_to = cursor.step  # the first step whose records no disk has been asked for
         self._cached_answers, self._reads_until_asked = 0, 0
         self._specs: dict[int, RecordSpec] = {}
-        self._compares = False  # whether several readers have read, each of which compares its own records
+        self._compares = False  # whether workers have read, each of which compares its own records only
         self._part: _Part | None = None
         # No more steps than the feed keeps ready, so it does not run out of batches while they are read.
         depth = 2 if settings.prefetch == "auto" else settings.prefetch
@@ -250,7 +250,7 @@ class RandomAccessReader:
         if self._auto is not None:
             self._reads.follow(self._auto)
         ahead = self._reads.ahead
-        self._compares = self._compares or ahead > 1
+        self._compares = self._compares or self._reads.num_workers > 0
         num_pending = len(self._pending)
         if ahead == 1 and step not in self._pending:
             self._submit_joint(step)
@@ -317,10 +317,12 @@ class RandomAccessReader:
         return batch
 
     def _check(self, tree: PyTree, record_ids: RecordIds, step: int) -> None:
-        """Compares records across reads; each worker or thread checks only the records of its own read."""
-        found = spec_of_batch(tree, num_rows(tree), what="the source")
-        known = self._specs.setdefault(self._records.shape_index(record_ids), found)
-        check_spec(known, found, what=f"step {step}")
+        """Compares records across workers."""
+        shape, rows = self._records.shape_index(record_ids), num_rows(tree)
+        known = self._specs.get(shape)
+        if known is None or not known.fits(tree, rows):
+            found = spec_of_batch(tree, rows, what="the source")
+            check_spec(self._specs.setdefault(shape, found), found, what=f"step {step}")
 
     def final(self) -> int | None:
         """Returns None: every host computes the end on its own."""
