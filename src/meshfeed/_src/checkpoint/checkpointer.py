@@ -265,7 +265,8 @@ class Checkpointer(NotCopied):
         Raises:
           SettingsError: an argument has the wrong type, for example because the arguments are in the wrong order.
           CheckpointError: the step already exists, a leaf cannot be saved, the hosts save different steps or trees, the
-            save before failed, or the checkpointer is closed. With several hosts, the same on every host.
+            save before failed, another job has begun to save here, or the checkpointer is closed. With several hosts, the
+            same on every host.
           StalledError: another host did not save within ``timeout_seconds``.
         """
         step = as_step(step, SAVE_ORDER)
