@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
 import enum
 import logging
+import os
 import pathlib
 import re
 import shutil
+import signal
 import threading
 
 import jax
@@ -527,3 +530,37 @@ def test_a_second_checkpointer_of_a_folder_waits_for_the_save_of_the_first(tmp_p
     assert find_steps(tmp_path / "run") == [1, 2]
     assert all(finding.intact for finding in verify(tmp_path / "run"))
     first.close()
+
+
+def test_files_of_users_and_groups_without_a_name(tmp_path, monkeypatch):
+    """As in a container that runs under a number, or on a file system of other machines."""
+
+    def unknown(number):
+        raise KeyError(f"uid or gid not found: {number}")
+
+    monkeypatch.setattr("pwd.getpwuid", unknown)
+    monkeypatch.setattr("grp.getgrgid", unknown)
+    state = {"x": np.arange(3)}
+    with Checkpointer(tmp_path / "c", save_interval_steps=1) as ckpt:
+        ckpt.save(1, state)
+        ckpt.wait()
+        assert ckpt.restore(state)[0] == 1
+    assert verify(tmp_path / "c", 1)[0].intact
+
+
+@pytest.mark.parametrize("directory", ["folder", "memory://interrupted/c"])
+def test_ctrl_c_while_arrays_are_captured_is_a_keyboard_interrupt(tmp_path, monkeypatch, directory):
+    plain = ArraysHandler._async_save
+
+    async def interrupted(self, *arguments):
+        os.kill(os.getpid(), signal.SIGINT)
+        await asyncio.sleep(1)
+        return await plain(self, *arguments)
+
+    with Checkpointer(directory if "://" in directory else tmp_path / directory, save_interval_steps=1) as ckpt:
+        with monkeypatch.context() as patch:
+            patch.setattr(ArraysHandler, "_async_save", interrupted)
+            with pytest.raises(KeyboardInterrupt):
+                ckpt.save(1, {"x": np.arange(3)})
+        assert ckpt.save(2, {"x": np.arange(3)})
+        ckpt.wait()

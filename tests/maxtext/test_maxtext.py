@@ -713,6 +713,29 @@ def test_remote_iterator_runs_through_colocated_python(mesh: Mesh, tmp_path: Pat
     wrapper.close()
 
 
+class FailsAtFirst(WithState):
+    """The first of these iterators cannot read its first batch at once."""
+
+    failed = False
+
+    def __next__(self) -> Any:
+        if not self.failed:
+            FailsAtFirst.failed = True  # where the batches are read
+            raise OSError("the store was busy")
+        return super().__next__()
+
+
+class StatefulFailsAtFirst(Stateful):
+    def __iter__(self) -> WithState:
+        return FailsAtFirst(len(self.dataset))
+
+
+def test_an_error_of_the_first_batch_that_passes_loses_no_batch(mesh: Mesh) -> None:
+    wrapper = RemoteIteratorWrapper(get_ds, StatefulFailsAtFirst, mesh, (16, 99))
+    assert numbers(wrapper) == [0, 1, 2, 3, 4, 5]
+    wrapper.close()
+
+
 def test_an_elastic_iterator_shares_one_file(mesh: Mesh, tmp_path: Path) -> None:
     wrapper = RemoteIteratorWrapper(get_ds, Stateful, mesh, (16, 3), str(tmp_path), elastic=True)
     next(wrapper)

@@ -101,6 +101,27 @@ def test_the_keywords_are_those_of_the_local_feed() -> None:
     assert keywords(RemoteFeed) == keywords(meshfeed.Feed)
 
 
+class FailsAtFirst:
+    """Host batches, which cannot be read the first two times."""
+
+    begun = 0
+
+    def __iter__(self) -> Any:
+        FailsAtFirst.begun += 1
+        if FailsAtFirst.begun < 3:
+            raise meshfeed.SourceError("the store was busy")
+        return iter([{"x": np.full(16, number, np.int32)} for number in range(3)])
+
+
+def test_errors_of_the_first_batch_that_pass_lose_no_batch(mesh: Mesh) -> None:
+    with RemoteFeed(FailsAtFirst, NamedSharding(mesh, P("data")), retry=meshfeed.Retry(attempts=1)) as remote:
+        with pytest.raises(meshfeed.SourceError, match="the store was busy"):
+            next(remote)
+        for _ in range(2):
+            remote.reset()
+            assert [int(batch["x"][0]) for batch in remote] == [0, 1, 2]
+
+
 def test_the_whole_interface(mesh: Mesh, tmp_path: pathlib.Path) -> None:
     sharding = {"x": NamedSharding(mesh, P("data")), "weird": NamedSharding(mesh, P())}
     with (

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import errno
 import functools
@@ -49,6 +50,7 @@ from meshfeed._src.checkpoint.directory import (
     remove_mark,
     remove_unfinished,
     set_aside,
+    stamp_of,
     wait_until_begun,
 )
 from meshfeed._src.checkpoint.handlers import (
@@ -233,7 +235,7 @@ class Checkpointer(NotCopied):
         self._saves = 0
         self._last: SkippedStep | None = None  # the newest step that the interval skipped since the last save
         self._open = OpenSaves(self._wait, self._writer.end, self._directory)
-        self._damaged: set[int] = set()
+        self._damaged: dict[int, str] = {}  # step → its stamp on host 0
         self._warned = False
         self._writes = False  # whether this job has saved
         self._saving: StepSave | None = None  # the newest save passed to Orbax
@@ -277,9 +279,12 @@ class Checkpointer(NotCopied):
             _log.warning(_CANNOT_RESUME, step, one_way.cannot_resume)
         if self._open.wait_for_others():  # such as that of a notebook's cell which is run again
             self._manager.reload()
-        self._prepare_to_write(step)
+        due = force or self._due(step)
+        if due or any(number >= step for number in self._damaged):  # with which Orbax takes no step for due
+            self._prepare_to_write(step)
+            due = force or self._due(step)
         self._open.register()
-        if not force and not self._due(step):
+        if not due:
             latest = max(self._manager.all_steps(), default=-1)
             if self._save_last and latest < step:
                 self._keep(SkippedStep(step, train_state, feed))
@@ -325,6 +330,10 @@ class Checkpointer(NotCopied):
         if failure is not None and (process_count() == 1 or not isinstance(failure, Exception)):
             with contextlib.suppress(CheckpointError):
                 self.wait()  # until Orbax has made the folder
+            if isinstance(
+                failure, asyncio.CancelledError
+            ):  # Ctrl-C in a coroutine, of which asyncio.run knows nothing then
+                raise KeyboardInterrupt from failure
             raise failure
         return saved
 
@@ -334,8 +343,9 @@ class Checkpointer(NotCopied):
         if self._failed:
             self._failed = False
             self._manager.reload()  # Orbax has forgotten the old steps that it was to remove after the failed save
-            if process_index() == 0:  # not agreed on: the other hosts may not have seen the failure
-                with contextlib.suppress(OSError):
+            # Not agreed on: the other hosts may not have seen the failure. Another job's unfinished step is not removed.
+            if process_index() == 0 and self._writer.replaced() is None:
+                with contextlib.suppress(OSError, CheckpointError):
                     remove_unfinished(self._directory)
         if step in self._manager.all_steps():
             self._manager.reload()  # it may have been removed by hand since
@@ -345,7 +355,7 @@ class Checkpointer(NotCopied):
                 step=step,
             )
         if process_index() == 0 and not isinstance(self._directory, StorePath):  # or the manager asks in the background
-            self._writer.check()
+            self._writer.check(step)
             check_writable(self._directory)
         identity = {
             "id": f"{self._job_id}-{self._saves}",
@@ -422,7 +432,7 @@ class Checkpointer(NotCopied):
         )
 
     def _pass_over(self, step: int, reason: str, reasons: dict[int, str]) -> None:
-        self._damaged.add(step)
+        self._damaged[step] = stamp_of(self._directory, step) if process_index() == 0 else ""
         _log.warning("step %d in %s is passed over: %s", step, self._directory, reason)
         reasons[step] = reason
 
@@ -545,7 +555,7 @@ class Checkpointer(NotCopied):
                 self._writer.begin()
                 remove_unfinished(self._directory)
             for number in damaged:
-                set_aside(self._directory, number)
+                set_aside(self._directory, number, self._damaged[number])
             return put_mark(self._directory) if process_count() > 1 and not self._writes else None
 
         with Agreement("preparing the folder to save", self._timeout_seconds) as agreement:
@@ -557,7 +567,8 @@ class Checkpointer(NotCopied):
                     remove_mark(self._directory, mark)
         self._writes = True
         if damaged:
-            self._damaged.difference_update(damaged)
+            for number in damaged:
+                del self._damaged[number]
             self._manager.reload()  # Orbax caches the list of steps
 
     @hides_own_frames

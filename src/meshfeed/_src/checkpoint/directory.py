@@ -26,9 +26,10 @@ _log = logging.getLogger("meshfeed.checkpoint")
 # Steps are found by their folders, which are named by their number alone.
 _NAMES_OF_STEPS = ("step_prefix", "step_format_fixed_length", "step_name_format")
 _UNFINISHED = ".orbax-checkpoint-tmp"
-_SHARED = ".shared-with-all-hosts-"
+SHARED = ".shared-with-all-hosts-"
 _BEGIN_SECONDS = 10.0  # in which a folder is made, also on a busy machine
 _SEEN_SECONDS, _PAUSE_SECONDS = 60.0, 0.1  # network file systems may show a new name only after a minute
+_ATTEMPTS = 10
 _TRIAL_BYTES = 1 << 16  # more than a file system stores in an inode
 _FOLDERS_LOOKED_INTO = 20
 _FOLDERS_NAMED = 3
@@ -147,11 +148,28 @@ def remove_unfinished(directory: epath.Path) -> None:
     if not directory.exists():  # an object store has no folder before its first file
         return
     for path in directory.iterdir():
-        if path.name.startswith(_SHARED):
+        if path.name.startswith(SHARED):
             remove_mark(directory, path.name)
         if _UNFINISHED in path.name and path.is_dir():
-            path.rmtree()
+            _remove(path)
             _log.info("removed the unfinished save %s", path)
+
+
+def _remove(folder: epath.Path) -> None:
+    """Removes a folder, to which a job that is ending may still be writing."""
+    for attempts_left in reversed(range(_ATTEMPTS)):
+        try:
+            return folder.rmtree()
+        except FileNotFoundError:
+            if not folder.exists():
+                return
+        except OSError as error:
+            if not attempts_left:
+                raise CheckpointError(
+                    f"{folder}: is left of an unfinished save, and cannot be removed: {type(error).__name__}: {error}. If "
+                    "another job still saves here, stop it; or remove the folder."
+                ) from error
+        time.sleep(_PAUSE_SECONDS)
 
 
 def is_begun(directory: epath.Path, step: int) -> bool:
@@ -178,7 +196,7 @@ def put_mark(directory: epath.Path) -> str | None:
     """Writes an empty file for :func:`check_shared` and returns its name; None in a store, which all hosts share."""
     if "://" in str(directory):
         return None
-    name = f"{_SHARED}{secrets.token_hex(6)}"  # new each time, so that no host has cached its absence
+    name = f"{SHARED}{secrets.token_hex(6)}"  # new each time, so that no host has cached its absence
     directory.mkdir(parents=True, exist_ok=True)
     (directory / name).touch()
     return name
@@ -194,7 +212,7 @@ def check_writable(directory: epath.Path) -> None:
     """
     if "://" in str(directory):
         return
-    trial = directory / f"{_SHARED}{secrets.token_hex(6)}"
+    trial = directory / f"{SHARED}{secrets.token_hex(6)}"
     try:
         try:
             trial.mkdir(parents=True)
@@ -233,10 +251,21 @@ def remove_mark(directory: epath.Path, mark: str | None) -> None:
         path.rmtree(missing_ok=True) if path.is_dir() else path.unlink(missing_ok=True)
 
 
-def set_aside(directory: epath.Path, step: int) -> None:
-    """Renames the folder of a damaged step, so that its number can be saved again; nothing is deleted."""
+def stamp_of(directory: epath.Path, step: int) -> str:
+    """Returns a text by which a step can be told from a later one of the same number, or ``""`` if it has none."""
+    try:
+        return (directory / str(step) / "_CHECKPOINT_METADATA").read_text()  # has the time
+    except Exception:  # each store's library has its own, and the file may be damaged
+        return ""
+
+
+def set_aside(directory: epath.Path, step: int, stamp: str) -> None:
+    """Renames the folder of a damaged step, so that its number can be saved again; nothing is deleted.
+
+    A step that has another ``stamp`` than the damaged one was saved by another job meanwhile, and stays.
+    """
     path, aside = directory / str(step), directory / f"{step}.damaged-{secrets.token_hex(3)}"
-    if path.exists():
+    if path.exists() and stamp_of(directory, step) == stamp:
         if isinstance(path, StorePath) and isinstance(aside, StorePath):
             move_step(path, aside)
         else:

@@ -11,6 +11,8 @@ import orbax.checkpoint as ocp
 from jax.sharding import Sharding
 from orbax.checkpoint import future as orbax_future
 
+from meshfeed._src.base.threads import SingleCall
+
 _log = logging.getLogger("meshfeed.checkpoint")
 
 WriteShardings: TypeAlias = Callable[
@@ -56,8 +58,8 @@ def discard_errors(manager: Any) -> None:
 
     Without this private attribute, errors that come within the next moments are raised there.
     """
-    with contextlib.suppress(Exception):
-        getattr(manager, "_checkpointer", manager).wait_until_finished()
+    with contextlib.suppress(Exception):  # on another thread for the reason in waiting.py
+        SingleCall(getattr(manager, "_checkpointer", manager).wait_until_finished, "meshfeed-discard-errors").result()
 
 
 def metadata_store() -> Any | None:

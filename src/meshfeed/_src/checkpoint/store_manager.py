@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import datetime
+import glob
 import hashlib
 import json
 import logging
@@ -137,11 +138,12 @@ class StoreManager:
             shutil.rmtree(staging, ignore_errors=True)
 
     def _begin(self, folder: StorePath) -> None:
-        self._writer.check()
+        self._writer.check(int(folder.name))
         begin_step(folder)
 
     def _commit(self, folder: StorePath, items: Sequence[str], started: int) -> list[int]:
         """Commits a step that all hosts have uploaded, and returns the steps that were removed."""
+        self._check_present()
         for item in items:
             self._handlers[item].finalize(folder / item)
         (folder / "_CHECKPOINT_METADATA").write_text(
@@ -156,6 +158,7 @@ class StoreManager:
                 }
             )
         )
+        self._check_present()
         commit_step(folder)
         removed: list[int] = []
         for step in self._unwanted(int(folder.name)):
@@ -165,6 +168,10 @@ class StoreManager:
             except MeshfeedError as error:  # the new step is saved all the same
                 _log.warning("step %d in %s is not removed: %s", step, self._directory, error)
         return removed
+
+    def _check_present(self) -> None:
+        if (replaced := self._writer.replaced()) is not None:  # by a job that has removed what this one has uploaded
+            raise CheckpointError(replaced)
 
     def _unwanted(self, saved: int) -> list[int]:
         policy = self._options.preservation_policy
@@ -198,10 +205,14 @@ def _preempted(step: int) -> bool:
 
 
 def _empty_folder(directory: StorePath) -> epath.Path:
-    """Returns an empty folder for what this host saves in ``directory``, the same one again after a kill."""
+    """Returns an empty folder for what this process saves in ``directory``; removes those of processes that were killed."""
     digest = hashlib.sha256(str(directory).encode()).hexdigest()[:16]
-    path = os.path.join(tempfile.gettempdir(), f"meshfeed-{os.getuid()}-{digest}-{process_index()}")
-    shutil.rmtree(path, ignore_errors=True)
+    start = os.path.join(tempfile.gettempdir(), f"meshfeed-{os.getuid()}-{digest}-{process_index()}-")
+    for left in glob.glob(f"{glob.escape(start)}*"):
+        pid = left.removeprefix(start)
+        if not pid.isdecimal() or int(pid) == os.getpid() or not _is_running(int(pid)):
+            shutil.rmtree(left, ignore_errors=True)
+    path = f"{start}{os.getpid()}"
     try:
         os.mkdir(path, 0o700)
     except OSError as error:
@@ -210,6 +221,14 @@ def _empty_folder(directory: StorePath) -> epath.Path:
             "TMPDIR to a folder with room for this host's part of a step."
         ) from error
     return epath.Path(path)
+
+
+def _is_running(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except OSError as error:
+        return not isinstance(error, ProcessLookupError)
+    return True
 
 
 class _Uploads:

@@ -37,6 +37,11 @@ def begin_step(folder: StorePath) -> None:
     Raises:
       CheckpointError: objects are in its place that no Checkpointer wrote.
     """
+    if is_committed(folder):
+        raise CheckpointError(
+            f"{folder}: another job has saved this step. Stop it, or give each job a folder of its own; to save here, create "
+            "a new Checkpointer."
+        )
     if folder.sizes() and not _note(folder).exists():
         raise CheckpointError(
             f"{folder}: has objects but no {COMMITTED}, so it is not a step, and no Checkpointer is writing it. Remove the "

@@ -168,13 +168,18 @@ def _describe_files(item: epath.Path) -> dict[str, list[JsonValue]]:
         for path in folders.pop().iterdir():
             relative = path.relative_to(item).as_posix()
             if not path.is_dir():
-                size = path.stat().length
+                size = _size_of(path)
                 # OCDBT keeps array data in folders "d"; the digests of chunks cover it.
                 small = size <= _SMALL_FILE_BYTES and "d" not in relative.split("/")[:-1]
                 found[relative] = [size, digest_of_bytes(path.read_bytes()) if small else None]
             elif relative != FOLDER:
                 folders.append(path)
     return found
+
+
+def _size_of(file: epath.Path) -> int:
+    # epath also looks up the names of the owner and the group, which may have none, as in many containers.
+    return file.stat().length if "://" in str(file) else os.stat(file).st_size
 
 
 def write_files_part(item: epath.Path) -> None:
@@ -190,7 +195,7 @@ def file_problems(item: epath.Path, manifest: Manifest, *, content: bool) -> Ite
         if sizes is not None:
             found = sizes.get(name)
         else:
-            found = path.stat().length if path.exists() else None
+            found = _size_of(path) if path.exists() else None
         if found is None:
             yield path, "is missing"
         elif found != size:

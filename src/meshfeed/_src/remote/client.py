@@ -38,6 +38,7 @@ from meshfeed._src.remote import served_store
 OK, END, ERROR = 0, 1, 2
 _HEADER = struct.Struct("<7q")
 _JSON, _ARRAYS, _FAILURE = b"J", b"A", b"E"
+_MOVE = frozenset(("reset", "set_state", "restore_state", "continue_from"))  # calls after which another batch is next
 _LENGTH = struct.Struct("<Q")
 _HOST = struct.Struct("<q")
 _PAD = b" "
@@ -152,6 +153,7 @@ class Endpoint:
         self.identity = secrets.randbits(62)
         self._target: Any = None
         self._spec: PyTree | None = None
+        self._kept: tuple[PyTree, int] | None = None  # a batch and its rows, delivered before its structure was known
         self._answer = b""
 
     def begin(self, request: jax.Array) -> jax.Array:
@@ -167,16 +169,19 @@ class Endpoint:
         """Returns a header and the next batch.
 
         Args:
-          request: ``[devices, 1]`` if the structure of a batch is unknown; then no batch is returned. Otherwise
-            ``[devices, 1 + n]``, with a different n for each batch size seen so far.
+          request: ``[devices, 1]`` if the structure of a batch is unknown; then no batch is returned, and one that there is
+            is kept for the next request. Otherwise ``[devices, 1 + n]``, with a different n for each batch size seen so far.
         """
         batch: PyTree | None = None
         size = 0
 
         def advance() -> None:
             nonlocal batch, size
-            size = self._target.numbers()[2]  # before next(), which advances it to the following batch
-            batch = self._target.next()
+            if self._kept is None:
+                size = self._target.numbers()[2]  # before next(), which advances it to the following batch
+                self._kept = self._target.next(), size
+            if request.shape[1] > 1:
+                (batch, size), self._kept = self._kept, None
 
         header = _outcome(self, request, advance, may_end=True)
         if request.shape[1] == 1:
@@ -190,10 +195,20 @@ class Endpoint:
 
         def call() -> None:
             name, args = json.loads(rows_of(request)[0].tobytes())
-            own = {"knows_spec": lambda: self._spec is not None, **served_store.CALLS}
+            if name in _MOVE:
+                self._kept = None
+            own = {"knows_spec": self._knows_spec, **served_store.CALLS}
             self._answer = encode_answer((own.get(name) or self._target.calls[name])(*args))
 
         return _outcome(self, request, call)
+
+    def _knows_spec(self) -> bool:
+        if self._spec is None and self._kept is not None:  # what kept this host from reading it at first is over
+            batch = self._kept[0]
+            self._spec = self._target.spec() or jax.tree.map(
+                lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=leaf.sharding), batch
+            )
+        return self._spec is not None
 
     def fetch(self, buffer: jax.Array) -> jax.Array:
         """Returns the answer, prefixed with the process index and padded to the length of ``buffer``."""
@@ -222,6 +237,8 @@ def _outcome(
             flag = END
         if endpoint._target is not None:
             numbers = endpoint._target.numbers()
+            if endpoint._kept is not None:
+                numbers = (*numbers[:2], endpoint._kept[1])  # the rows of the batch that is delivered next
     except Exception as error:
         flag, endpoint._answer = ERROR, encode_error(error)
     header = Header(flag, len(endpoint._answer), *numbers, coordination.process_index(), endpoint.identity)
@@ -389,17 +406,20 @@ class RemoteClient:
         try:
             if turn.setdefault(TURN, mine) is not mine:
                 raise in_use("this remote feed")
+            if not self._spec_known:
+                self._take(0)  # raises what keeps the hosts from reading, or has them keep a batch
+                self.know_spec()
             # The shape of the request encodes the batch size, because a colocated call is compiled once per argument shape.
-            ordinal = 0
-            if self._spec_known:
-                ordinal = self._ordinals.setdefault(self.header.size, len(self._ordinals) + 1)
-            with without_callers_settings():
-                header, batch = self._held["endpoint"].take(self._request(ordinal))
-                self._check(header)
-            return batch
+            return self._take(self._ordinals.setdefault(self.header.size, len(self._ordinals) + 1))
         finally:
             if turn == held:
                 del turn[TURN]
+
+    def _take(self, ordinal: int) -> PyTree:
+        with without_callers_settings():
+            header, batch = self._held["endpoint"].take(self._request(ordinal))
+            self._check(header)
+        return batch
 
     def to_accelerators(self, batch: PyTree, memory_kind: str | None = None) -> PyTree:
         """Starts the transfer of a batch from each CPU device to the accelerator colocated with it."""
