@@ -269,3 +269,20 @@ def test_a_server_that_ends_is_named(server: _Server) -> None:
         gone.key_value_try_get("a")
     assert not gone.answers()
     assert client.answers()
+
+
+def test_a_connection_that_was_dropped_while_idle_is_opened_again() -> None:
+    server = _Server("127.0.0.1")
+    server.thread.start()
+    client = StoreClient(server.address)
+    client.key_value_set("a", "1")
+    connection = client._local.connection
+    assert connection.sock.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE)
+    first = connection.sock
+    assert client.key_value_try_get("a") == "1"
+    assert connection.sock is first
+    first.shutdown(socket.SHUT_WR)  # the server closes its side too, as a network between them would
+    time.sleep(0.2)
+    assert client.key_value_try_get("a") == "1"
+    assert connection.sock is not first
+    server.shutdown()

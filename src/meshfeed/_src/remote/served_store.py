@@ -30,6 +30,7 @@ from meshfeed._src.base.threads import Background
 
 _log = logging.getLogger("meshfeed.store")
 _CALL_SECONDS = 30.0  # longest wait for an answer, beyond what the request itself waits
+_KEEPALIVE_SECONDS = 60  # of silence, after which the system asks
 _SHORTLY_SECONDS = 5.0
 
 
@@ -155,6 +156,31 @@ class _Server(http.server.ThreadingHTTPServer):
         return Address(str(host), int(port), self.token)
 
 
+class _Connection(http.client.HTTPConnection):
+    """A connection that may have nothing to do for hours: networks between machines of a cloud drop it after minutes."""
+
+    def connect(self) -> None:
+        """Connects, and has the system ask the other side now and then, which also keeps the connection in the network."""
+        super().connect()
+        self.sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+        if hasattr(socket, "TCP_KEEPIDLE"):
+            self.sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, _KEEPALIVE_SECONDS)
+
+    def close_if_closed(self) -> None:
+        """Closes a connection that was closed elsewhere, so that the next request opens another."""
+        if self.sock is None:
+            return
+        self.sock.settimeout(0)
+        try:
+            if self.sock.recv(1, socket.MSG_PEEK):
+                return
+        except BlockingIOError:  # open, and silent
+            return
+        except OSError:
+            pass
+        self.close()
+
+
 class StoreClient:
     """The methods of :class:`Table`, over HTTP. Thread-safe: each thread has a connection of its own.
 
@@ -171,8 +197,9 @@ class StoreClient:
         host, port, token = self.address
         connection: http.client.HTTPConnection | None = getattr(self._local, "connection", None)
         if connection is None:
-            connection = self._local.connection = http.client.HTTPConnection(host, port)
+            connection = self._local.connection = _Connection(host, port)
         connection.timeout = _CALL_SECONDS + waits
+        connection.close_if_closed()
         if connection.sock is not None:
             connection.sock.settimeout(connection.timeout)
         try:
