@@ -308,7 +308,7 @@ def test_exact_read_once_and_agreed_on_several_hosts(tmp_path):
             assert len(messages) == 2
             for step, message in zip((2, 3), messages, strict=True):
                 assert f"saving step {step} failed: host 1: OSError: [Errno 28] No space left" in message
-            assert left == ["4"]
+            assert left == [".writer.json", "4"]
         written = pool.run(fail_after_all_have_written, str(tmp_path))
         check_failures_after_all_have_written([result.value for result in written])
         check_failures_before_a_save([result.value for result in pool.run(fail_before_a_save, str(tmp_path))])
