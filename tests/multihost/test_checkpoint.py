@@ -98,7 +98,9 @@ def fail_to_save_on_host_1(directory: str):
                 if module is not None:
                     setattr(module, name, whole)
         checkpoint_trees.assert_same(state, ckpt.restore(state, feed)[1])
-    return messages, sorted(path.name for path in pathlib.Path(directory, "full").iterdir())
+    # Host 0 may still have the note that it saves there.
+    left = sorted({path.name for path in pathlib.Path(directory, "full").iterdir()} - {".writer.json"})
+    return messages, left
 
 
 def refuse_what_does_not_fit(directory: str):
@@ -308,7 +310,7 @@ def test_exact_read_once_and_agreed_on_several_hosts(tmp_path):
             assert len(messages) == 2
             for step, message in zip((2, 3), messages, strict=True):
                 assert f"saving step {step} failed: host 1: OSError: [Errno 28] No space left" in message
-            assert left == [".writer.json", "4"]
+            assert left == ["4"]
         written = pool.run(fail_after_all_have_written, str(tmp_path))
         check_failures_after_all_have_written([result.value for result in written])
         check_failures_before_a_save([result.value for result in pool.run(fail_before_a_save, str(tmp_path))])
