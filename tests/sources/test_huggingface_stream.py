@@ -22,7 +22,7 @@ datasets = pytest.importorskip("datasets")
 
 import pyarrow as pa  # noqa: E402  # after the check that it is installed
 import pyarrow.parquet as pq  # noqa: E402
-from datasets import IterableDataset, concatenate_datasets, interleave_datasets, load_dataset  # noqa: E402
+from datasets import Dataset, IterableDataset, concatenate_datasets, interleave_datasets, load_dataset  # noqa: E402
 from huggingface_files import BUILDERS, table_of, write_files  # noqa: E402
 from lane_checks import check_lanes, read_batches, read_ids, restored, saved  # noqa: E402
 
@@ -796,3 +796,44 @@ def test_a_state_from_before_lanes_were_even_continues_with_its_lanes(tmp_path, 
         new["fingerprint"]["cut"] = 3
         with pytest.raises(StateMismatchError, match="cut"):
             feed.set_state(new)
+
+
+def _in_parts(num_parts: int) -> IterableDataset:
+    return Dataset.from_dict({"x": list(range(64))}).to_iterable_dataset(num_shards=num_parts)
+
+
+def _generated(num_parts: int) -> IterableDataset:
+    return IterableDataset.from_generator(
+        lambda parts: ({"x": part} for part in parts), gen_kwargs={"parts": [*range(num_parts)]}
+    )
+
+
+def _joined(first: int) -> IterableDataset:
+    halves = (Dataset.from_dict({"x": [*range(64)][part]}) for part in (slice(first), slice(first, None)))
+    return concatenate_datasets([half.to_iterable_dataset() for half in halves])
+
+
+@pytest.mark.parametrize(("make", "before", "after"), [(_in_parts, 2, 4), (_generated, 64, 128), (_joined, 32, 16)])
+def test_a_state_of_other_parts_is_refused(make, before, after):
+    mesh = jax.make_mesh((1,), ("data",), devices=jax.devices()[:1])
+    with meshfeed.Feed(make(before), mesh, global_batch_size=8, num_lanes=2) as feed:
+        for _ in range(4):
+            next(feed)
+        state = feed.get_state()
+        rest = [np.asarray(batch["x"]).tolist() for batch in feed]
+    with meshfeed.Feed(make(after), mesh, global_batch_size=8, num_lanes=2) as other:
+        with pytest.raises(StateMismatchError, match=r"num_shards=|differ|mismatch"):
+            _resumed(other, state)
+    with meshfeed.Feed(make(before), mesh, global_batch_size=8, num_lanes=2) as same:
+        assert _resumed(same, state) == rest
+    lane = HuggingFace(make(before)).open(0, 2)
+    next(lane)
+    older = {name: value for name, value in lane.get_state().items() if name != "parts"}
+    expected = next(lane)["x"]
+    lane.set_state(older)  # of a version that did not store them
+    assert next(lane)["x"] == expected
+
+
+def _resumed(feed, state):
+    feed.set_state(state)
+    return [np.asarray(batch["x"]).tolist() for batch in feed]

@@ -9,6 +9,7 @@ import re
 import threading
 from typing import Any
 
+import jax
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -643,3 +644,25 @@ def test_lanes_that_move_are_read_on_from_the_last_state_that_is_known(
     reader = stream.open_reader(moved, rows_of_host([0], 0), hosts_agree=False)
     assert reader.next().tree["x"].tolist() == [11, 12, 1011, 1012, 2011, 2012, 3011, 3012]
     reader.close()
+
+
+def test_a_stream_that_is_given_fewer_epochs_than_it_has_delivered_has_ended() -> None:
+    def lane(lane_index: int, num_lanes: int) -> Any:
+        return ({"x": np.int32(number)} for number in range(lane_index, 8, num_lanes))
+
+    def make(num_epochs: int | None) -> meshfeed.Feed:
+        mesh = jax.make_mesh((1,), ("data",), devices=jax.devices()[:1])
+        return meshfeed.Feed(
+            meshfeed.sources.Stream(lane), mesh, global_batch_size=2, num_epochs=num_epochs, num_lanes=2
+        )
+
+    with make(None) as endless:
+        for _ in range(9):
+            next(endless)
+        state = endless.get_state()
+    with make(2) as ended:
+        ended.set_state(state)
+        assert list(ended) == []
+    with make(3) as longer:
+        longer.set_state(state)
+        assert len(list(longer)) == 3

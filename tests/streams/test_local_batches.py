@@ -122,6 +122,27 @@ def test_set_state_while_the_read_ahead_is_in_the_same_iterator_loses_nothing() 
             assert take(feed, 3) == [1, 2, 3]
 
 
+def test_element_spec_during_the_first_batch_does_not_move_its_state() -> None:
+    class Slow(Resumable):
+        def __next__(self) -> dict[str, np.ndarray]:
+            time.sleep(0.0 if self.at else 0.6)
+            return super().__next__()
+
+        def get_state(self) -> dict[str, int]:
+            time.sleep(0.2 if self.at else 0.0)  # as one that asks its workers
+            return super().get_state()
+
+    with make_feed(Slow(6)) as feed:
+        feed.start()
+        time.sleep(0.2)
+        assert feed.element_spec["x"].shape == (8, 2)
+        assert take(feed, 1) == [0]
+        state = feed.get_state()
+    with make_feed(Slow(6)) as other:
+        other.set_state(state)
+        assert take(other, 5) == [1, 2, 3, 4, 5]
+
+
 def test_a_state_that_the_iterator_refuses_leaves_the_read_ahead_as_it_was() -> None:
     with make_feed(Resumable(count=90)) as feed:
         take(feed, 60)

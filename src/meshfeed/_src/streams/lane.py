@@ -141,7 +141,8 @@ class Lane:
         self._epoch = entry.epoch
         self._taken = entry.taken
         self._records = entry.records
-        self._ended = entry.ended
+        last = self._settings.num_epochs  # may be less than when the state was saved
+        self._ended = entry.ended or (last is not None and entry.epoch >= last)
         self._snapshot: JsonValue = entry.state
         self._since = entry.skip
 

@@ -215,8 +215,11 @@ class LocalBatchReader:
         start = time.perf_counter()
         batch = None
         if self._final is None:
-            with self._taking, _outside_of_next():
-                batch = self._take_to_deliver()
+            with self._taking:
+                with _outside_of_next():
+                    batch = self._take_to_deliver()
+                if batch is not None:  # before another thread looks at the next batch, which moves the iterator
+                    self._entry = {"epoch": self._epoch, "step": self._step + 1, "iterator": self._iterator_state()}
         seconds = time.perf_counter() - start
         made = self._padding() if batch is None else self._filled(batch)
         made.times = {"read_seconds": seconds}
@@ -226,7 +229,6 @@ class LocalBatchReader:
     def _filled(self, batch: PyTree) -> HostBatch:
         """Makes a HostBatch of ``batch``, padded to this host's rows."""
         step = self._step
-        self._entry = {"epoch": self._epoch, "step": step + 1, "iterator": self._iterator_state()}
         real = rows_of(batch)
         size = self._stream.size_for(real)
         rows = self._host_rows.rows(size)

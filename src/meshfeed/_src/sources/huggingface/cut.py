@@ -66,6 +66,7 @@ class LaneCut:
     epoch: int = 0
     shuffle_files: bool = False  # by seed and epoch
     version: int = CUT_BY_FILES  # of the rule; see files/stream.py
+    parts: str = ""  # a digest of the parts of the whole tree
     units: list[str] = dataclasses.field(default_factory=list)  # how each list of files was split, in the tree's order
     costs: list[str] = dataclasses.field(default_factory=list)  # descriptions of what is read more than once
     counts: dict[int, Counts] = dataclasses.field(default_factory=dict)  # by id() of a leaf; shared by all lanes

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import copy
 import functools
+import hashlib
+import json
 import logging
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Self
@@ -94,6 +96,16 @@ class HuggingFaceStream:
         other._converts = False
         return other
 
+    @functools.cached_property
+    def _parts(self) -> str:
+        """A digest of how many parts each leaf has, and of their rows if they are in memory: lanes are made of them."""
+        found: list[list[object]] = []
+        for leaf in find_leaves(self._tree):
+            files = open_files(leaf, None)
+            rows = [] if files.paths else [*map(len, getattr(files, "shards", ()))]
+            found.append([getattr(leaf, "num_shards", None), rows])
+        return hashlib.sha256(json.dumps(found).encode()).hexdigest()[:16]
+
     def open(
         self, lane_index: int, num_lanes: int, epoch: int = 0, seed: int = 0
     ) -> TableLane | ExampleLane | StreamLane | WindowShuffle:
@@ -103,7 +115,9 @@ class HuggingFaceStream:
         ``set_state`` unless a node's state is not exact.
         """
         shuffled = self._shuffle_buffer > 0
-        cut = LaneCut(lane_index, num_lanes, seed, epoch, shuffled, self._version, counts=self._counts)
+        cut = LaneCut(
+            lane_index, num_lanes, seed, epoch, shuffled, self._version, counts=self._counts, parts=self._parts
+        )
         tree = cut_tree(self._tree, cut, self._columns)
         self._warn(cut)
         lane = self._lane(tree, cut)
@@ -234,7 +248,7 @@ class _Lane:
 
     def __init__(self, cut: LaneCut, columns: Sequence[str] | None) -> None:
         self._lane_index, self._columns = cut.lane_index, columns
-        self._about = {"epoch": cut.epoch, "cut": cut.units}
+        self._about = {"epoch": cut.epoch, "cut": cut.units, "parts": cut.parts}
         self._error: BaseException | None = None
 
     def __iter__(self) -> Self:
@@ -244,15 +258,17 @@ class _Lane:
         """Resumes after the record at which ``state`` was taken.
 
         Raises:
-          StateMismatchError: the state is of a different epoch, or the files were split differently.
+          StateMismatchError: the state is of a different epoch or of other parts, or the files were split differently.
         """
         for field, current in self._about.items():
-            if state.get(field) != current:
+            # Earlier versions stored no parts.
+            if state.get(field, current if field == "parts" else None) != current:
                 raise StateMismatchError(
                     f"lanes.{self._lane_index}.{field}",
                     state.get(field),
                     current,
-                    "Open the lane of the epoch that the state was saved in, over the same files.",
+                    "Open the lane of the epoch that the state was saved in, over the same files, in as many parts "
+                    "(num_shards=).",
                 )
         self.close()
         self._restore(state)
