@@ -125,20 +125,24 @@ def test_set_state_while_the_read_ahead_is_in_the_same_iterator_loses_nothing() 
 def test_element_spec_during_the_first_batch_does_not_move_its_state() -> None:
     class Slow(Resumable):
         def __next__(self) -> dict[str, np.ndarray]:
-            time.sleep(0.0 if self.at else 0.6)
+            time.sleep(0.05 if self.at else 0.6)
             return super().__next__()
 
         def get_state(self) -> dict[str, int]:
             time.sleep(0.2 if self.at else 0.0)  # as one that asks its workers
             return super().get_state()
 
-    with make_feed(Slow(6)) as feed:
+    class Loader:
+        def __iter__(self) -> Slow:
+            return Slow(6)
+
+    with make_feed(Loader(), global_batch_size=8) as feed:
         feed.start()
         time.sleep(0.2)
         assert feed.element_spec["x"].shape == (8, 2)
         assert take(feed, 1) == [0]
         state = feed.get_state()
-    with make_feed(Slow(6)) as other:
+    with make_feed(Loader(), global_batch_size=8) as other:
         other.set_state(state)
         assert take(other, 5) == [1, 2, 3, 4, 5]
 

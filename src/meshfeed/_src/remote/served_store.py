@@ -195,7 +195,7 @@ class StoreClient:
 
     def _call(self, name: str, *args: object, waits: float = 0.0) -> Any:
         host, port, token = self.address
-        connection: http.client.HTTPConnection | None = getattr(self._local, "connection", None)
+        connection: _Connection | None = getattr(self._local, "connection", None)
         if connection is None:
             connection = self._local.connection = _Connection(host, port)
         connection.timeout = _CALL_SECONDS + waits
