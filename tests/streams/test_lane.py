@@ -272,13 +272,13 @@ def test_lanes_whose_records_end_early_are_no_shorter_lanes() -> None:
     entry = LaneEntry(records=30, epoch=1, taken=25, skip=25)
     for source in (Scripted(np.int64), Batched(np.int64)):
         with pytest.raises(SourceError) as caught:
-            open_lane(source, entry)
+            open_lane(source, entry, num_epochs=2)
         assert caught.value.lane_index == 3
         assert str(caught.value) == (
             "lane 3 ended 5 records before the record to resume at (epoch 1, record 25); the data has become shorter. Pass "
             "the data that the state was saved with."
         )
-    assert open_lane(Scripted(np.int64, 25), entry).take(1).count == 0
+    assert open_lane(Scripted(np.int64, 25), entry, num_epochs=2).take(1).count == 0
 
 
 def test_a_resume_that_reads_all_over_again_is_logged_once(caplog: pytest.LogCaptureFixture) -> None:
