@@ -143,7 +143,7 @@ class StoreManager:
 
     def _commit(self, folder: StorePath, items: Sequence[str], started: int) -> list[int]:
         """Commits a step that all hosts have uploaded, and returns the steps that were removed."""
-        self._check_present()
+        self._writer.check(int(folder.name))  # or another job has removed what this one has uploaded
         for item in items:
             self._handlers[item].finalize(folder / item)
         (folder / "_CHECKPOINT_METADATA").write_text(
@@ -158,7 +158,7 @@ class StoreManager:
                 }
             )
         )
-        self._check_present()
+        self._writer.check(int(folder.name))
         commit_step(folder)
         removed: list[int] = []
         for step in self._unwanted(int(folder.name)):
@@ -168,10 +168,6 @@ class StoreManager:
             except MeshfeedError as error:  # the new step is saved all the same
                 _log.warning("step %d in %s is not removed: %s", step, self._directory, error)
         return removed
-
-    def _check_present(self) -> None:
-        if (replaced := self._writer.replaced()) is not None:  # by a job that has removed what this one has uploaded
-            raise CheckpointError(replaced)
 
     def _unwanted(self, saved: int) -> list[int]:
         policy = self._options.preservation_policy

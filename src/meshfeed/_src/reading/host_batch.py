@@ -41,6 +41,28 @@ def spec_of_batch(batch: PyTree, num_rows: int, *, what: str) -> RecordSpec:
     return RecordSpec(treedef, tuple(leaves))
 
 
+def check_alike(
+    specs: dict[int, RecordSpec], shape: int, batch: PyTree, num_rows: int, *, where: Callable[[], str]
+) -> None:
+    """Checks that a batch has the structure of the first one of its shape. Threads may call it with the same ``specs``.
+
+    Args:
+      specs: number of the shape → the structure of its records; that of a first batch is added.
+      shape: number of the shape of these records.
+      batch: pytree of arrays ``[num_rows, ...]``.
+      num_rows: required number of rows.
+      where: returns what names the batch, for errors.
+
+    Raises:
+      SourceError: the structures differ, or see :func:`spec_of_batch`.
+    """
+    known = specs.get(shape)
+    if known is None or not known.fits(batch, num_rows):  # most batches fit, and this tells it soonest
+        found = spec_of_batch(batch, num_rows, what="the source")
+        # Of threads that read the first records, one is the first.
+        check_spec(specs.setdefault(shape, found), found, what=where())
+
+
 def num_rows(batch: PyTree) -> int:
     """Number of rows of a batch, from its first leaf."""
     return int(trees.leaves(batch)[0].shape[0])

@@ -28,11 +28,10 @@ from meshfeed._src.base.types import (
     Rngs,
 )
 from meshfeed._src.order import permutation
-from meshfeed._src.reading.host_batch import spec_of_batch
+from meshfeed._src.reading.host_batch import check_alike, spec_of_batch
 from meshfeed._src.reading.items import decode_each, ended, read_items
 from meshfeed._src.reading.recovery import Recovery
 from meshfeed._src.reading.stacking import RecordSpec
-from meshfeed._src.reading.structure import check_spec
 
 
 def _trace(name: str) -> contextlib.AbstractContextManager[object]:
@@ -368,11 +367,7 @@ class RecordReader:
         if columns is not None:  # leaves are partial and do not have the shapes of the spec
             return
         shape = self.shape_index(record_ids)
-        known = self._specs.get(shape)
-        if known is None or not known.fits(tree, len(record_ids)):
-            found = spec_of_batch(tree, len(record_ids), what="the source")
-            # Of threads that read the first records, one is the first.
-            check_spec(self._specs.setdefault(shape, found), found, what=f"records {record_ids[0]} and following")
+        check_alike(self._specs, shape, tree, len(record_ids), where=lambda: f"records {record_ids[0]} and following")
 
     def _read_once(
         self, record_ids: RecordIds, epochs: RecordIds, columns: ColumnSlices | None, times: dict[str, float]

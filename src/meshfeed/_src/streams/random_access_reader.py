@@ -17,12 +17,11 @@ from meshfeed._src.base.settings import FeedSettings
 from meshfeed._src.base.types import ColumnSlices, PyTree, RecordIds, RecordOrder
 from meshfeed._src.plan.plan import HostRows
 from meshfeed._src.reading.ahead import FetchAhead
-from meshfeed._src.reading.host_batch import add_mask, num_rows, pad_rows, spec_of_batch
+from meshfeed._src.reading.host_batch import add_mask, check_alike, num_rows, pad_rows
 from meshfeed._src.reading.joint import JointRead
 from meshfeed._src.reading.reads import AutoReads, Reads
 from meshfeed._src.reading.records import ReadRows, RecordReader, file_of
 from meshfeed._src.reading.stacking import RecordSpec, num_bytes
-from meshfeed._src.reading.structure import check_spec
 from meshfeed._src.streams.balance import RowBalance
 from meshfeed._src.streams.protocol import Cursor, HostBatch
 
@@ -318,11 +317,8 @@ class RandomAccessReader:
 
     def _check(self, tree: PyTree, record_ids: RecordIds, step: int) -> None:
         """Compares records across workers."""
-        shape, rows = self._records.shape_index(record_ids), num_rows(tree)
-        known = self._specs.get(shape)
-        if known is None or not known.fits(tree, rows):
-            found = spec_of_batch(tree, rows, what="the source")
-            check_spec(self._specs.setdefault(shape, found), found, what=f"step {step}")
+        shape = self._records.shape_index(record_ids)
+        check_alike(self._specs, shape, tree, num_rows(tree), where=lambda: f"step {step}")
 
     def final(self) -> int | None:
         """Returns None: every host computes the end on its own."""
