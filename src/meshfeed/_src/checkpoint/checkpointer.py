@@ -280,9 +280,11 @@ class Checkpointer(NotCopied):
         if self._open.wait_for_others():  # such as that of a notebook's cell which is run again
             self._manager.reload()
         due = force or self._due(step)
-        if due or any(number >= step for number in self._damaged):  # with which Orbax takes no step for due
+        if any(number >= step for number in self._damaged):  # with which Orbax takes no step for due
             self._prepare_to_write(step)
             due = force or self._due(step)
+        elif due:
+            self._prepare_to_write(step)
         self._open.register()
         if not due:
             latest = max(self._manager.all_steps(), default=-1)
@@ -330,9 +332,8 @@ class Checkpointer(NotCopied):
         if failure is not None and (process_count() == 1 or not isinstance(failure, Exception)):
             with contextlib.suppress(CheckpointError):
                 self.wait()  # until Orbax has made the folder
-            if isinstance(
-                failure, asyncio.CancelledError
-            ):  # Ctrl-C in a coroutine, of which asyncio.run knows nothing then
+            # Ctrl-C in a coroutine, of which asyncio.run knows nothing if it is caught there.
+            if isinstance(failure, asyncio.CancelledError):
                 raise KeyboardInterrupt from failure
             raise failure
         return saved
