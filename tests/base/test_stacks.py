@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -133,6 +135,31 @@ def test_the_caller_is_shown_while_it_reads_in_next(open_gate: Callable[[], obje
     text = until(lambda: "in __getitem__" in (text := feed_stacks()) and text)
     assert "thread training:\n" in text
     assert "in __next__" in text
+
+
+@pytest.mark.parametrize("collects", [True, False])
+def test_no_garbage_is_collected_while_threads_are_looked_at(monkeypatch: pytest.MonkeyPatch, collects: bool) -> None:
+    look, seen = sys._current_frames, list[bool]()
+
+    def frames() -> Any:
+        seen.append(gc.isenabled())
+        return look()
+
+    def fails() -> Any:
+        raise MemoryError
+
+    was_enabled = gc.isenabled()
+    (gc.enable if collects else gc.disable)()
+    try:
+        monkeypatch.setattr(sys, "_current_frames", frames)
+        feed_stacks()
+        assert (seen, gc.isenabled()) == ([False], collects)
+        monkeypatch.setattr(sys, "_current_frames", fails)
+        with pytest.raises(MemoryError):
+            feed_stacks()
+        assert gc.isenabled() == collects
+    finally:
+        (gc.enable if was_enabled else gc.disable)()
 
 
 @pytest.mark.slow

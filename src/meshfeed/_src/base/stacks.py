@@ -7,6 +7,7 @@ threads of the feed are left out.
 
 from __future__ import annotations
 
+import gc
 import os
 import pathlib
 import sys
@@ -69,10 +70,29 @@ def _stack(frame: FrameType) -> str:
     return "".join(traceback.StackSummary.from_list(frames[_MAX_FRAMES - 1 :: -1]).format())
 
 
+_looking = threading.Lock()
+
+
+def _frames() -> list[tuple[int, FrameType]]:
+    """Returns (identifier, innermost frame) of each thread.
+
+    Meanwhile CPython before 3.12 holds a lock that every thread needs to begin and to end. A collection of garbage, which
+    may let other threads run, would then stop the process for ever: https://github.com/python/cpython/issues/106883.
+    """
+    with _looking:
+        collects = gc.isenabled()
+        gc.disable()
+        try:
+            return sorted(sys._current_frames().items())  # documented for exactly this
+        finally:
+            if collects:
+                gc.enable()
+
+
 def _thread_stacks() -> list[str]:
     names = {thread.ident: thread.name for thread in threading.enumerate()}
     found: list[str] = []
-    for ident, frame in sorted(sys._current_frames().items()):  # documented for exactly this
+    for ident, frame in _frames():
         name = names.get(ident, "unknown")
         if ident == threading.get_ident() or name in _SERVICES or _waits(frame):
             continue
