@@ -17,6 +17,7 @@ from jax.sharding import Mesh
 
 import meshfeed
 from meshfeed import CheckpointError, CorruptDataError, StateMismatchError
+from meshfeed._src.checkpoint import step as checkpoint_step
 from meshfeed._src.checkpoint.step import diff
 from meshfeed.checkpoint import Checkpointer, verify
 
@@ -146,3 +147,40 @@ def test_a_file_that_cannot_be_read_is_a_finding(
     if path.suffix == ".json":
         with pytest.raises(CheckpointError, match="cannot be read"):
             diff(tmp_path / "c" / str(STEP), saved[0] / str(STEP))
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        OSError(24, "Too many open files"),
+        TimeoutError("no answer"),
+        RuntimeError("can't start new thread"),
+        MemoryError(),
+    ],
+    ids=repr,
+)
+def test_an_error_that_says_nothing_about_the_step_is_no_damage(
+    tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch, error: Exception
+) -> None:
+    """It would be passed over: training would go back, and the next save would rename an intact step."""
+    directory, tree = tmp_path / "c", {"w": np.arange(4)}
+    with Checkpointer(directory, save_interval_steps=1) as ckpt:
+        for step in (1, 2):
+            ckpt.save(step, tree, None)
+        real = checkpoint_step.read_manifest
+
+        def read(arrays: Any) -> Any:
+            if arrays.parent.name == "2":
+                raise error
+            return real(arrays)
+
+        with monkeypatch.context() as patch:
+            patch.setattr(checkpoint_step, "read_manifest", read)
+            with pytest.raises(CheckpointError, match="step 2") as raised:
+                ckpt.restore(tree)
+        assert raised.value.step == 2
+        step, restored = ckpt.restore(tree)
+        assert step == 2
+        assert_same(tree, restored)
+        ckpt.save(3, tree, None)
+    assert sorted(path.name for path in directory.iterdir() if path.is_dir()) == ["1", "2", "3"]

@@ -813,8 +813,19 @@ def _joined(first: int) -> IterableDataset:
     return concatenate_datasets([half.to_iterable_dataset() for half in halves])
 
 
-@pytest.mark.parametrize(("make", "before", "after"), [(_in_parts, 2, 4), (_generated, 64, 128), (_joined, 32, 16)])
-def test_a_state_of_other_parts_is_refused(make, before, after):
+def _from(first: int) -> IterableDataset:
+    return Dataset.from_dict({"x": list(range(first, first + 64))}).to_iterable_dataset(num_shards=4)
+
+
+def _interleaved(seed: int) -> IterableDataset:
+    return interleave_datasets([_in_parts(2), _in_parts(4)], probabilities=[0.3, 0.7], seed=seed)
+
+
+@pytest.mark.parametrize(
+    ("make", "before", "after"),
+    [(_in_parts, 2, 4), (_generated, 64, 128), (_joined, 32, 16), (_from, 0, 1), (_interleaved, 1, 2)],
+)
+def test_a_state_of_other_parts_or_rows_is_refused(make, before, after):
     mesh = jax.make_mesh((1,), ("data",), devices=jax.devices()[:1])
     with meshfeed.Feed(make(before), mesh, global_batch_size=8, num_lanes=2) as feed:
         for _ in range(4):
@@ -822,16 +833,39 @@ def test_a_state_of_other_parts_is_refused(make, before, after):
         state = feed.get_state()
         rest = [np.asarray(batch["x"]).tolist() for batch in feed]
     with meshfeed.Feed(make(after), mesh, global_batch_size=8, num_lanes=2) as other:
-        with pytest.raises(StateMismatchError, match=r"num_shards=|differ|mismatch"):
+        with pytest.raises(StateMismatchError, match=r"num_shards=|differ|mismatch|interleave"):
             _resumed(other, state)
     with meshfeed.Feed(make(before), mesh, global_batch_size=8, num_lanes=2) as same:
         assert _resumed(same, state) == rest
     lane = HuggingFace(make(before)).open(0, 2)
     next(lane)
-    older = {name: value for name, value in lane.get_state().items() if name != "parts"}
+    older = {name: value for name, value in lane.get_state().items() if name not in ("parts", "rows")}
     expected = next(lane)["x"]
     lane.set_state(older)  # of a version that did not store them
     assert next(lane)["x"] == expected
+
+
+def test_a_state_of_other_rows_of_the_same_files_is_refused(tmp_path):
+    pq.write_table(pa.table({"x": np.arange(64)}), tmp_path / "a.parquet", row_group_size=8)
+    (tmp_path / "a.csv").write_text("x\n" + "".join(f"{number}\n" for number in range(64)))
+
+    def opened(kind, **options):
+        path = str(tmp_path / f"a.{kind}")
+        return HuggingFace(load_dataset(kind, data_files=path, split="train", streaming=True, **options)).open(0, 1)
+
+    for kind, options, others in [
+        ("parquet", {"filters": [("x", ">=", 4)]}, {"filters": [("x", ">=", 2)]}),
+        ("parquet", {}, {"filters": [("x", ">=", 2)]}),
+        ("csv", {}, {"skiprows": [1, 2]}),
+    ]:
+        lane = opened(kind, **options)
+        next(lane)
+        state, expected = lane.get_state(), next(lane)["x"]
+        again = opened(kind, **options)
+        again.set_state(state)
+        assert next(again)["x"] == expected
+        with pytest.raises(StateMismatchError, match=r"lanes\.0\.(rows|cut)"):
+            opened(kind, **others).set_state(state)
 
 
 def _resumed(feed, state):

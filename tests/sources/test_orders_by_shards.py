@@ -12,7 +12,7 @@ import pytest
 from jax.sharding import AxisType
 
 import meshfeed
-from meshfeed.sources import Buckets, Map, Mixture, Packed, Subset
+from meshfeed.sources import Buckets, Map, Mixture, Packed, Subset, Zip
 from meshfeed.testing import check_resumable
 
 FILES, PER_FILE, LANES, BATCH = 64, 50, 4, 8
@@ -160,3 +160,51 @@ def test_windows_of_documents_are_permuted_differently_per_epoch() -> None:
         epochs = np.array_split(np.concatenate([np.asarray(batch["tokens"]) for batch in feed]), 2)
     first, second = ({tuple(row) for row in part.tolist()} for part in epochs)
     assert len(first & second) < len(first) / 4
+
+
+class Numbers:
+    """``size`` numbers in files of ``per_file``."""
+
+    def __init__(self, first: int, per_file: int, size: int = 32) -> None:
+        self._first, self._per_file, self._size = first, per_file, size
+
+    def __len__(self) -> int:
+        return self._size
+
+    def __getitem__(self, record_id: int) -> np.ndarray:
+        return np.array(self._first + record_id, np.int32)
+
+    def shard_lengths(self) -> np.ndarray:
+        return np.full(self._size // self._per_file, self._per_file)
+
+    def fingerprint(self) -> Any:
+        return self._first  # of the records, not of the files
+
+
+@pytest.mark.parametrize("source", ["zip", "files"])
+def test_a_mixture_notices_shards_of_other_lengths(source: str) -> None:
+    def mixed(other: bool, take: int = 32) -> Any:
+        parts = {"a": Numbers(0, 4), "b": Numbers(100, 8)}
+        if source == "zip":
+            component: Any = Zip(dict(reversed(parts.items()))) if other else Zip(parts)  # the order decides the shards
+        else:
+            component = Numbers(0, 8 if other else 4)
+        return Mixture({"one": component}, {"one": 1}, 8, take={"one": take})
+
+    settings = {"num_lanes": 1, "num_epochs": 1, "global_batch_size": 8}
+    with feed_of(mixed(False), **settings) as feed:
+        next(feed)
+        state = feed.get_state()
+        rest = feed.record_ids(1).tolist()
+    with feed_of(mixed(True), **settings) as feed:
+        with pytest.raises(meshfeed.StateMismatchError, match=r"mixture\.components\.one\.shards.*Zip"):
+            feed.set_state(state)
+        component = state["fingerprint"]["mixture"]["components"][0]
+        assert len(component) == 3
+    del component[2]  # as earlier versions saved it
+    with feed_of(mixed(False), **settings) as feed:
+        feed.set_state(state)
+        assert feed.record_ids(1).tolist() == rest
+        feed.reset()
+        feed.get_state()
+        assert len(feed.get_state()["fingerprint"]["mixture"]["components"][0]) == 3

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import errno
 import json
 import math
 import time
@@ -32,6 +33,14 @@ from meshfeed._src.checkpoint.stored import (
 )
 from meshfeed._src.state import files as state_files
 from meshfeed._src.state.state import flatten
+
+# Errors of the system, not of the file: a step for which they are raised may be intact.
+_OF_SYSTEM = (PermissionError, TimeoutError, ConnectionError, InterruptedError, BlockingIOError)
+_NUMBERS_OF_SYSTEM = {
+    *(errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.ESTALE, errno.EHOSTDOWN, errno.EHOSTUNREACH, errno.ENETUNREACH)
+}
+# What a field of a small file can raise after a bit has flipped.
+_WRONG_FIELD = (ValueError, TypeError, LookupError, AttributeError, ArithmeticError, AssertionError, RecursionError)
 
 ARRAYS = "arrays"
 ITERATOR = "iterator"
@@ -103,11 +112,15 @@ def read_step(directory: epath.PathLike, step: int) -> StepParts:
         error.step = step
         raise
     except OSError as error:
-        kind = RefusedError if isinstance(error, PermissionError) else CheckpointError
+        kind = RefusedError if isinstance(error, _OF_SYSTEM) or error.errno in _NUMBERS_OF_SYSTEM else CheckpointError
         raise kind(f"step {step} in {directory}: cannot be read: {error}", step=step) from error
-    except Exception as error:  # a flipped bit can turn any field of a small file into anything
+    except _WRONG_FIELD as error:
         raise DamagedCheckpointError(
             f"step {step} in {directory}: its metadata is damaged ({type(error).__name__}: {error})", step=step
+        ) from error
+    except Exception as error:  # such as a thread that cannot be started: the step may be intact
+        raise RefusedError(
+            f"step {step} in {directory}: cannot be checked: {type(error).__name__}: {error}", step=step
         ) from error
     return StepParts(step, folder, manifest, document)
 

@@ -219,10 +219,17 @@ def check_stages(saved: JsonValue, current: JsonValue, position: int, *, step: i
     _check_components(used, saved_components, current["components"])
 
 
-def _parse_mixture(saved: JsonValue) -> tuple[dict[str, tuple[int, JsonValue]], list[Stage]]:
-    """Returns the components, name → (number, identity), and the stages of a saved mixture."""
+_Numbered = Mapping[str, tuple[int, JsonValue, JsonValue]]  # component → number, identity, digest of shards or None
+
+
+def _number(components: JsonValue) -> _Numbered:
+    return {entry[0]: (number, entry[1], [*entry, None][2]) for number, entry in enumerate(components)}
+
+
+def _parse_mixture(saved: JsonValue) -> tuple[_Numbered, list[Stage]]:
+    """Returns the components and the stages of a saved mixture."""
     try:
-        components = {entry[0]: (number, entry[1]) for number, entry in enumerate(saved["components"])}
+        components = _number(saved["components"])
         names = list(components)  # reject weights of other components, whose identity would go unchecked
         stages = [Stage(first, _check_weights(weights, names), step) for step, first, weights in saved["stages"]]
         firsts = [number for stage in stages for number in (stage.first_step, stage.first_position)]
@@ -284,13 +291,10 @@ def _raise_changed(
     )
 
 
-def _check_components(
-    used: Sequence[str], saved: Mapping[str, tuple[int, JsonValue]], current: Sequence[JsonValue]
-) -> None:
-    here = {entry[0]: (number, entry[1]) for number, entry in enumerate(current)}
-    order = list(saved)
+def _check_components(used: Sequence[str], saved: _Numbered, current: JsonValue) -> None:
+    here, order = _number(current), list(saved)
     for name in used:
-        field, (number, identity) = f"mixture.components.{name}", saved[name]
+        field, (number, identity, shards) = f"mixture.components.{name}", saved[name]
         if name not in here:
             raise StateMismatchError(
                 field,
@@ -314,6 +318,14 @@ def _check_components(
                 identity,
                 new_identity,
                 "Pass the component's original data, or add the new data under a new name.",
+            )
+        if shards is not None and shards != here[name][2]:
+            raise StateMismatchError(
+                f"{field}.shards",
+                shards,
+                here[name][2],
+                "The same records in shards of other lengths, in which they have another order. Pass the component as it was "
+                "(a Zip has the shards of its first source that has any), or add it under a new name.",
             )
 
 
@@ -476,6 +488,7 @@ class MixtureSettings:
       on_end: "repeat" or "stop".
       repeat: component → how many times it is read per epoch; 1 if not given.
       identities: component → JSON value that must be equal for a state to be usable, in the components' order.
+      shards: by shards, component → digest of their lengths, which an identity need not imply: that of a Zip does not.
       seed: 0 to 2**64 - 1.
       num_epochs: number of epochs, or None for an endless stream.
 
@@ -489,6 +502,7 @@ class MixtureSettings:
     on_end: str
     repeat: Mapping[str, int]
     identities: Mapping[str, JsonValue]
+    shards: Mapping[str, str] = dataclasses.field(default_factory=dict[str, str])
     seed: int
     num_epochs: int | None
 
@@ -500,12 +514,19 @@ class MixtureSettings:
         return [dataclasses.replace(s, first_position=s.first_position // num_lanes) for s in self.stages]
 
     def config(self) -> dict[str, JsonValue]:
-        """Returns ``mixture`` of the fingerprint, which :func:`check_stages` checks."""
+        """Returns ``mixture`` of the fingerprint, which :func:`check_stages` checks.
+
+        A component is ``[name, identity]``; by shards, also the digest of their lengths, which states of earlier versions
+        lack.
+        """
         return {
             "version": MIXTURE_VERSION,
             "block": self.block,
             "on_end": self.on_end,
-            "components": [list(identity) for identity in self.identities.items()],
+            "components": [
+                [name, identity, *([self.shards[name]] if name in self.shards else [])]
+                for name, identity in self.identities.items()
+            ],
             "stages": [stage.to_json() for stage in self.stages],
             **({"added": [[step, dict(weights)] for step, weights in self.added]} if self.added else {}),
         }
@@ -560,10 +581,11 @@ class MixtureOrder(Caching):
         num_lanes: int = 1,
         segments: Sequence[tuple[int, int]] = ((0, 1),),
     ) -> None:
-        self._settings, self._shuffle, self.num_lanes = settings, shuffle, num_lanes
+        self._shuffle, self.num_lanes = shuffle, num_lanes
         names = list(components)
         counts = [int(np.sum(records)) for records in components.values()]
         self._ids_of: list[Callable[[RecordIds], tuple[RecordIds, RecordIds]]] = []  # cells of each component → ids
+        shards: dict[str, str] = {}
         for number, (name, records) in enumerate(components.items()):
             seed = derive_key(settings.seed, _COMPONENT_SEED, number)
             endless: Any = {"shuffle": shuffle, "seed": seed, "num_epochs": None}  # ``total`` ends the mixture
@@ -571,9 +593,11 @@ class MixtureOrder(Caching):
                 _check_count(name, counts[number], any(name in stage.weights for stage in settings.stages))
                 order = ShardOrder(np.asarray(records), num_lanes=num_lanes, segments=segments, **endless)
                 self._ids_of.append(order.ids_of)
+                shards[name] = order.shards
             else:
                 self._ids_of.append(EpochOrder(counts[number], **endless).ids_at)
                 _check_count(name, counts[number], True)
+        self._settings = dataclasses.replace(settings, shards=shards)
         keys = [derive_key(settings.seed, _LAYOUT)]
         if isinstance(shuffle, ShardShuffle):
             keys = [derive_key(settings.seed, _LANE_LAYOUT, lane) for lane in range(num_lanes)]

@@ -130,6 +130,9 @@ class ShardOrder(Caching):
       shuffles_windows: whether the records of a window are permuted.
       line: parts of the key of the permutation of shards, from the seed on, to share it between orders over the same
         shards; by default it follows from ``seed`` and the number of records.
+
+    Attributes:
+      shards: digest of ``lengths``, on which every record of the order depends.
     """
 
     def __init__(
@@ -151,7 +154,7 @@ class ShardOrder(Caching):
         self.total = None if num_epochs is None else self.num_records * num_epochs
         self._cells = LaneCells(num_lanes, self.total, segments)
         self._line = line or (seed, _SHARDS, self.num_records)
-        self._shards = hashlib.sha256(self._lengths.astype("<i8").tobytes()).hexdigest()[:16]
+        self.shards = hashlib.sha256(self._lengths.astype("<i8").tobytes()).hexdigest()[:16]
         self._make_caches()
 
     def _make_caches(self) -> None:
@@ -160,7 +163,7 @@ class ShardOrder(Caching):
 
     def config(self) -> dict[str, JsonValue]:
         """The part of the fingerprint that describes the order, as JSON."""
-        return shards_config(self._shuffle, self._seed, self.num_lanes) | {"shards": self._shards}
+        return shards_config(self._shuffle, self._seed, self.num_lanes) | {"shards": self.shards}
 
     def ids_between(self, start: int, stop: int) -> tuple[RecordIds, RecordIds]:
         """Returns :meth:`ids_at` for positions ``[start, stop)``."""

@@ -66,7 +66,7 @@ class LaneCut:
     epoch: int = 0
     shuffle_files: bool = False  # by seed and epoch
     version: int = CUT_BY_FILES  # of the rule; see files/stream.py
-    parts: str = ""  # a digest of the parts of the whole tree
+    digests: Mapping[str, str] = dataclasses.field(default_factory=dict[str, str])  # of the tree, for lanes' states
     units: list[str] = dataclasses.field(default_factory=list)  # how each list of files was split, in the tree's order
     costs: list[str] = dataclasses.field(default_factory=list)  # descriptions of what is read more than once
     counts: dict[int, Counts] = dataclasses.field(default_factory=dict)  # by id() of a leaf; shared by all lanes
@@ -312,10 +312,14 @@ def _draws_of(node: Any, cut: LaneCut) -> tuple[int, ...]:
     Each lane draws different numbers; otherwise all rows of a batch would come from the same source. A dataset created
     without a seed has random entropy, which differs per host: it is ignored, and only the feed's seed counts.
     """
+    return given_seed(node), cut.seed & (2**64 - 1), cut.epoch, cut.lane_index, cut.next_ordinal()
+
+
+def given_seed(node: Any) -> int:
+    """The seed that the user gave to a node that chooses among sources at random; 0 if none."""
     # NumPy draws 128 bits of entropy if no seed is given, so an entropy below 2**64 is the user's seed.
     entropy = getattr(node.generator.bit_generator.seed_seq, "entropy", 0)
-    given = entropy if isinstance(entropy, int) and entropy < 2**64 else 0
-    return given, cut.seed & (2**64 - 1), cut.epoch, cut.lane_index, cut.next_ordinal()
+    return entropy if isinstance(entropy, int) and entropy < 2**64 else 0
 
 
 class Interleave(ExamplesNode):

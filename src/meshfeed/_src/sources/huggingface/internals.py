@@ -250,6 +250,11 @@ def function_name(function: Callable[..., object] | None) -> str:
     return name if name is not None else type(function).__qualname__
 
 
+# Options of datasets' own readers that decide which rows there are.
+_ROW_OPTIONS = (
+    *("filters", "on_bad_files", "on_bad_lines", "header", "skiprows", "nrows", "skipfooter", "comment"),
+    *("skip_blank_lines", "field", "sample_by"),
+)
 _NO_FILES = ("generator", "spark", "sql")  # of datasets' own readers, those of the user's code or of a database
 
 
@@ -291,6 +296,12 @@ class Leaf:
         """The name of datasets' own reader of files, such as ``"json"``; None for other leaves."""
         package, _, name = type(self.builder).__module__.rpartition(".")
         return name if package.startswith("datasets.packaged_modules.") and name not in _NO_FILES else None
+
+    @property
+    def row_options(self) -> dict[str, str]:
+        """The options of datasets' own reader that decide which rows there are; empty for other leaves."""
+        config = getattr(self.builder, "config", None) if self.packaged_format else None
+        return {name: str(getattr(config, name)) for name in _ROW_OPTIONS if hasattr(config, name)}
 
     def parts(self) -> list[Mapping[str, Any]]:
         """The arguments of each file.

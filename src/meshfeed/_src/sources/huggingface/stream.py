@@ -12,7 +12,7 @@ from typing import Any, Self
 
 import numpy as np
 import pyarrow as pa
-from datasets import ClassLabel, Features, IterableDataset, Value
+from datasets import ClassLabel, Dataset, Features, IterableDataset, Value
 
 from meshfeed._src.base import hooks, trees
 from meshfeed._src.base.cpus import available_cpus
@@ -40,11 +40,13 @@ from meshfeed._src.sources.huggingface.cut import (
     cut_tree,
     file_sizes,
     find_leaves,
+    given_seed,
     open_files,
     rows_of_lane,
     walk,
 )
-from meshfeed._src.sources.huggingface.internals import Node, function_name, kind_of, require_decoding, tree_of
+from meshfeed._src.sources.huggingface.internals import Leaf, Node, function_name, kind_of, require_decoding, tree_of
+from meshfeed._src.sources.huggingface.table import content_digest
 from meshfeed._src.sources.stream import StreamLane
 from meshfeed._src.sources.window_shuffle import WindowShuffle, shuffle_windows, window_of
 
@@ -57,6 +59,15 @@ _SETTINGS = (
     *("batch_size", "batched", "drop_last_batch", "remove_columns", "input_columns", "with_indices", "column_names"),
     *("n", "num_times", "stopping_strategy", "probabilities", "step", "offset"),
 )
+
+
+_REMEDIES = {
+    "epoch": "Open the lane of the epoch that the state was saved in.",
+    "cut": "Open the lane over the files that the state was saved with.",
+    "parts": "Pass the dataset in as many parts as when the state was saved (num_shards=, the lists of gen_kwargs).",
+    "rows": "Pass the dataset with the rows that it had when the state was saved: the same rows in memory, seed= of "
+    "interleave_datasets, and options that select rows, such as filters=.",
+}
 
 
 class HuggingFaceStream:
@@ -97,14 +108,20 @@ class HuggingFaceStream:
         return other
 
     @functools.cached_property
-    def _parts(self) -> str:
-        """A digest of how many parts each leaf has, and of their rows if they are in memory: lanes are made of them."""
-        found: list[list[object]] = []
+    def _digests(self) -> dict[str, str]:
+        """What lanes are made of, beside the fingerprint: the parts of the leaves, and what decides their rows.
+
+        Seeds of choices among datasets, options of readers, and a few rows of what is in memory.
+        """
+        parts: list[object] = []
+        rows: list[object] = [given_seed(node) for node in walk(self._tree) if kind_of(node) == internals.AT_RANDOM]
         for leaf in find_leaves(self._tree):
             files = open_files(leaf, None)
-            rows = [] if files.paths else [*map(len, getattr(files, "shards", ()))]
-            found.append([getattr(leaf, "num_shards", None), rows])
-        return hashlib.sha256(json.dumps(found).encode()).hexdigest()[:16]
+            shards: Sequence[Dataset] = () if files.paths else getattr(files, "shards", ())
+            parts.append([getattr(leaf, "num_shards", None), [*map(len, shards)]])
+            ends = [shard for shard in (*shards[:1], *shards[-1:]) if len(shard)]
+            rows.append([Leaf(leaf).row_options, [content_digest(shard, shard.column_names) for shard in ends]])
+        return {"parts": _digest(parts), "rows": _digest(rows)}
 
     def open(
         self, lane_index: int, num_lanes: int, epoch: int = 0, seed: int = 0
@@ -116,7 +133,7 @@ class HuggingFaceStream:
         """
         shuffled = self._shuffle_buffer > 0
         cut = LaneCut(
-            lane_index, num_lanes, seed, epoch, shuffled, self._version, counts=self._counts, parts=self._parts
+            lane_index, num_lanes, seed, epoch, shuffled, self._version, counts=self._counts, digests=self._digests
         )
         tree = cut_tree(self._tree, cut, self._columns)
         self._warn(cut)
@@ -230,6 +247,10 @@ class HuggingFaceStream:
         )
 
 
+def _digest(value: JsonValue) -> str:
+    return hashlib.sha256(json.dumps(value).encode()).hexdigest()[:16]
+
+
 def _describe_node(node: Node) -> JsonValue:
     """A description of a node of a streaming dataset: its class, its function's name and its settings."""
     settings = {}
@@ -248,7 +269,8 @@ class _Lane:
 
     def __init__(self, cut: LaneCut, columns: Sequence[str] | None) -> None:
         self._lane_index, self._columns = cut.lane_index, columns
-        self._about = {"epoch": cut.epoch, "cut": cut.units, "parts": cut.parts}
+        self._about = {"epoch": cut.epoch, "cut": cut.units, **cut.digests}
+        self._digests = cut.digests
         self._error: BaseException | None = None
 
     def __iter__(self) -> Self:
@@ -261,14 +283,10 @@ class _Lane:
           StateMismatchError: the state is of a different epoch or of other parts, or the files were split differently.
         """
         for field, current in self._about.items():
-            # Earlier versions stored no parts.
-            if state.get(field, current if field == "parts" else None) != current:
+            # Earlier versions stored no digests.
+            if state.get(field, current if field in self._digests else None) != current:
                 raise StateMismatchError(
-                    f"lanes.{self._lane_index}.{field}",
-                    state.get(field),
-                    current,
-                    "Open the lane of the epoch that the state was saved in, over the same files, in as many parts "
-                    "(num_shards=).",
+                    f"lanes.{self._lane_index}.{field}", state.get(field), current, _REMEDIES[field]
                 )
         self.close()
         self._restore(state)

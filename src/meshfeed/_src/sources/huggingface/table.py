@@ -225,7 +225,7 @@ class HuggingFaceTable(_Records):
             "kind": "huggingface",
             "records": len(self),
             "columns": {name: repr(self._dataset.features[name]) for name in self._columns},
-            "content": _content_digest(self._dataset, self._columns),
+            "content": content_digest(self._dataset, self._columns),
         }
 
 
@@ -285,7 +285,7 @@ class HuggingFaceRows(_Records):
             "columns": None if self._columns is None else list(self._columns),
             "features": {name: repr(self._dataset.features[name]) for name in stored},
             "transform": function_name(self._dataset.format["format_kwargs"].get("transform")),
-            "content": _content_digest(self._dataset, stored),
+            "content": content_digest(self._dataset, stored),
         }
 
 
@@ -304,7 +304,7 @@ def _stack(name: str, values: list[Any], ids: np.ndarray) -> Any:
     return np.stack(values)
 
 
-def _content_digest(dataset: Dataset, columns: Sequence[str]) -> str:
+def content_digest(dataset: Dataset, columns: Sequence[str]) -> str:
     """A digest of 4 evenly spaced records of a map-style dataset, as stored."""
 
     def digest(ids: np.ndarray) -> str:
