@@ -91,7 +91,8 @@ class Scenario:
             "mask_key": "mask",
             "num_lanes": self.num_lanes if self.kind == "stream" else None,
             "prefetch": self.prefetch,
-            "retry": meshfeed.Retry(attempts=60, initial_seconds=0.001, max_seconds=0.01),
+            # A lane without a state is read from its beginning, where each of its records may fail again.
+            "retry": meshfeed.Retry(attempts=2000, initial_seconds=0.001, max_seconds=0.01),
         }
 
     def source(self, incarnation: int, host: int) -> Any:

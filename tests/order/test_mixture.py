@@ -79,6 +79,14 @@ def test_block_counts_by_hand():
     with pytest.raises(SettingsError, match=r"'b'.*never get a record.*block=1001"):
         block_counts({"a": 1000, "b": 1}, ["a", "b"], 10)
     assert block_counts({"a": 1000, "b": 1}, ["a", "b"], 1001) == (1000, 1)
+    with pytest.raises(SettingsError, match=r"never get a record\. Raise the weight, or leave"):
+        block_counts({"a": 2**30, "b": 1}, ["a", "b"], 1000)
+
+
+def test_a_block_that_memory_does_not_hold_is_refused():
+    assert sum(block_counts({"a": 2, "b": 1}, ["a", "b"], 2**24)) == 2**24
+    with pytest.raises(SettingsError, match="at most 16,777,216"):
+        block_counts({"a": 2, "b": 1}, ["a", "b"], 2**24 + 1)
 
 
 @pytest.mark.parametrize(

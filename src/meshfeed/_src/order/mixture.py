@@ -167,8 +167,14 @@ def block_counts(weights: Weights, names: Sequence[str], block: int) -> tuple[in
     """Number of records of each component per block, by the largest remainder method; ties go to the earlier component.
 
     Raises:
-      SettingsError: a component with a weight would get no records; the message states a sufficient block size.
+      SettingsError: ``block`` is above :data:`MAX_BLOCK`; or a component with a weight would get no records, and the message
+        states a sufficient block size, if there is one.
     """
+    if block > MAX_BLOCK:
+        raise SettingsError(
+            f"block={block:,}; it takes at most {MAX_BLOCK:,}, because the layout of a block is held in memory.",
+            setting="block",
+        )
     # Exact fractions: float rounding must not decide ties, since the counts define the order of the stream.
     exact = {name: Fraction(weights[name]) for name in names if name in weights}
     whole = sum(exact.values())
@@ -180,9 +186,10 @@ def block_counts(weights: Weights, names: Sequence[str], block: int) -> tuple[in
     for name, count in counts.items():
         if not count:
             enough = math.ceil(whole / exact[name])
+            larger = f"Pass block={enough} or more, or leave" if enough <= MAX_BLOCK else "Raise the weight, or leave"
             raise SettingsError(
                 f"block={block} is too small for the weight of {name!r} ({float(exact[name] / whole):.3g} of all), "
-                f"which would never get a record. Pass block={enough} or more, or leave the component out.",
+                f"which would never get a record. {larger} the component out.",
                 setting="block",
             )
     return tuple(counts.get(name, 0) for name in names)
@@ -330,6 +337,8 @@ def _check_components(used: Sequence[str], saved: _Numbered, current: JsonValue)
 
 
 MIXTURE_VERSION = 1
+MAX_BLOCK = 1 << 24
+"""Records of a block at most: the layout of a block is held in memory, some 16 bytes per record, and some of them are."""
 COMPONENT_SHIFT = 48
 """A record id of a mixture is ``component << 48 | id``: 2**15 components of 2**48 records fit into an int64.
 

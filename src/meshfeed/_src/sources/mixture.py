@@ -100,7 +100,8 @@ def Mixture(
       components: name → source, or any object that the feed accepts as one. All records must have the same structure.
       weights: name → relative weight; or stages ``[(first_step, {name: weight}), ...]``. Every component must be named
         in at least one stage. A component with weight 0 in a stage, or not named in it, is not read in that stage.
-      block: number of records in which the shares are exact; a weight below ``1 / block`` of the total is an error.
+      block: number of records in which the shares are exact, 1 to 2**24; a weight below ``1 / block`` of the total is an
+        error.
       on_end: what happens when a component has been read ``num_epochs`` times. ``"repeat"``: it repeats until every
         component of the last stage has been read ``num_epochs`` times in full, which ends the mixture. ``"stop"``: the
         mixture ends.
