@@ -147,6 +147,34 @@ def test_element_spec_during_the_first_batch_does_not_move_its_state() -> None:
         assert take(other, 5) == [1, 2, 3, 4, 5]
 
 
+def test_element_spec_retries_as_next_does() -> None:
+    class Unsteady(Resumable):
+        failures = 2
+
+        def __next__(self) -> dict[str, np.ndarray]:
+            if self.failures:
+                self.failures -= 1
+                raise OSError("a passing fault")
+            return super().__next__()
+
+    with make_feed(Unsteady(4), global_batch_size=8) as feed:
+        assert feed.element_spec["x"].shape == (8, 2)
+        assert take(feed, 4) == [0, 1, 2, 3]
+
+
+def test_the_error_of_a_generator_is_that_of_next_too() -> None:
+    def broken() -> Iterator[dict[str, np.ndarray]]:
+        raise ValueError("broken")
+        yield {}
+
+    with make_feed(broken(), global_batch_size=8) as feed:
+        for _ in range(2):
+            with pytest.raises(ValueError, match="broken"):
+                _ = feed.element_spec
+        with pytest.raises(ValueError, match="broken"):
+            next(feed)
+
+
 def test_a_state_that_the_iterator_refuses_leaves_the_read_ahead_as_it_was() -> None:
     with make_feed(Resumable(count=90)) as feed:
         take(feed, 60)

@@ -73,7 +73,7 @@ def _outside_of_next() -> contextlib.AbstractContextManager[None]:
     )
 
 
-_EMPTY = object()  # in place of a first batch that an iterator has not
+_EMPTY, _NOT_TAKEN = object(), object()  # in place of a first batch that an iterator has not, or not yet
 
 
 class LocalBatchReader:
@@ -488,8 +488,11 @@ class LocalBatchStream:
             reading = self._reading
             if reading is None and self._first is None:
                 with _outside_of_next():
-                    iterator = self.source.iterator()
-                self._first = (iterator, next(iterator, _EMPTY))
+                    self._first = (self.source.iterator(), _NOT_TAKEN)  # kept after an error: next raises it too
+            if reading is None and self._first is not None and self._first[1] is _NOT_TAKEN:
+                iterator = self._first[0]
+                taken = call_with_retry(lambda: next(iterator, _EMPTY), self._settings.retry, doing="taking batch 0")
+                self._first = (iterator, taken)
             first = self._first
         if reading is not None:
             return reading.peek()
@@ -632,7 +635,7 @@ class LocalBatchStream:
         ready: PyTree | None = None
         if entry is None and self._first is not None:
             iterator, ready = self._first
-            ready = None if ready is _EMPTY else ready  # the iterator ends again
+            ready = None if ready is _EMPTY or ready is _NOT_TAKEN else ready  # the iterator ends again
             self._first = None
         else:
             with _outside_of_next():
