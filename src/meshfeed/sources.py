@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from meshfeed._src.sources.map import Map
     from meshfeed._src.sources.mds import MDS
     from meshfeed._src.sources.memory import Memory
-    from meshfeed._src.sources.mixture import Mixture
+    from meshfeed._src.sources.mixture.mixture import Mixture
     from meshfeed._src.sources.packed import Packed
     from meshfeed._src.sources.padded import Buckets, Padded
     from meshfeed._src.sources.parquet import Parquet
@@ -50,7 +50,7 @@ _HOME = {
     "MDS": "mds",
     "Map": "map",
     "Memory": "memory",
-    "Mixture": "mixture",
+    "Mixture": "mixture.mixture",
     "Packed": "packed",
     "Padded": "padded",
     "Parquet": "parquet",

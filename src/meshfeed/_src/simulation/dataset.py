@@ -14,7 +14,7 @@ from meshfeed._src.base.errors import SettingsError, SourceError
 from meshfeed._src.base.types import JsonValue, RecordIds, RecordOrder
 from meshfeed._src.order.mixture import split_ids
 from meshfeed._src.sources.files.manifest import DataManifest, read_manifest
-from meshfeed._src.sources.mixture import Mixture
+from meshfeed._src.sources.mixture.mixture import Mixture
 from meshfeed._src.sources.recognize import as_source
 
 _IDS_AT_ONCE = 1 << 20

@@ -1,0 +1,1 @@
+"""Mixtures by weight: ``mixture.py`` has the function, the other files its two kinds of source and their lanes."""
