@@ -13,9 +13,10 @@ import pytest
 
 from meshfeed._src.order.blocks import Packing
 from meshfeed._src.order.buckets import BucketOrder
-from meshfeed._src.order.mixture import MixtureOrder, MixtureSettings, Stage
+from meshfeed._src.order.mixture import MixtureOrder, MixtureSettings
 from meshfeed._src.order.packing import PackingMethod
 from meshfeed._src.order.shards import ShardOrder
+from meshfeed._src.order.weights import Stage
 
 POSITIONS = np.arange(8)
 EPOCHS = {"seed": 0, "num_epochs": 2}

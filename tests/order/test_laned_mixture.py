@@ -13,9 +13,10 @@ from hypothesis import strategies as st
 
 from meshfeed._src.base.settings import BatchSchedule, ShardShuffle
 from meshfeed._src.order import mixture
-from meshfeed._src.order.mixture import MixtureOrder, MixtureSettings, Stage, block_counts, split_ids
+from meshfeed._src.order.mixture import MixtureOrder, MixtureSettings, split_ids
 from meshfeed._src.order.shards import ShardOrder
 from meshfeed._src.order.steps import StepSchedule
+from meshfeed._src.order.weights import Stage, block_counts
 
 LENGTHS = st.lists(st.integers(0, 9), min_size=1, max_size=6).filter(any)
 

@@ -10,22 +10,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from meshfeed._src.base.errors import SettingsError, SourceError, StateMismatchError
+from meshfeed._src.base.groups import group_by
 from meshfeed._src.order.epochs import EpochOrder
-from meshfeed._src.order.mixture import (
-    MixtureOrder,
-    MixtureSettings,
-    Stage,
-    StagedBlocks,
-    block_counts,
-    check_all_named,
-    check_stages,
-    group_by,
-    join_ids,
-    nest_stages,
-    parse_weights,
-    split_ids,
-    write_stages,
-)
+from meshfeed._src.order.mixture import MixtureOrder, MixtureSettings, StagedBlocks, join_ids, split_ids
+from meshfeed._src.order.saved_mixture import check_stages
+from meshfeed._src.order.weights import Stage, block_counts, check_all_named, nest_stages, parse_weights, write_stages
 
 SIZES = {"web": 1000, "code": 300, "books": 50}
 WEIGHTS = {"web": 5, "code": 3, "books": 1}

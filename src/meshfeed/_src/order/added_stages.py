@@ -14,7 +14,7 @@ from typing import cast
 
 from meshfeed._src.base.errors import DAMAGED_STATE, SettingsError, StateMismatchError
 from meshfeed._src.base.types import JsonValue
-from meshfeed._src.order.mixture import StagedWeights, parse_weights
+from meshfeed._src.order.weights import StagedWeights, parse_weights
 
 
 def merge_stages(given: StagedWeights, added: StagedWeights) -> StagedWeights:

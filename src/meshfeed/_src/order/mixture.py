@@ -4,341 +4,30 @@ The stream is divided into blocks. Every block of a stage holds the same number 
 order given by a keyed permutation per block. The n-th record of a component then follows from the block number and the
 block's layout, without a scan from the start. The end of a stage may truncate a block; each component's offset at the
 start of each stage is computed once.
-
-Weights are given as ``{name: weight}`` or as stages ``[(first_step, {name: weight}), ...]``. A stage applies from its
-first step until the next stage. Stages that had started when a state was saved determined the records already
-delivered, so they must be unchanged on resume; later stages may change.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import functools
-import itertools
-import logging
-import math
-import numbers
 from collections.abc import Callable, Mapping, Sequence
-from fractions import Fraction
-from typing import Any, TypeVar, cast
+from typing import Any, TypeVar
 
 import numpy as np
 
-from meshfeed._src.base.errors import DAMAGED_STATE, SettingsError, SourceError, StateMismatchError
-from meshfeed._src.base.identities import as_saved
+from meshfeed._src.base.errors import SettingsError, SourceError
+from meshfeed._src.base.groups import group_by
 from meshfeed._src.base.settings import ShardShuffle
 from meshfeed._src.base.types import MAX_POSITION, JsonValue, RecordIds
 from meshfeed._src.order.caching import Caching, cached
 from meshfeed._src.order.epochs import EpochOrder
 from meshfeed._src.order.permutation import derive_key, sorted_permutation
+from meshfeed._src.order.saved_mixture import check_stages
 from meshfeed._src.order.shards import LaneCells, ShardOrder, num_in_lane, shards_config
-
-_log = logging.getLogger("meshfeed.mixture")
+from meshfeed._src.order.weights import Stage, StagedWeights, block_counts
 
 Ids = TypeVar("Ids", int, RecordIds)
-Weights = Mapping[str, float]
-GivenWeights = Weights | Sequence[tuple[int, Weights]]
-"""Weights as users pass them; :func:`parse_weights` rejects everything else."""
-StagedWeights = tuple[tuple[int, dict[str, float]], ...]
-"""(first step, weights) pairs, the first at step 0."""
-
-_TAKES = "{name: weight}, or stages [(first_step, {name: weight}), ...] with steps increasing from 0"
-
-
-@dataclasses.dataclass(frozen=True)
-class Stage:
-    """Weights that apply from a given position of the stream.
-
-    Attributes:
-      first_position: number of records in the stream before the stage.
-      weights: component → weight, above 0.
-      first_step: the step at ``first_position``, as given by the user.
-    """
-
-    first_position: int
-    weights: Weights
-    first_step: int = 0
-
-    def to_json(self) -> JsonValue:
-        """``[first_step, first_position, {name: weight}]``."""
-        return [self.first_step, self.first_position, dict(self.weights)]
-
-
-def parse_weights(weights: GivenWeights, names: Sequence[str]) -> StagedWeights:
-    """Converts the user's weights to stages, without components of weight 0.
-
-    Raises:
-      SettingsError: the weights have neither form, a name is unknown, a weight is not a finite number of at least 0,
-        or all weights of a stage are 0.
-    """
-    given = cast("object", [(0, weights)] if isinstance(weights, Mapping) else weights)  # not validated yet
-    if not isinstance(given, Sequence) or isinstance(given, str) or not given:
-        raise SettingsError(f"weights={weights!r}; it takes {_TAKES}.", setting="weights")
-    stages: list[tuple[int, dict[str, float]]] = []
-    for entry in cast("Sequence[tuple[int, Weights]]", given):
-        if not _is_stage(entry):
-            raise SettingsError(f"weights has the stage {entry!r}; it takes {_TAKES}.", setting="weights")
-        first_step = int(entry[0])
-        if first_step != 0 if not stages else first_step <= stages[-1][0]:
-            expected = "0" if not stages else f"more than {stages[-1][0]}"
-            raise SettingsError(
-                f"stage {len(stages)} of weights begins at step {first_step}, expected {expected}; it takes {_TAKES}.",
-                setting="weights",
-            )
-        stages.append((first_step, _check_weights(entry[1], names)))
-    return tuple(stages)
-
-
-def nest_stages(stages: StagedWeights, name: str, inner: StagedWeights) -> StagedWeights:
-    """Replaces the component ``name`` by the components of a mixture, named ``name/component``, which share its weight."""
-    found: list[tuple[int, dict[str, float]]] = []
-    for step in sorted({step for step, _ in (*stages, *inner)}):
-        outer_weights, inner_weights = (
-            next(weights for first, weights in reversed(group) if first <= step) for group in (stages, inner)
-        )
-        total = math.fsum(inner_weights.values())
-        weights: dict[str, float] = {}
-        for key, weight in outer_weights.items():
-            if key == name:
-                weights |= {f"{name}/{part}": weight * share / total for part, share in inner_weights.items()}
-            else:
-                weights[key] = weight
-        if not found or found[-1][1] != weights:
-            found.append((step, weights))
-    return tuple(found)
-
-
-def check_all_named(weights: GivenWeights, names: Sequence[str]) -> None:
-    """Reports components missing from the weights, which would never be read.
-
-    With stages this is only a warning, because the component may be meant for a stage added later. To exclude a
-    component explicitly, give it the weight 0.
-
-    Raises:
-      SettingsError: weights of the form ``{name: weight}`` omit a component.
-    """
-    stages = [(0, weights)] if isinstance(weights, Mapping) else weights
-    named = {name for _, stage in stages for name in stage}
-    missing = [repr(name) for name in names if name not in named]
-    if not missing:
-        return
-    forgotten = f"component{'s' * (len(missing) > 1)} {', '.join(missing)}"
-    if not isinstance(weights, Mapping):
-        _log.warning("no stage of weights names the %s: not read until a stage does.", forgotten)
-        return
-    complete = {name: weights.get(name, 1) for name in names}
-    raise SettingsError(
-        f"weights leaves out the {forgotten}, which would never be read. Name every component, as in "
-        f"weights={complete!r} (0: not read), or remove it from the components.",
-        setting="weights",
-    )
-
-
-def _is_stage(entry: object) -> bool:
-    match entry:
-        case [bool(), object()]:
-            return False
-        case [int() | np.integer() as step, Mapping()]:
-            return int(step) >= 0
-        case _:
-            return False
-
-
-def _check_weights(weights: Mapping[str, object], names: Sequence[str]) -> dict[str, float]:
-    checked: dict[str, float] = {}
-    for name, weight in weights.items():
-        if name not in names:
-            raise SettingsError(
-                f"weights has the unknown component {name!r}; the components are {', '.join(map(repr, names))}.",
-                setting="weights",
-            )
-        if isinstance(weight, bool) or not isinstance(weight, numbers.Real) or not 0 <= float(weight) < math.inf:
-            raise SettingsError(
-                f"weights has {weight!r} for {name!r}; a weight is a finite number of at least 0.", setting="weights"
-            )
-        if float(weight) > 0:
-            checked[name] = int(weight) if isinstance(weight, numbers.Integral) else float(weight)
-    if not checked:
-        raise SettingsError(f"weights={dict(weights)!r} leaves no component with a weight above 0.", setting="weights")
-    return checked
-
-
-def block_counts(weights: Weights, names: Sequence[str], block: int) -> tuple[int, ...]:
-    """Number of records of each component per block, by the largest remainder method; ties go to the earlier component.
-
-    Raises:
-      SettingsError: ``block`` is above :data:`MAX_BLOCK`; or a component with a weight would get no records, and the message
-        states a sufficient block size, if there is one.
-    """
-    if block > MAX_BLOCK:
-        raise SettingsError(
-            f"block={block:,}; it takes at most {MAX_BLOCK:,}, because the layout of a block is held in memory.",
-            setting="block",
-        )
-    # Exact fractions: float rounding must not decide ties, since the counts define the order of the stream.
-    exact = {name: Fraction(weights[name]) for name in names if name in weights}
-    whole = sum(exact.values())
-    quotas = {name: block * weight / whole for name, weight in exact.items()}
-    counts = {name: math.floor(quota) for name, quota in quotas.items()}
-    by_remainder = sorted(quotas, key=lambda name: counts[name] - quotas[name])  # stable: earlier components first
-    for name in by_remainder[: block - sum(counts.values())]:
-        counts[name] += 1
-    for name, count in counts.items():
-        if not count:
-            enough = math.ceil(whole / exact[name])
-            larger = f"Pass block={enough} or more, or leave" if enough <= MAX_BLOCK else "Raise the weight, or leave"
-            raise SettingsError(
-                f"block={block} is too small for the weight of {name!r} ({float(exact[name] / whole):.3g} of all), "
-                f"which would never get a record. {larger} the component out.",
-                setting="block",
-            )
-    return tuple(counts.get(name, 0) for name in names)
-
-
-def write_stages(stages: Sequence[tuple[object, Weights]]) -> str:
-    """Formats stages as the Python source of the keyword, for messages."""
-    return "weights=[" + ", ".join(f"({step}, {dict(weights)!r})" for step, weights in stages) + "]"
-
-
-def check_stages(saved: JsonValue, current: JsonValue, position: int, *, step: int | None = None) -> None:
-    """Checks that a stream saved at ``position`` with the mixture ``saved`` can resume with ``current``.
-
-    Args:
-      saved: ``mixture`` of the state's fingerprint.
-      current: ``mixture`` of this feed's fingerprint.
-      position: number of records delivered.
-      step: the step that begins at ``position``, for the remedy.
-
-    Raises:
-      StateMismatchError: a stage that had started, or a component that it draws from, differs. For a changed stage, the
-        remedy prints the weights to pass.
-    """
-    saved_components, saved_stages = _parse_mixture(saved)
-    if not position:  # nothing has been drawn yet
-        return
-    _check_settings(saved, current)
-    now = [Stage(s[1], s[2], s[0]) for s in current["stages"]]
-    begun = _begun(saved_stages, position)
-    for index, (old, new) in enumerate(itertools.zip_longest(begun, _begun(now, position))):
-        if old is None or new is None or not _same_stage(old, new):
-            _raise_changed(index, old, new, begun, now, position, step)
-    used = [name for name in saved_components if any(name in stage.weights for stage in begun)]
-    _check_components(used, saved_components, current["components"])
-
-
-_Numbered = Mapping[str, tuple[int, JsonValue, JsonValue]]  # component → number, identity, digest of shards or None
-
-
-def _number(components: JsonValue) -> _Numbered:
-    return {entry[0]: (number, entry[1], [*entry, None][2]) for number, entry in enumerate(components)}
-
-
-def _parse_mixture(saved: JsonValue) -> tuple[_Numbered, list[Stage]]:
-    """Returns the components and the stages of a saved mixture."""
-    try:
-        components = _number(saved["components"])
-        names = list(components)  # reject weights of other components, whose identity would go unchecked
-        stages = [Stage(first, _check_weights(weights, names), step) for step, first, weights in saved["stages"]]
-        firsts = [number for stage in stages for number in (stage.first_step, stage.first_position)]
-        # Values of other types: JSON has true and 1.5, which Python takes for numbers too.
-        if firsts[:2] != [0, 0] or any(type(number) is not int for number in firsts):
-            raise ValueError("stages begin at 0, at whole steps and positions")
-        return components, stages
-    except (TypeError, KeyError, IndexError, ValueError, AttributeError):
-        raise StateMismatchError(
-            "mixture", saved, "version, block, on_end, components and stages", DAMAGED_STATE
-        ) from None
-
-
-def _check_settings(saved: JsonValue, current: JsonValue) -> None:
-    for name in {**current, **saved}:
-        value, here = saved.get(name), current.get(name)
-        # Compared elsewhere; of the others, True equals 1.
-        if name not in ("stages", "components", "added") and (value != here or type(value) is not type(here)):
-            raise StateMismatchError(
-                f"mixture.{name}", value, here, f"Pass {name}={value!r}, or start a new stream without the state."
-            )
-
-
-def _begun(stages: Sequence[Stage], position: int) -> list[Stage]:
-    # Not <=: nothing has been drawn yet from a stage that starts at the position.
-    return [stage for stage in stages if stage.first_position < position]
-
-
-def _same_stage(old: Stage, new: Stage) -> bool:
-    # Weights that differ by a common factor draw the same records.
-    def shares(weights: Weights) -> dict[str, Fraction]:
-        whole = sum(Fraction(weight) for weight in weights.values())
-        return {name: Fraction(weight) / whole for name, weight in weights.items()}
-
-    return old.first_position == new.first_position and shares(old.weights) == shares(new.weights)
-
-
-def _raise_changed(
-    index: int,
-    old: Stage | None,
-    new: Stage | None,
-    begun: Sequence[Stage],
-    now: Sequence[Stage],
-    position: int,
-    step: int | None,
-) -> None:
-    in_force = [stage for stage in now if stage.first_position <= position][-1]
-    later = [stage for stage in now if stage.first_position > position]
-    stages: list[tuple[object, Weights]] = [(stage.first_step, stage.weights) for stage in begun]
-    if not _same_stage(dataclasses.replace(in_force, first_position=begun[-1].first_position), begun[-1]):
-        stages.append(("<the next step>" if step is None else step, in_force.weights))
-    stages += [(stage.first_step, stage.weights) for stage in later]
-    raise StateMismatchError(
-        f"mixture.stages[{index}]",
-        None if old is None else (old.first_step, dict(old.weights)),
-        None if new is None else (new.first_step, dict(new.weights)),
-        "A stage that has begun cannot change, because delivered records were drawn with it. To use the new weights "
-        f"from here on, pass {write_stages(stages)}",
-    )
-
-
-def _check_components(used: Sequence[str], saved: _Numbered, current: JsonValue) -> None:
-    here, order = _number(current), list(saved)
-    for name in used:
-        field, (number, identity, shards) = f"mixture.components.{name}", saved[name]
-        if name not in here:
-            raise StateMismatchError(
-                field,
-                identity,
-                None,
-                "Delivered records came from it and must remain replayable: keep it among the components (in the order "
-                f"{order}, additions last) and leave it out of later stages.",
-            )
-        new_number, new_identity = here[name][0], as_saved(here[name][1], identity)
-        if new_number != number:
-            raise StateMismatchError(
-                f"{field}.number", number, new_number, f"Pass the components in the order {order}, additions last."
-            )
-        if new_identity != identity:
-            if isinstance(identity, dict) and isinstance(new_identity, dict):
-                old, new = cast("dict[str, JsonValue]", identity), cast("dict[str, JsonValue]", new_identity)
-                part = next(name for name in {**old, **new} if old.get(name, "missing") != new.get(name, "missing"))
-                field, identity, new_identity = f"{field}.{part}", old.get(part, "missing"), new.get(part, "missing")
-            raise StateMismatchError(
-                field,
-                identity,
-                new_identity,
-                "Pass the component's original data, or add the new data under a new name.",
-            )
-        if shards is not None and shards != here[name][2]:
-            raise StateMismatchError(
-                f"{field}.shards",
-                shards,
-                here[name][2],
-                "The same records in shards of other lengths, in which they have another order. Pass the component as it was "
-                "(a Zip has the shards of its first source that has any), or add it under a new name.",
-            )
-
-
 MIXTURE_VERSION = 1
-MAX_BLOCK = 1 << 24
-"""Records of a block at most: the layout of a block is held in memory, some 16 bytes per record, and some of them are."""
 COMPONENT_SHIFT = 48
 """A record id of a mixture is ``component << 48 | id``: 2**15 components of 2**48 records fit into an int64.
 
@@ -366,16 +55,6 @@ def join_ids(component: int, record_ids: Ids) -> Ids:
 def split_ids(mixture_ids: Ids) -> tuple[Ids, Ids]:
     """Splits mixture ids into component numbers and record ids within the components."""
     return mixture_ids >> COMPONENT_SHIFT, mixture_ids & ((1 << COMPONENT_SHIFT) - 1)
-
-
-def group_by(values: RecordIds) -> list[tuple[int, RecordIds]]:
-    """Returns each distinct value, ascending, with the ascending indices at which it occurs."""
-    if values.size and bool((values == values[0]).all()):  # as often; sorting takes four times as long
-        return [(int(values[0]), np.arange(values.size))]
-    order = np.argsort(values, kind="stable")
-    ordered = values[order]
-    cuts = [0, *(np.flatnonzero(ordered[1:] != ordered[:-1]) + 1).tolist(), values.size]
-    return [(int(ordered[a]), order[a:b]) for a, b in itertools.pairwise(cuts) if a < b]
 
 
 @functools.lru_cache(maxsize=256)  # at most 8 MiB in blocks of 2,048; lanes are each in a block of their own

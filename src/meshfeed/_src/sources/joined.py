@@ -11,8 +11,8 @@ import numpy as np
 
 from meshfeed._src.base import hooks, trees
 from meshfeed._src.base.errors import SettingsError, SourceError
+from meshfeed._src.base.groups import group_by
 from meshfeed._src.base.types import ColumnSlices, PyTree, Record, RecordIds, Rngs
-from meshfeed._src.order.mixture import group_by
 from meshfeed._src.reading.host_batch import spec_of_batch
 from meshfeed._src.reading.items import decode_each
 from meshfeed._src.reading.records import SourceReader, file_of, reads_columns, wants_rng

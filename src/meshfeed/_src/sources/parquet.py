@@ -16,8 +16,8 @@ import numpy as np
 
 from meshfeed._src.base import memory
 from meshfeed._src.base.errors import CorruptDataError, SourceError, hides_own_frames
+from meshfeed._src.base.groups import group_by
 from meshfeed._src.base.types import JsonValue, PyTree, public
-from meshfeed._src.order.mixture import group_by
 from meshfeed._src.reading.identity import digest_raw
 from meshfeed._src.sources.checks import chosen_columns
 from meshfeed._src.sources.files import paths as file_paths

@@ -12,8 +12,8 @@ import numpy as np
 
 from meshfeed._src.base import memory, trees
 from meshfeed._src.base.errors import CorruptDataError, MeshfeedError, SettingsError, SourceError, hides_own_frames
+from meshfeed._src.base.groups import group_by
 from meshfeed._src.base.types import ColumnSlices, JsonValue, PyTree, Record, RecordIds, public
-from meshfeed._src.order.mixture import group_by
 from meshfeed._src.reading.identity import digest_tree, probe_digest
 from meshfeed._src.sources.checks import as_run, check_ids, check_lengths, is_count
 from meshfeed._src.sources.files.formats import reader_hint

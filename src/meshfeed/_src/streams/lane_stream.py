@@ -18,8 +18,8 @@ from meshfeed._src.base.hooks import find
 from meshfeed._src.base.settings import FeedSettings, default_num_lanes
 from meshfeed._src.base.types import JsonValue, PyTree, RecordIds, StreamSource
 from meshfeed._src.order.added_stages import add_stage, check_added, not_a_mixture, parse_added
-from meshfeed._src.order.mixture import StagedWeights
 from meshfeed._src.order.steps import Segment, StepSchedule, parse_segments, position_at
+from meshfeed._src.order.weights import StagedWeights
 from meshfeed._src.plan.plan import HostRows
 from meshfeed._src.reading.host_batch import spec_of_batch
 from meshfeed._src.reading.identity import identify_within, kind_of

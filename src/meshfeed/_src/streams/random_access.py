@@ -20,9 +20,9 @@ from meshfeed._src.base.settings import FeedSettings, ShardShuffle, default_num_
 from meshfeed._src.base.types import JsonValue, PyTree, RandomAccessSource, RecordIds, RecordOrder
 from meshfeed._src.order.added_stages import add_stage, check_added, not_a_mixture, parse_added
 from meshfeed._src.order.epochs import EpochOrder
-from meshfeed._src.order.mixture import StagedWeights
 from meshfeed._src.order.shards import ShardOrder, with_usual
 from meshfeed._src.order.steps import Segment, StepSchedule, derive_step, parse_segments, position_at
+from meshfeed._src.order.weights import StagedWeights
 from meshfeed._src.plan.plan import HostRows
 from meshfeed._src.reading.identity import identify_within, kind_of
 from meshfeed._src.reading.records import RecordReader, file_of, reads_columns

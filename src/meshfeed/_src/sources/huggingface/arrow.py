@@ -16,8 +16,8 @@ import pyarrow as pa
 
 from meshfeed._src.base import memory, trees
 from meshfeed._src.base.errors import SourceError
+from meshfeed._src.base.groups import group_by
 from meshfeed._src.base.types import PyTree
-from meshfeed._src.order.mixture import group_by
 from meshfeed._src.sources.checks import as_run
 
 MAP = "meshfeed.sources.Map or map() of the dataset"

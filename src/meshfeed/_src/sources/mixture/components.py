@@ -13,7 +13,8 @@ from meshfeed._src.base.errors import SettingsError, SourceError
 from meshfeed._src.base.identities import ALL_RECORDS, without_all_records
 from meshfeed._src.base.types import JsonValue
 from meshfeed._src.order.added_stages import check_stage_weights, merge_stages
-from meshfeed._src.order.mixture import MixtureSettings, Stage, StagedWeights, block_counts, nest_stages
+from meshfeed._src.order.mixture import MixtureSettings
+from meshfeed._src.order.weights import Stage, StagedWeights, block_counts, nest_stages
 from meshfeed._src.reading.identity import source_identity
 from meshfeed._src.reading.shared_probes import identify_each
 from meshfeed._src.sources.checks import is_count

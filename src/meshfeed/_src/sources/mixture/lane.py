@@ -13,8 +13,9 @@ from typing import Self
 import numpy as np
 
 from meshfeed._src.base import hooks, trees
+from meshfeed._src.base.groups import group_by
 from meshfeed._src.base.types import JsonValue, PyTree, Record, RecordIds
-from meshfeed._src.order.mixture import StagedBlocks, group_by
+from meshfeed._src.order.mixture import StagedBlocks
 from meshfeed._src.sources.joined import Joiner, Part
 from meshfeed._src.sources.mixture.component_lane import ComingFiles, ComponentLane
 

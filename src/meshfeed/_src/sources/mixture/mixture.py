@@ -8,7 +8,7 @@ from typing import Any
 from meshfeed._src.base import hooks
 from meshfeed._src.base.errors import SettingsError, SourceError, hides_own_frames
 from meshfeed._src.base.types import public
-from meshfeed._src.order.mixture import block_counts, check_all_named, parse_weights
+from meshfeed._src.order.weights import block_counts, check_all_named, parse_weights
 from meshfeed._src.sources.checks import checked_count
 from meshfeed._src.sources.host_batches import HostBatches
 from meshfeed._src.sources.lists import listed, select_all

@@ -13,8 +13,9 @@ from meshfeed._src.base import hooks
 from meshfeed._src.base.errors import SettingsError
 from meshfeed._src.base.types import JsonValue
 from meshfeed._src.order.epochs import EpochOrder
-from meshfeed._src.order.mixture import StagedBlocks, check_stages
+from meshfeed._src.order.mixture import StagedBlocks
 from meshfeed._src.order.permutation import derive_key
+from meshfeed._src.order.saved_mixture import check_stages
 from meshfeed._src.sources.mixture.component_lane import ComponentLane
 from meshfeed._src.sources.mixture.components import Components, MixedSource
 from meshfeed._src.sources.mixture.lane import MixtureLane, StackedMixtureLane
@@ -161,5 +162,5 @@ class StreamMixture(MixedSource):
         return {"shuffle": self.shuffle, **dataclasses.replace(self._bound, identities=self._identities).config()}
 
     def check_saved(self, saved_mixture: JsonValue, position: int, step: int | None = None) -> None:
-        """See :func:`meshfeed._src.order.mixture.check_stages`."""
+        """See :func:`meshfeed._src.order.saved_mixture.check_stages`."""
         check_stages(saved_mixture, self.mixture_config(), position, step=step)
