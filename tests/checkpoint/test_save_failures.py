@@ -19,7 +19,7 @@ from checkpoint_trees import abstract, assert_same, make_mesh, place
 from etils import epath
 
 from meshfeed._src.base.errors import CheckpointError
-from meshfeed._src.checkpoint import array_handler, at_exit, handlers, report, stored
+from meshfeed._src.checkpoint import array_handler, at_exit, directory, handlers, report, stored
 from meshfeed.checkpoint import Checkpointer, restore_once
 
 
@@ -287,3 +287,25 @@ def test_a_wait_that_is_interrupted_leaves_a_save_that_is_waited_for(tmp_path, m
         assert ckpt.steps()[0] == 1
         later.join()
     ckpt.close()
+
+
+@pytest.mark.parametrize(
+    "error", [FileNotFoundError(2, "No such file or directory"), OSError(39, "Directory not empty")]
+)
+def test_what_is_left_of_a_save_and_stays_is_named(tmp_path, monkeypatch, error):
+    monkeypatch.setattr(directory, "_PAUSE_SECONDS", 0.0)
+    left = epath.Path(tmp_path / "2.orbax-checkpoint-tmp")
+    left.mkdir()
+    with (
+        monkeypatch.context() as patch,
+        pytest.raises(CheckpointError, match=r"left of an unfinished save.*If another job"),
+    ):
+        patch.setattr(type(left), "rmtree", lambda self: raise_(error))
+        directory._remove(left)
+    directory._remove(left)
+    assert not left.exists()
+    directory._remove(left)  # gone meanwhile
+
+
+def raise_(error):
+    raise error

@@ -160,10 +160,9 @@ def _remove(folder: epath.Path) -> None:
     for attempts_left in reversed(range(_ATTEMPTS)):
         try:
             return folder.rmtree()
-        except FileNotFoundError:
+        except OSError as error:
             if not folder.exists():
                 return
-        except OSError as error:
             if not attempts_left:
                 raise CheckpointError(
                     f"{folder}: is left of an unfinished save, and cannot be removed: {type(error).__name__}: {error}. If "
