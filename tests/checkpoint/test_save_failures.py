@@ -296,12 +296,10 @@ def test_what_is_left_of_a_save_and_stays_is_named(tmp_path, monkeypatch, error)
     monkeypatch.setattr(directory, "_PAUSE_SECONDS", 0.0)
     left = epath.Path(tmp_path / "2.orbax-checkpoint-tmp")
     left.mkdir()
-    with (
-        monkeypatch.context() as patch,
-        pytest.raises(CheckpointError, match=r"left of an unfinished save.*If another job"),
-    ):
+    with monkeypatch.context() as patch:
         patch.setattr(type(left), "rmtree", lambda self: raise_(error))
-        directory._remove(left)
+        with pytest.raises(CheckpointError, match=r"left of an unfinished save.*If another job"):
+            directory._remove(left)
     directory._remove(left)
     assert not left.exists()
     directory._remove(left)  # gone meanwhile
