@@ -30,7 +30,7 @@ import meshfeed
 from meshfeed._src.base.errors import CorruptDataError, SettingsError, SourceError, StalledError
 from meshfeed._src.base.retry import call_with_retry
 from meshfeed._src.base.settings import Retry
-from meshfeed._src.sources.files import download, shard_cache
+from meshfeed._src.sources.files import download, locks, shard_cache
 from meshfeed._src.sources.files.download import Download
 from meshfeed._src.sources.files.shard_cache import RemoteFile, ShardCache
 
@@ -483,7 +483,7 @@ def test_copies_of_a_version_without_the_prefix_are_used(store: Store, tmp_path)
 
 HOLDER = """
     import sys, time, pathlib
-    from meshfeed._src.sources.files.shard_cache import locked
+    from meshfeed._src.sources.files.locks import locked
     with locked(pathlib.Path(sys.argv[1]), 10):
         print("held", flush=True)
         time.sleep(1000)
@@ -543,7 +543,7 @@ def test_a_lock_file_that_its_holder_removes_has_one_holder(tmp_path) -> None:
     def work() -> None:
         try:
             for _ in range(200):
-                with shard_cache.locked(path, 60):
+                with locks.locked(path, 60):
                     with guard:
                         inside[0] += 1
                         most[0] = max(most[0], inside[0])
@@ -562,21 +562,21 @@ def test_a_lock_file_that_its_holder_removes_has_one_holder(tmp_path) -> None:
 
 def test_a_stale_descriptor_of_a_lock_file_is_no_lock(tmp_path, monkeypatch) -> None:
     path, opened = tmp_path / "lock", os.open
-    first = shard_cache.try_lock(path)
+    first = locks.try_lock(path)
     assert first is not None
 
     def open_and_lose(*args):
         handle = opened(*args)
         monkeypatch.setattr(os, "open", opened)
-        shard_cache.unlock(path, first)  # between the second one's open and its flock
+        locks.unlock(path, first)  # between the second one's open and its flock
         return handle
 
     monkeypatch.setattr(os, "open", open_and_lose)
-    second = shard_cache.try_lock(path)
+    second = locks.try_lock(path)
     assert second is not None
     assert os.path.samestat(os.fstat(second), path.stat())
-    assert shard_cache.try_lock(path) is None
-    shard_cache.unlock(path, second)
+    assert locks.try_lock(path) is None
+    locks.unlock(path, second)
 
 
 def patch_write(monkeypatch: pytest.MonkeyPatch, write: Callable[[Download, bytes, int], None]) -> None:

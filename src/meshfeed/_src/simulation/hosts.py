@@ -21,7 +21,7 @@ import numpy as np
 from meshfeed._src.agreement.windows import full_window, window_ends
 from meshfeed._src.reading.fetch_policy import FetchPlan, eviction_order, open_bytes, plan_bytes
 from meshfeed._src.sources.files.download import FIRST_BLOCK_BYTES, adapted_block
-from meshfeed._src.sources.files.shard_cache import POLL_SECONDS, poll_pauses
+from meshfeed._src.sources.files.locks import POLL_SECONDS, poll_pauses
 
 _SCANNED_AT_ONCE = 1 << 30  # batches
 _MAX_BLOCKS = 4  # of a file that are simulated one by one

@@ -12,10 +12,6 @@ process dies, and by atomic renames. It may contain other files: only the follow
 * ``meshfeed_room.lock``: held while the folder is scanned and files are renamed or removed.
 
 Complete files of earlier versions, which had no prefix, are renamed on first use.
-
-The holder of a lock removes the lock file. A process that opened the file before its removal and locks it afterwards has
-locked an unlinked file, while a third process may create and lock a new one. A lock is therefore valid only if the path
-still refers to the locked file.
 """
 
 from __future__ import annotations
@@ -34,12 +30,11 @@ import pathlib
 import re
 import secrets
 import shutil
-import socket
 import threading
 import time
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, TypeVar
+from typing import Any
 
 import xxhash
 
@@ -52,126 +47,20 @@ from meshfeed._src.reading.fetch_policy import default_ahead_bytes, eviction_ord
 from meshfeed._src.sources.checks import is_count
 from meshfeed._src.sources.files.download import Download, Downloads
 from meshfeed._src.sources.files.formats import decompress
+from meshfeed._src.sources.files.locks import (
+    POLL_SECONDS,
+    flock,
+    holder_of,
+    lock_stalled,
+    locked,
+    poll,
+    poll_pauses,
+    remove_unlocked,
+    still_there,
+    try_lock,
+    unlock,
+)
 from meshfeed._src.sources.files.paths import StoredFile, changed, describe_change, look_up, stored_file
-
-_T = TypeVar("_T")
-_LOCK_POLL_SECONDS = 0.001  # polls, because flock has no timeout
-POLL_SECONDS = 0.02
-"""Shortest pause before a thread looks again for a file that another one fetches, or for room."""
-_MAX_POLL_SECONDS = 0.05
-
-
-def poll_pauses() -> Iterator[float]:
-    """Yields the pauses, in seconds, in which a thread waits for a file that another one fetches."""
-    pause = POLL_SECONDS
-    while True:
-        yield pause
-        pause = min(2 * pause, _MAX_POLL_SECONDS)
-
-
-def try_lock(path: pathlib.Path) -> int | None:
-    """Tries to lock a lock file exclusively, creating it if needed; returns a handle for :func:`unlock`, or None."""
-    while True:
-        handle = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
-        try:
-            is_locked = _flock(handle, fcntl.LOCK_EX)
-            if is_locked and still_there(handle, path):
-                with contextlib.suppress(OSError):  # on a full disk, only the name of the holder is lost
-                    os.truncate(handle, 0)
-                    os.pwrite(handle, f"process {os.getpid()} on {socket.gethostname()}".encode(), 0)
-                return handle
-        except BaseException:
-            os.close(handle)
-            raise
-        os.close(handle)
-        if not is_locked:
-            return None
-
-
-def unlock(path: pathlib.Path | None, handle: int) -> None:
-    """Removes the lock file ``path``, if given, and releases the lock."""
-    try:
-        if path is not None:
-            with contextlib.suppress(OSError):  # a leftover lock file is harmless
-                path.unlink(missing_ok=True)
-        fcntl.flock(handle, fcntl.LOCK_UN)  # closing alone keeps the lock if a forked child inherited the handle
-    finally:
-        os.close(handle)
-
-
-@contextlib.contextmanager
-def locked(path: pathlib.Path, seconds: float) -> Iterator[None]:
-    """Holds the lock of a lock file within the ``with`` block.
-
-    Raises:
-      StalledError: if the lock is not free within ``seconds``; names the holder.
-    """
-    handle = _poll(lambda: try_lock(path), seconds, lambda: _stalled(path, _holder_of(path), seconds))
-    try:
-        yield
-    finally:
-        unlock(path, handle)
-
-
-def _poll(attempt: Callable[[], _T | None], seconds: float, stalled: Callable[[], StalledError]) -> _T:
-    """Returns the first result of ``attempt`` that is not None; raises ``stalled()`` if there is none within ``seconds``."""
-    deadline, pause = time.monotonic() + seconds, _LOCK_POLL_SECONDS
-    while (found := attempt()) is None:
-        if time.monotonic() > deadline:
-            raise stalled()
-        time.sleep(pause)
-        pause = min(2 * pause, _MAX_POLL_SECONDS)
-    return found
-
-
-def _holder_of(path: pathlib.Path) -> str:
-    """Returns a description of the process that holds the lock of a lock file."""
-    try:
-        return path.read_text(errors="replace")[:300] or "another process"
-    except OSError:
-        return "another process"
-
-
-def _remove_unlocked(path: pathlib.Path) -> bool:
-    """Removes a file unless it is locked; returns whether the lock was free.
-
-    Raises:
-      FileNotFoundError: if the file does not exist.
-    """
-    handle = os.open(path, os.O_RDWR | os.O_CLOEXEC)
-    try:
-        if not _flock(handle, fcntl.LOCK_EX):
-            return False
-        if still_there(handle, path):
-            path.unlink(missing_ok=True)
-        return True
-    finally:
-        unlock(None, handle)
-
-
-def still_there(handle: int, path: pathlib.Path) -> bool:
-    """Whether ``path`` still refers to the open file."""
-    try:
-        return os.path.samestat(os.fstat(handle), os.stat(path))
-    except FileNotFoundError:
-        return False
-
-
-def _flock(handle: int, mode: int) -> bool:
-    try:
-        fcntl.flock(handle, mode | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
-    return True
-
-
-def _stalled(path: pathlib.Path, holder: str, seconds: float) -> StalledError:
-    return StalledError(
-        f"ShardCache: {holder} has held the lock of {path} for more than {seconds:.0f} s. It is stopped, or hangs in that "
-        "folder's disk. Continue or end that process, which releases the lock; or use another directory=.",
-        waited_seconds=seconds,
-    )
-
 
 _log = logging.getLogger("meshfeed.sources.shard_cache")
 
@@ -229,7 +118,7 @@ class _SharedPlans:
             self._written = time.monotonic()
             handle = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644)
             last, self._own[:] = list(self._own), [(path, handle)]
-            _flock(handle, fcntl.LOCK_EX)
+            flock(handle, fcntl.LOCK_EX)
             os.write(handle, json.dumps(nearest).encode())
             _unlock_all(last)
 
@@ -573,7 +462,7 @@ class ShardCache:
     def _remove(self, path: pathlib.Path) -> None:
         def remove() -> bool | None:
             with self._room(), contextlib.suppress(FileNotFoundError):
-                return _remove_unlocked(path) or None
+                return remove_unlocked(path) or None
             return True
 
         def stalled() -> StalledError:
@@ -583,7 +472,7 @@ class ShardCache:
                 waited_seconds=self._stall_seconds,
             )
 
-        _poll(remove, self._stall_seconds, stalled)
+        poll(remove, self._stall_seconds, stalled)
 
     def _is_intact(self, entry: _Entry) -> bool:
         """Compares a copy that this process did not fetch with its digest, once."""
@@ -631,7 +520,7 @@ class ShardCache:
     def _room(self) -> Iterator[None]:
         """Locks the folder."""
         if not self._room_lock.acquire(timeout=self._stall_seconds):  # in turn, which polling for the file lock is not
-            raise _stalled(self.directory, "another thread of this process", self._stall_seconds)
+            raise lock_stalled(self.directory, "another thread of this process", self._stall_seconds)
         try:
             with locked(self.directory / f"{_PREFIX}room.lock", self._stall_seconds):
                 yield
@@ -658,7 +547,7 @@ class ShardCache:
                 elif time.monotonic() - waited_from > self._stall_seconds:
                     _log.warning(
                         "%s has fetched %d bytes of %s and nothing for %.0f s; fetching it here as well",
-                        _holder_of(entry.lock), arrived[1], entry.url, self._stall_seconds,
+                        holder_of(entry.lock), arrived[1], entry.url, self._stall_seconds,
                     )  # fmt: skip
                     break
                 time.sleep(next(pauses))
@@ -820,7 +709,7 @@ class ShardCache:
             if excess <= 0:
                 break
             with contextlib.suppress(FileNotFoundError):
-                if _remove_unlocked(path):
+                if remove_unlocked(path):
                     excess -= size
                     self._count(evicted=1)
         return excess
@@ -837,7 +726,7 @@ class ShardCache:
             owned = _OWNED.fullmatch(path.name)
             with contextlib.suppress(FileNotFoundError):  # removed meanwhile by another process
                 if owned:
-                    if not _remove_unlocked(path) and not path.name.endswith(".lock"):
+                    if not remove_unlocked(path) and not path.name.endswith(".lock"):
                         held.append((0.0, int(owned["part"] or 0), path))
                 elif _WHOLE.fullmatch(path.name):
                     status = path.stat()
@@ -955,11 +844,11 @@ def _kept(entry: _Entry, seconds: float) -> Iterator[bool]:
         yield False
         return
     try:
-        if not _flock(handle, fcntl.LOCK_SH):
-            _poll(
-                lambda: _flock(handle, fcntl.LOCK_SH) or None,
+        if not flock(handle, fcntl.LOCK_SH):
+            poll(
+                lambda: flock(handle, fcntl.LOCK_SH) or None,
                 seconds,
-                lambda: _stalled(entry.path, "another process", seconds),
+                lambda: lock_stalled(entry.path, "another process", seconds),
             )
         is_here = still_there(handle, entry.path)  # it may have been removed before the lock was acquired
         if is_here:
