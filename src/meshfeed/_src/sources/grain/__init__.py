@@ -1,1 +1,1 @@
-"""Grain datasets as random-access sources or as lanes. Read first: ``datasets.py``."""
+"""Grain datasets as random-access sources or as lanes. Read first: ``datasets.py``, then ``lanes.py``."""
