@@ -39,7 +39,7 @@ from meshfeed._src.sources.files.manifest import (
 )
 from meshfeed._src.sources.files.shard_cache import ShardCache
 from meshfeed._src.sources.manifest import make_manifest
-from meshfeed._src.sources.tokens import source as tokens_module
+from meshfeed._src.sources.tokens import files as tokens_module
 from meshfeed.sources import ArrayRecord, Packed, Parquet, Tokens, WebDataset
 
 T = TypeVar("T")

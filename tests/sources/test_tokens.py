@@ -19,7 +19,9 @@ from token_files import write_llm_c, write_megatron
 
 import meshfeed
 from meshfeed._src.sources.files import open_files
-from meshfeed._src.sources.tokens import source as module
+from meshfeed._src.sources.tokens import files as module
+from meshfeed._src.sources.tokens import formats
+from meshfeed._src.sources.tokens.formats import TokenFile
 from meshfeed.sources import Tokens
 
 RNG = np.random.default_rng(0)
@@ -148,7 +150,7 @@ def pieces(tokens: np.ndarray) -> Iterator[np.ndarray]:
 
 
 def test_documents_that_end_with_eod(way: str, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "_SCANNED_BYTES", 1 << 10)  # documents cross what is read at once
+    monkeypatch.setattr(formats, "_SCANNED_BYTES", 1 << 10)  # documents cross what is read at once
     parts = []
     for number in range(3):
         tokens = some_tokens(5000)
@@ -405,7 +407,8 @@ def test_many_files_share_the_bound_on_open_files(
     for number, part in enumerate(parts):
         np.save(tmp_path / f"{number:03d}.npy", part)
     files = open_files.ShardPool(max_files=5)
-    monkeypatch.setattr("meshfeed._src.sources.tokens.source.shared_pool", files)
+    for users in (module, formats):
+        monkeypatch.setattr(users, "shared_pool", files)
     check(Tokens(str(tmp_path / "*.npy"), 10), [window for part in parts for window in windows(part, 10, 10)])
     assert len(files) == 5
 
@@ -455,9 +458,7 @@ def test_compressed_files_are_read_from_a_copy_in_the_cache(tmp_path: pathlib.Pa
         source = Tokens(tmp_path / name, 16, dtype=dtype, cache=cache)
         check(source, windows(tokens, 16, 16))
         [file] = source._shards.files
-        assert (
-            module.TokenFile.from_entry(file.entry(), file.version, "") == file
-        )  # what a host knows that did not look at it
+        assert TokenFile.from_entry(file.entry(), file.version, "") == file  # what a host knows that did not look at it
         documents = Tokens.documents(tmp_path / name, dtype=dtype, eod=int(tokens[50]), cache=cache)
         np.testing.assert_array_equal(np.concatenate([record["tokens"] for record in documents]), tokens)
     (tmp_path / "x.jsonl.gz").write_bytes(gzip.compress(b"{}" * 50))

@@ -32,7 +32,9 @@ from meshfeed._src.sources.files.manifest import (
     write_manifest,
 )
 from meshfeed._src.sources.files.shard import Shard, need_cache
-from meshfeed._src.sources.tokens import source as tokens
+from meshfeed._src.sources.tokens import formats as token_formats
+from meshfeed._src.sources.tokens.files import LENGTHS_KEY
+from meshfeed._src.sources.tokens.source import Tokens
 
 WORKERS = 16
 """Files that are read at once."""
@@ -40,11 +42,11 @@ WORKERS = 16
 _INSPECT: dict[str, Callable[[str, np.dtype[Any] | None], Shard]] = {
     "ArrayRecord": lambda name, _: readers.inspect(name, None),
     "Parquet": lambda name, _: parquet.inspect(name, None),
-    "Tokens": lambda name, dtype: tokens.inspect(name, dtype, None),
+    "Tokens": lambda name, dtype: token_formats.inspect(name, dtype, None),
     "WebDataset": lambda name, _: webdataset.inspect(name, None),
 }
 _SELECT: dict[str, Callable[[list[str]], list[str]]] = {
-    "Tokens": tokens.token_files,
+    "Tokens": token_formats.token_files,
     "WebDataset": webdataset.archives,
 }
 
@@ -159,8 +161,8 @@ def _lengths(
     manifest: str, source: str, key: str | None, dtype: DTypeLike | None, eod: int | None
 ) -> dict[str, Lengths]:
     if source == "Tokens":
-        documents = tokens.Tokens.documents(manifest, dtype=dtype, eod=eod)
-        return {tokens.LENGTHS_KEY: Lengths(documents.lengths(), documents.documents_per_file(), eod)}
+        documents = Tokens.documents(manifest, dtype=dtype, eod=eod)
+        return {LENGTHS_KEY: Lengths(documents.lengths(), documents.documents_per_file(), eod)}
     if key is None:
         raise SettingsError(f"eod={eod} is for token files, and these are for {source}. Pass --lengths.", setting="eod")
     if source == "Parquet":

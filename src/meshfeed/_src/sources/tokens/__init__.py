@@ -1,1 +1,1 @@
-"""Flat files of tokens: ``source.py``, and ``_reads.c``, the C extension that reads batches."""
+"""Flat files of tokens: ``source.py``, ``formats.py``, and ``files.py``, which reads them with the extension ``_reads.c``."""
