@@ -255,6 +255,64 @@ def leave(directory: str):
     return found, [record.split(": ")[1:3] for record in records if "step 2" in record]
 
 
+def do_different_things(directory: str):
+    """Host 1 passes another step, no feed, another tree, another folder: all refuse, at once, and then go on."""
+    import time
+
+    import jax
+    import numpy as np
+
+    from meshfeed.checkpoint import Checkpointer, restore_once
+
+    mesh, here = checkpoint_trees.make_mesh(4, 2), jax.process_index() == 1
+    feed, found = checkpoint_feeds.CountingFeed(), []
+
+    def tree(value):
+        return {name: checkpoint_trees.place(np.full((8, 8), value), mesh, "data") for name in ("a", "b")}
+
+    def note(work):
+        started = time.monotonic()
+        try:
+            found.append(f"did {work()}")
+        except Exception as error:
+            found.append(str(error).replace(directory, ""))
+        assert time.monotonic() - started < 20, found
+
+    with Checkpointer(f"{directory}/different", save_interval_steps=1, timeout_seconds=40) as ckpt:
+        for step in (1, 2):
+            next(feed)
+            ckpt.save(step, tree(step), feed)
+        ckpt.wait()
+        wanted = checkpoint_trees.abstract(tree(0))
+        note(lambda: ckpt.restore(wanted, feed, step=1 + here))
+        note(lambda: ckpt.restore(wanted, step=1 if here else None))
+        note(lambda: ckpt.restore(wanted, None if here else feed))
+        note(lambda: ckpt.save(3, tree(3), None if here else feed))
+        note(lambda: restore_once(f"{directory}/different/{1 + here}/arrays", wanted))
+        other = {**wanted, "a": ... if here else wanted["a"]}
+        note(lambda: restore_once(f"{directory}/different/1/arrays", other))
+        step, restored = ckpt.restore(wanted, feed)
+        assert (step, feed.step) == (2, 2)
+        checkpoint_trees.assert_same(tree(2), restored)
+        ckpt.save(3, tree(3), feed)
+    return found
+
+
+def check_different_things(found):
+    calls = [
+        ("restoring step 1 with a feed", "restoring step 2 with a feed"),
+        ("restoring the newest step", "restoring step 1"),
+        ("restoring the newest step with a feed", "restoring the newest step"),
+        ("saving a step with a feed", "saving a step"),
+    ]
+    for message, (others, one) in zip(found, calls, strict=False):
+        assert f"different things at the same time (hosts 0, 2, 3: {others}; host 1: {one})" in message
+    saves, trees = found[len(calls) :]
+    assert "hosts restore different saves at the same time (hosts 0, 2, 3: " in saves
+    assert "of step 1; host 1: " in saves
+    assert "hosts restore different trees (hosts 0, 2, 3: " in trees
+
+
 def check_failures_before_a_save(results):
     found, steps = zip(*results, strict=True)
     assert set(map(str, steps)) == {"([6], [1, 5])"}
@@ -320,6 +378,8 @@ def test_exact_read_once_and_agreed_on_several_hosts(tmp_path):
             assert f"leaf '{name}' holds 1048576" in message
         assert "has no device on the hosts [2, 3]" in pool.run(restore_on_parts, str(tmp_path))[0].value
         assert {result.value for result in pool.run(fall_back, str(tmp_path))} == {(1, 2, True)}
+        for result in pool.run(do_different_things, str(tmp_path)):
+            check_different_things(result.value)
         for host, result in enumerate(pool.run(leave, str(tmp_path))):
             steps, warnings = result.value
             assert steps == [[1, 2], [1], [1]]

@@ -84,8 +84,8 @@ class Agreement(Rounds):
         if differences is not None:
             raise CheckpointError(
                 f"{self.doing}: hosts do different things at the same time ({differences}). All hosts must call save, "
-                "restore and close equally often and in the same order: a host that leaves the training loop early has to "
-                "tell the others."
+                "restore and close in the same order, for the same step, and all of them with a feed or without: a host that "
+                "leaves the training loop early has to tell the others."
             )
         return result
 

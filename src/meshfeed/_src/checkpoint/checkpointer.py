@@ -310,7 +310,7 @@ class Checkpointer(NotCopied):
             save, items = self._captured(step, train_state, feed)
         else:  # everything that may fail on one host only comes before Orbax's first barrier
             doing = f"saving step {step} in {self._directory}"
-            with Agreement(doing, self._timeout_seconds, kind="saving a step") as agreement:
+            with Agreement(doing, self._timeout_seconds, kind=f"saving a step{_beside(feed)}") as agreement:
                 save, items = agreement.attempt(lambda: self._captured(step, train_state, feed))
                 check_same(agreement, step, items[ARRAYS].encoded)
         self._saves += 1
@@ -400,7 +400,8 @@ class Checkpointer(NotCopied):
         self._check_open()
         self.wait()
         doing = f"restoring from {self._directory}"
-        with Agreement(doing, self._timeout_seconds, kind="restoring") as agreement:
+        which = "the newest step" if step is None else f"step {step}"
+        with Agreement(doing, self._timeout_seconds, kind=f"restoring {which}{_beside(feed)}") as agreement:
             if step is None:
                 return self._restore_newest(abstract_or_concrete_state, feed, agreement)
             # Host 0 checks the step for all, so all hosts raise the same error.
@@ -650,6 +651,11 @@ def _position(folder: epath.Path) -> dict[str, JsonValue]:
             "Restore it without a feed, and set the feed's position with feed.set_state."
         )
     return state_files.read_state(folder / ITERATOR)
+
+
+def _beside(feed: object) -> str:
+    """What hosts must have in common beside the call: they exchange the feed's state, and one without a feed would not."""
+    return "" if feed is None else " with a feed"
 
 
 def _start(feed: Resumable) -> None:

@@ -18,7 +18,8 @@ import numpy as np
 from etils import epath
 
 from meshfeed._src.arrays.reshard import without_callers_settings
-from meshfeed._src.base.coordination import process_index
+from meshfeed._src.base.coordination import format_differences, process_index
+from meshfeed._src.base.errors import CheckpointError
 from meshfeed._src.base.types import PyTree
 from meshfeed._src.checkpoint.agreement import Agreement
 from meshfeed._src.checkpoint.exchange import exchange
@@ -31,6 +32,7 @@ from meshfeed._src.checkpoint.plan import LeafRead, Restored, RestorePlan
 from meshfeed._src.checkpoint.read import HostPieces, UnitReader
 from meshfeed._src.checkpoint.report import RestoreProgress
 from meshfeed._src.checkpoint.stored import StoredArrays, find_item
+from meshfeed._src.state.state import digest_of
 
 _GROUP_BYTES = 4 << 30  # memory of the leaves that are read and gathered together, without a limit
 
@@ -85,6 +87,8 @@ def restore(
     """
     with without_callers_settings():  # leaves may be on devices outside the caller's jax.set_mesh
         plan = agreement.attempt(make_plan)
+        if len(agreement.participants) > 1:
+            _check_same(agreement, plan)
         restored: dict[LeafRead, Restored] = {}
         remote = [read for read in plan.reads if read.way == "remote"]
         if dispatch is not None and remote:
@@ -94,6 +98,28 @@ def restore(
         restored.update(_restore_here(plan.stored, here, options, agreement))
         leaves: list[Leaf] = [leaf.leaf(restored) for leaf in plan.leaves]
         return jax.tree_util.tree_unflatten(plan.structure, leaves)
+
+
+def _check_same(agreement: Agreement, plan: RestorePlan) -> None:
+    """Raises on every host if hosts restore different saves or trees: their values would be mixed, or they would hang."""
+    identity = plan.stored.manifest.identity or {}
+    save = f"{identity['id']} of step {identity.get('step')}" if "id" in identity else "without an identity"
+    sent = [
+        [read.leaf.name, read.way, read.dtype.name, list(read.load.shape)]
+        for read in plan.reads
+        if read.way == "packed" or not read.load.direct
+    ]
+    found = agreement.collect([save, digest_of(sent)])
+    if (differing := format_differences({host: save for host, (save, _) in found.items()})) is not None:
+        raise CheckpointError(
+            f"{plan.stored.directory}: hosts restore different saves at the same time ({differing}). Pass the same folder "
+            "and step on every host."
+        )
+    if (differing := format_differences({host: digest for host, (_, digest) in found.items()})) is not None:
+        raise CheckpointError(
+            f"{plan.stored.directory}: hosts restore different trees ({differing}). Pass the same tree, with the same "
+            "shardings, and the same settings of the restore on every host."
+        )
 
 
 def _restore_here(
