@@ -43,12 +43,19 @@ class Host:
         monkeypatch.setattr(handover.time, "monotonic", lambda: self.now)
 
     def start(
-        self, lanes: dict[str, Any], step: int = 0, skipped: Ledgers = NO_LEDGERS, prefetch: int = 0, num_hosts: int = 5
+        self,
+        lanes: dict[str, Any],
+        step: int = 0,
+        skipped: Ledgers = NO_LEDGERS,
+        prefetch: int = 0,
+        num_hosts: int = 5,
+        origin: int = 0,
     ) -> Handover:
         cursor = Cursor(StepSchedule(SIZES), step, 8 * step, skipped=skipped, num_lanes=4)
         return Handover(
             self.store, scope=SCOPE, host=3, num_hosts=num_hosts, cursor=cursor, state=state_at(step, lanes),
             to_json=lambda entries: {lane: [entry, "json"] for lane, entry in entries.items()}, prefetch=prefetch,
+            origin=origin,
         )  # fmt: skip
 
     def publish(self, one: Handover, *batches: HostBatch, later: float = 0.0) -> dict[str, Any]:
@@ -128,7 +135,7 @@ def test_many_hosts_and_large_lanes_are_published_less_often(
 def test_bad_records_are_published_at_once_with_those_before(host: Host) -> None:
     one = host.start({}, step=2, skipped=Ledgers({"3": [[7, 0, "cut", 1]], "0": [[8, 0, "", 1]]}, {"3": 2}))
     old = [[7, 0, "cut", 1]]
-    assert host.publish(one, batch(2)) == {"bad": [[3, [[0, 0, 8]], [4, 1], []], [old, 2]]}
+    assert host.publish(one, batch(2)) == {"bad": [[3, [[0, 0, 8]], [4, 1], []], [old, 2, 0]]}
     assert host.publish(one, batch(3)) == {}
     assert host.publish(one, batch(4, bad=[(9, 1, "empty")])) == {
         "bad": [[5, [[0, 0, 8], [4, 32, 16]], [4, 1], []], [[*old, [9, 1, "empty", 4]], 2]]
@@ -149,19 +156,21 @@ def test_all_that_was_published_is_found_by_its_past(host: Host) -> None:
     host.publish(one, batch(0, a=1, bad=[(9, 0, "empty")]), batch(1, a=2))
     host.publish(one, batch(2, a=3), later=1.0)
     host.publish(one, batch(3, a=4), batch(4, a=5), later=1.0)
-    found = HandedOver.read(host.store, [SCOPE])
+    found = HandedOver.read(host.store, {SCOPE: {0}})
     lanes = [{"a": 0}, {"a": [2, "json"]}, {"a": [3, "json"]}]
     for step, number in ((0, 1), (1, 1), (2, 2), (3, 3), (9, 3)):
         known = found.lanes_before(past_at(step))
         assert sorted(map(json.dumps, known)) == sorted(map(json.dumps, lanes[:number])), step
     assert found.ledgers_of(past_at(9)) == [Ledgers({"3": [[9, 0, "empty", 0]]})]
-    assert HandedOver.read(host.store, ["feed/y"]).ledgers_of(past_at(9)) == []
-    assert len(HandedOver.read(host.store, [SCOPE, "feed/y", SCOPE]).lanes_before(past_at(9))) == 6
+    assert HandedOver.read(host.store, {"feed/y": {0}}).ledgers_of(past_at(9)) == []
+    assert len(HandedOver.read(host.store, {SCOPE: {0}, "feed/y": {0}}).lanes_before(past_at(9))) == 3
 
 
 def test_unlisted_bad_records_are_found_too(host: Host) -> None:
     host.publish(host.start({}, skipped=Ledgers({"3": [[7, 0, "", 0]]}, {"3": 2})), batch(0))
-    assert HandedOver.read(host.store, [SCOPE]).ledgers_of(past_at(1)) == [Ledgers({"3": [[7, 0, "", 0]]}, {"3": 2})]
+    assert HandedOver.read(host.store, {SCOPE: {0}}).ledgers_of(past_at(1)) == [
+        Ledgers({"3": [[7, 0, "", 0]]}, {"3": 2})
+    ]
 
 
 def test_states_are_found_beside_what_was_published() -> None:
@@ -197,3 +206,15 @@ STAGED = {"mixture": {"stages": [[0, 0, {"web": 1}], [2, 16, {"web": 2}]]}}
 def test_pasts_agree_up_to_the_earlier_step(mine: Past, theirs: Past, agree: bool) -> None:
     assert mine.agrees_with(theirs) is agree
     assert theirs.agrees_with(mine) is agree
+
+
+def test_a_ledger_from_before_a_state_does_not_count(host: Host) -> None:
+    host.publish(host.start({}), batch(0, bad=[(9, 0, "empty")]))
+    state = Ledgers({"0": [[9, 0, "empty", 0]]})  # another job had this row on host 0
+    later = host.start({}, step=1, skipped=state, origin=1)
+    assert HandedOver.read(host.store, {SCOPE: {1}}).ledgers_of(past_at(1)) == []  # before its first window too
+    host.publish(later, batch(1))
+    assert HandedOver.read(host.store, {SCOPE: {1}}).ledgers_of(past_at(2)) == []
+    host.publish(later, batch(2, bad=[(11, 0, "empty")]))
+    found = HandedOver.read(host.store, {SCOPE: {1, 2}}).ledgers_of(past_at(3))
+    assert found == [Ledgers({"3": [[11, 0, "empty", 2]]})]

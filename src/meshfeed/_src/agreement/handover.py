@@ -6,7 +6,7 @@ the reports on windows, below keys of their own, which no host reads before :met
 
     <host>/first    its lanes at the start of a generation of the feed
     <host>/<slot>   its lanes at the start of a recent window; the oldest slot is overwritten
-    <host>/bad      its ledger of bad records, including those read ahead
+    <host>/bad      its ledger of bad records, including those read ahead, and the step at which its feed was last set
 
 A host delivers a step only after all hosts have published the window of that step, and none reads further ahead than two
 windows and ``prefetch``. The slots reach back further than that. So for each lane of a lost host there is a state at or
@@ -19,7 +19,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from typing import Any
 
 from meshfeed._src.base.coordination import KeyValueStore
@@ -83,6 +83,7 @@ class Handover:
       state: the state there.
       to_json: :attr:`HostBatch.entries` → lanes as a state has them.
       prefetch: global batches that a host may have ready.
+      origin: step of the state that the feed was last set to. A ledger only grows from there on.
     """
 
     def __init__(
@@ -96,11 +97,12 @@ class Handover:
         state: FeedState,
         to_json: Callable[[Mapping[str, Any]], Mapping[str, JsonValue]],
         prefetch: int,
+        origin: int,
     ) -> None:
         self._store, self._key, self._host, self._num_hosts = store, f"{_prefix(scope)}/{host}", str(host), num_hosts
         self._start_past = Past.of(state, cursor.step)
         self._step_schedule, self._step = cursor.step_schedule, cursor.step
-        self._ledgers = cursor.skipped
+        self._ledgers, self._origin = cursor.skipped, origin
         self._start: Mapping[str, JsonValue] | None = state.lanes or {}
         self._to_json = to_json
         self._entries: Mapping[str, Any] = {}
@@ -139,7 +141,7 @@ class Handover:
         own = [self._ledgers.listed.get(self._host, ()), self._ledgers.num_unlisted.get(self._host, 0)]
         # At the start of a generation also without a new one: what is published may be of another past.
         if self._ledgers is not before or (self._start is not None and any(own)):
-            text = json.dumps([self._past_at(window[-1].step + 1 if window else self._step), own])
+            text = json.dumps([self._past_at(window[-1].step + 1 if window else self._step), [*own, self._origin]])
             self._store.set(f"{self._key}/bad", text, overwrite=True)
 
     def _past_at(self, step: int) -> JsonValue:
@@ -155,25 +157,31 @@ class HandedOver:
         self._ledgers: list[tuple[Past, Ledgers]] = []
 
     @classmethod
-    def read(cls, store: KeyValueStore, scopes: Iterable[str]) -> HandedOver:
-        """Reads the publications of all hosts below some scopes of a feed."""
+    def read(cls, store: KeyValueStore, scopes: Mapping[str, Container[int]]) -> HandedOver:
+        """Reads the publications of all hosts below some scopes of a feed, with the origins of the ledgers that count.
+
+        A ledger from before a ``set_state`` has records that other hosts may have in the new state.
+        """
         found = cls()
-        for scope in scopes:
+        for scope, origins in scopes.items():
             for key, text in store.directory(_prefix(scope)).items():
                 host, _, slot = key.partition("/")
                 past, value = json.loads(text)
                 if slot == "bad":
-                    ledgers = Ledgers({host: value[0]}, {host: value[1]} if value[1] else {})
-                    found._ledgers.append((Past(*past), ledgers))
+                    listed, num_unlisted, origin = value
+                    if origin in origins:
+                        ledgers = Ledgers({host: listed}, {host: num_unlisted} if num_unlisted else {})
+                        found._ledgers.append((Past(*past), ledgers))
                 else:
                     found._lanes.append((Past(*past), value))
         return found
 
-    def add(self, state: FeedState, step: int) -> None:
-        """Adds the lanes and ledgers of a state, whose next step is ``step``."""
+    def add(self, state: FeedState, step: int, *, ledgers: bool = True) -> None:
+        """Adds the lanes of a state, whose next step is ``step``, and its ledgers if they count."""
         past = Past.of(state, step)
         self._lanes.append((past, state.lanes or {}))
-        self._ledgers.append((past, Ledgers.of_state(state)))
+        if ledgers:
+            self._ledgers.append((past, Ledgers.of_state(state)))
 
     def lanes_before(self, past: Past) -> list[Mapping[str, JsonValue]]:
         """Returns the lanes that were known at or before the step of ``past``, in that past."""

@@ -235,6 +235,7 @@ class Feed(Inspection, Checkpointable, NotCopied):
         self._membership = Membership(scope, participants)
         self._hosts_agree = self._handshake.needed
         self._follows = False  # a stream that only other hosts read
+        self._origin = 0  # step of the state that the feed was last set to
         try:
             if self._hosts_agree:
                 coordination.require_store()
@@ -452,7 +453,7 @@ class Feed(Inspection, Checkpointable, NotCopied):
         cursor, settings, stream, handshake = self._cursor, self._settings, self._stream, self._handshake
         hosts_agree, follows, name, scope = self._hosts_agree, self._follows, self.name, self._membership.scope
         placer, host_rows, prefetch, stats = self._placer, self._host_rows, self._prefetch, self._stats
-        sizer, membership = self._sizer, self._membership
+        sizer, membership, origin = self._sizer, self._membership, self._origin
 
         def agreed() -> dict[str, JsonValue]:
             return agreed_settings(settings, stream.fingerprint(cursor) if hosts_agree else {}, cursor, placer.layout)
@@ -472,6 +473,7 @@ class Feed(Inspection, Checkpointable, NotCopied):
                 name=name,
                 scope=scope,
                 round=handshake.round,
+                origin=origin,
                 hosts_agree=hosts_agree,
                 follows=follows,
             )
@@ -520,6 +522,7 @@ class Feed(Inspection, Checkpointable, NotCopied):
                 opening = self._open(cursor)
                 wait_until_open(opening, self._settings.timeout_seconds, name=self.name, hosts_agree=self._hosts_agree)
             self._begin(cursor, opening, "set a state in its feed")
+            self._origin = cursor.step
         except BaseException as error:
             if self._cursor is cursor:  # interrupted after the switch: the new state is in effect
                 raise
@@ -599,6 +602,7 @@ class Feed(Inspection, Checkpointable, NotCopied):
     def reset(self) -> None:
         """Returns to the first batch of the stream; keeps ``num_lanes`` from a restored state."""
         self._begin(self._stream.start(self._cursor), None, "reset its feed")
+        self._origin = 0
 
     def _begin(self, cursor: Cursor, opening: SingleCall[AnyReader] | None, doing: str) -> None:
         """Starts a new generation of the feed at ``cursor``."""
@@ -655,7 +659,7 @@ class Feed(Inspection, Checkpointable, NotCopied):
         hosts, depth = _participants(sharding), self._prefetch.depth
         try:
             place = make_place(sharding, settings, stream, self._placer, self._host_rows)
-            offer = make_offer(settings, stream, cursor, self._membership.scope, place.placer.layout)
+            offer = make_offer(settings, stream, cursor, self._membership.scope, self._origin, place.placer.layout)
             self._step_aside()
         except Exception as error:
             self._meetings.fail(hosts, error)
@@ -694,7 +698,7 @@ class Feed(Inspection, Checkpointable, NotCopied):
         self._left, self._cursor, self._opening = left, cursor, None
         self._startup = self._pipeline = self._finalizer = self._ready = self._failed = self._failed_at = None
         self._placer, self._host_rows, self._follows = place.placer, place.host_rows, place.follows
-        self._membership, self._hosts_agree = joined, agree
+        self._membership, self._hosts_agree, self._origin = joined, agree, cursor.step
         self._close_left()
 
     @property

@@ -93,6 +93,7 @@ def make_pipeline(
     name: str,
     scope: str,
     round: int,
+    origin: int,
     hosts_agree: bool,
     follows: bool,
 ) -> Pipeline:
@@ -113,6 +114,7 @@ def make_pipeline(
       name: name of the feed.
       scope: key prefix, unique to the feed.
       round: number of this generation, counted alike by hosts that only follow.
+      origin: step of the state that the feed was last set to.
       hosts_agree: whether there are other hosts to agree with.
       follows: whether this host follows the hosts that read.
     """
@@ -168,6 +170,7 @@ def make_pipeline(
             state=stream.state(cursor),
             to_json=stream.handover,
             prefetch=prefetch.depth,
+            origin=origin,
         )
     return Pipeline(
         reader,

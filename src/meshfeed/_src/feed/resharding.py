@@ -108,17 +108,17 @@ def _check_same_rows(
 
 
 def make_offer(
-    settings: FeedSettings, stream: AnyStream, cursor: Cursor, scope: str, layout: str
+    settings: FeedSettings, stream: AnyStream, cursor: Cursor, scope: str, origin: int, layout: str
 ) -> dict[str, JsonValue]:
     """Returns what this host brings to the meeting: its state, its settings, and the scope of its generations so far.
 
-    ``layout`` is that of the sharding passed to ``reshard``.
+    ``origin`` is the step of the state that the feed was last set to, ``layout`` that of the sharding passed to ``reshard``.
     """
     return {
         "step": cursor.step,
         "state": stream.state(cursor).to_json(),
         "settings": {"sharding": layout, **flatten(dict(stream.fingerprint(cursor))), **settings.agreed()},
-        "scope": scope,
+        "scope": [scope, origin],
     }
 
 
@@ -145,7 +145,7 @@ def conclude(offers: Mapping[int, JsonValue], prefetch: int) -> dict[str, JsonVa
     begun = len(base.segments)
     _check_alike({host: {"the batch sizes so far": state.segments[:begun]} for host, state in states.items()})
     _check_apart(steps, prefetch, base.kind)
-    handed_over = _handed_over([str(offer["scope"]) for offer in offers.values()])
+    handed_over = _handed_over([offer["scope"] for offer in offers.values()])
     for host, one in states.items():
         handed_over.add(one, steps[host])
     past = Past.of(base, step)
@@ -201,15 +201,22 @@ def _check_apart(steps: Mapping[int, int], prefetch: int, kind: str) -> None:
     )
 
 
-def _handed_over(scopes: Sequence[str]) -> HandedOver:
-    """What hosts of these scopes have published; also what earlier meetings gathered and nobody may have read since."""
+def _handed_over(offered: Iterable[tuple[str, int]]) -> HandedOver:
+    """What hosts have published, of the scopes and origins of offers; also what earlier meetings gathered.
+
+    Nobody may have read that since.
+    """
     if coordination.process_count() == 1:
         return HandedOver()
-    store, scopes = coordination.require_store(), list(dict.fromkeys(scopes))
+    scopes: dict[str, set[int]] = {}
+    for scope, origin in offered:
+        scopes.setdefault(scope, set()).add(origin)
+    store = coordination.require_store()
     found = HandedOver.read(store, scopes)
-    for scope in scopes:
+    for scope, origins in scopes.items():
         if (result := result_of(store, scope)) is not None:
-            found.add(parse_state(result["state"]), min(result["steps"].values()))
+            step = min(result["steps"].values())
+            found.add(parse_state(result["state"]), step, ledgers=step in origins)
     return found
 
 
