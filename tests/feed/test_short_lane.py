@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import jax
 import numpy as np
@@ -81,31 +81,3 @@ def test_lanes_that_do_not_divide_the_data(
         for _ in range(4):
             next(feed)
     assert ("begin with the same records, so each record comes as often as there are lanes" in caplog.text) is warns
-
-
-def test_the_warning_of_lost_records_is_of_the_lanes_of_the_state(caplog: pytest.LogCaptureFixture) -> None:
-    class Counted:
-        """40 records: in two lanes of equal length, in four of unequal."""
-
-        def open(self, lane_index: int, num_lanes: int, epoch: int = 0, seed: int = 0) -> Iterator[dict[str, np.int32]]:
-            return ({"x": np.int32(n)} for n in range(self.lane_lengths(num_lanes)[lane_index]))
-
-        def lane_lengths(self, num_lanes: int) -> list[int]:
-            return [20, 20] if num_lanes == 2 else [20, 10, 6, 4]
-
-        def fingerprint(self) -> int:
-            return 1
-
-    mesh = jax.make_mesh((1,), ("data",), axis_types=(AxisType.Auto,), devices=jax.devices()[:1])
-    with meshfeed.Feed(Counted(), mesh, global_batch_size=4, num_lanes=2) as feed:
-        next(feed)
-        state = feed.get_state()
-    with meshfeed.Feed(Counted(), mesh, global_batch_size=4) as feed:
-        feed.set_state(state)
-        assert len(list(feed)) == 9
-    assert "will not be delivered" not in caplog.text
-    with meshfeed.Feed(Counted(), mesh, global_batch_size=4) as feed:
-        assert len(list(feed)) == 4
-        feed.reset()
-        next(feed)
-    assert caplog.text.count("60 % of the records will not be delivered") == 1

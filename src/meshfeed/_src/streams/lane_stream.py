@@ -76,26 +76,22 @@ class LaneStream:
         if self._staged is not None:
             self._staged.mixture_config()  # may read too
         self._specs: dict[str, RecordSpec] = {}  # weights of a mixture → the structure of its records
-        self._warned: set[int] = set()
+        if settings.end == "drop" and settings.num_epochs is not None:
+            self._warn_of_lost_records()
 
-    def _warn_of_lost_records(self, cursor: LaneCursor) -> None:
-        """Warns once per number of lanes, which a state may bring, of what ``end="drop"`` leaves of unequal lanes."""
-        settings, num_lanes = self._settings, cursor.num_lanes
-        if settings.end != "drop" or settings.num_epochs is None or num_lanes in self._warned:
-            return
-        self._warned.add(num_lanes)
-        counted = find(cursor.source, hooks.CountsLanes)
-        lengths = None if counted is None else counted.lane_lengths(num_lanes)
+    def _warn_of_lost_records(self) -> None:
+        counted = find(self.source, hooks.CountsLanes)
+        lengths = None if counted is None else counted.lane_lengths(self.num_lanes)
         if not lengths or not sum(lengths):
             return
         shortest = min(lengths)
-        lost = 1 - shortest * num_lanes / sum(lengths)
+        lost = 1 - shortest * self.num_lanes / sum(lengths)
         if lost > _WORTH_A_WARNING and max(lengths) > shortest + 1:  # equal lanes cannot deliver the remainder either
             _log.warning(
                 "%.0f %% of the records will not be delivered: with end='drop' a stream ends with its shortest lane, and "
                 "lane %d of %d has %d records an epoch where the longest has %d. Use end='pad' with mask_key=, another "
                 "num_lanes, or files of equal length.",
-                *(100 * lost, lengths.index(shortest), num_lanes, shortest, max(lengths)),
+                *(100 * lost, lengths.index(shortest), self.num_lanes, shortest, max(lengths)),
             )
 
     def _check_lanes(self, num_lanes: int) -> None:
@@ -321,7 +317,6 @@ class LaneStream:
                 f"this host reads the lanes {needed}",
                 f"The state lacks the lanes {missing}: merge the states of all hosts with meshfeed.merge_states.",
             )
-        self._warn_of_lost_records(cursor)
         entries = {lane: cursor.entries[str(lane)] for lane in needed}
         shared = self.lane_settings(cursor.num_lanes)
         return LaneReader(cursor, host_rows, self._settings, shared, entries, hosts_agree=hosts_agree)
