@@ -138,7 +138,7 @@ def test_bad_records_are_published_at_once_with_those_before(host: Host) -> None
     assert host.publish(one, batch(2)) == {"bad": [[3, [[0, 0, 8]], [4, 1], []], [old, 2, 0]]}
     assert host.publish(one, batch(3)) == {}
     assert host.publish(one, batch(4, bad=[(9, 1, "empty")])) == {
-        "bad": [[5, [[0, 0, 8], [4, 32, 16]], [4, 1], []], [[*old, [9, 1, "empty", 4]], 2]]
+        "bad": [[5, [[0, 0, 8], [4, 32, 16]], [4, 1], []], [[*old, [9, 1, "empty", 4]], 2, 0]]
     }
     assert host.publish(one, batch(5)) == {}
 

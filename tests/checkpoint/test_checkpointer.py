@@ -564,3 +564,29 @@ def test_ctrl_c_while_arrays_are_captured_is_a_keyboard_interrupt(tmp_path, monk
                 ckpt.save(1, {"x": np.arange(3)})
         assert ckpt.save(2, {"x": np.arange(3)})
         ckpt.wait()
+
+
+def test_a_feed_that_was_left_out_of_a_restore_is_noticed_at_the_next_save(tmp_path, caplog):
+    state = {"w": np.arange(4)}
+    with Checkpointer(tmp_path / "c", save_interval_steps=1) as ckpt:
+        feed = CountingFeed()
+        for step in (1, 2, 3):
+            next(feed)
+            ckpt.save(step, state, feed)
+    for with_feed, warns in ((True, False), (False, True)):
+        with Checkpointer(tmp_path / "c", save_interval_steps=1) as ckpt:
+            feed = CountingFeed()
+            step, _ = ckpt.restore(state, feed if with_feed else None)
+            for _ in range(2):
+                next(feed)
+                step += 1
+                ckpt.save(step, state, feed)
+        said = [record.getMessage() for record in caplog.records if "restored without the feed" in record.getMessage()]
+        assert len(said) == warns
+    assert (
+        "5 was restored without the feed, so the feed did not continue at its position, 20 records; it is at 4"
+        in said[0]
+    )
+    with Checkpointer(tmp_path / "c", save_interval_steps=1) as ckpt:  # an evaluation saves no feed
+        ckpt.restore(state)
+    assert caplog.text.count("restored without the feed") == 1

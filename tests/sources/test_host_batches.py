@@ -352,3 +352,24 @@ def test_grain_data_loader_resumes_exactly():
     with pytest.raises(errors.StateMismatchError, match="not elastic") as error:
         other.set_state(state)
     assert json.loads(error.value.saved)["sampler"], "as Grain wrote it, not encoded"
+
+
+def test_a_resume_takes_the_first_pass_of_a_pipeline_that_reshuffles() -> None:
+    """Such as tf.data's seeded shuffle, whose first pass is the same in every process and whose second is another."""
+
+    class Reshuffled:
+        passes = 0
+
+        def __iter__(self):
+            self.passes += 1
+            order = np.random.default_rng(self.passes).permutation(6)
+            return ({"x": np.full(2, number)} for number in order)
+
+    first = HostBatches(Reshuffled()).iterator()
+    delivered = [int(next(first)["x"][0]) for _ in range(2)]
+    state, rest = first.get_state(), [int(batch["x"][0]) for batch in first]
+    again = HostBatches(Reshuffled()).iterator(state)
+    assert [int(batch["x"][0]) for batch in again] == rest
+    assert sorted(delivered + rest) == list(range(6))
+    again.set_state(state)  # now only by another pass
+    assert len(list(again)) == 4

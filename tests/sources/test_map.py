@@ -471,3 +471,13 @@ def test_a_source_of_text_has_an_identity() -> None:
     mesh = jax.make_mesh((1,), ("data",), devices=jax.devices()[:1], axis_types=(AxisType.Auto,))
     with meshfeed.Feed(twice, mesh, global_batch_size=3) as feed:
         assert np.asarray(next(feed)["x"]).tolist() == [2, 4, 6]
+
+
+def test_lists_of_fixed_size_of_a_hugging_face_dataset_are_arrays() -> None:
+    datasets = pytest.importorskip("datasets")
+    features = datasets.Features({"x": datasets.Sequence(datasets.Value("uint8"), length=2)})
+    dataset = datasets.Dataset.from_dict({"x": [[1, 2], [3, 4], [5, 6]]}, features=features).select([2, 0, 1])
+    doubled = meshfeed.sources.Map(dataset, lambda record: {"x": record["x"] * 2})
+    batch = doubled.read_batch([0, 2])
+    assert batch["x"].dtype == np.uint8
+    assert batch["x"].tolist() == [[10, 12], [6, 8]]

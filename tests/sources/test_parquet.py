@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import base64
 import gzip
 import os
 import pathlib
@@ -287,3 +288,36 @@ def test_over_a_store(folder: pathlib.Path, tmp_path: pathlib.Path, monkeypatch:
     with pytest.raises(CorruptDataError, match=r"memory://rows/0.parquet is no intact Parquet file"):
         Parquet(urls[0], cache=meshfeed.ShardCache(tmp_path / "cache"))
     store.rm("/rows", recursive=True)
+
+
+def test_documents_of_a_file_with_an_empty_row_group(tmp_path: pathlib.Path) -> None:
+    """As a writer makes it of an empty batch."""
+    schema = pa.schema([("t", pa.list_(pa.int32()))])
+    with pq.ParquetWriter(tmp_path / "a.parquet", schema) as writer:
+        for rows in ([], [[1, 2], [3]], [], [[4, 5, 6]]):
+            writer.write_table(pa.table({"t": rows}, schema))
+    packed = meshfeed.sources.Packed(Parquet(str(tmp_path / "a.parquet")), 8, key="t")
+    assert [token for token in np.asarray(packed[0]["t"]).tolist() if token] == [1, 2, 3, 4, 5, 6]
+
+
+def test_an_encrypted_file_is_not_called_damaged(tmp_path: pathlib.Path) -> None:
+    encryption = pytest.importorskip("pyarrow.parquet.encryption")
+
+    class Keys(encryption.KmsClient):
+        def __init__(self, config: object) -> None:
+            super().__init__()
+
+        def wrap_key(self, key: bytes, name: str) -> bytes:
+            return base64.b64encode(key)
+
+    config = encryption.EncryptionConfiguration(footer_key="k", column_keys={"k2": ["i"]})
+    config.plaintext_footer = True
+    factory = encryption.CryptoFactory(lambda _: Keys(_))
+    properties = factory.file_encryption_properties(encryption.KmsConnectionConfig(), config)
+    table = pa.table({"i": np.arange(20), "f": np.arange(20.0)})
+    pq.write_table(table, tmp_path / "a.parquet", encryption_properties=properties)
+    path = str(tmp_path / "a.parquet")
+    with pytest.raises(SourceError, match=r"a\.parquet is encrypted.*columns=") as raised:
+        Parquet(path).read_batch([0])
+    assert not isinstance(raised.value, CorruptDataError)
+    assert Parquet(path, columns=["f"]).read_batch([3])["f"].tolist() == [3.0]

@@ -332,3 +332,17 @@ def test_over_a_store_and_compressed(tmp_path: pathlib.Path) -> None:
     )  # counted from the indexes
     assert not list(cache.directory.glob("meshfeed_*"))
     store.rm("/tars", recursive=True)
+
+
+@pytest.mark.parametrize("kind", [tarfile.LNKTYPE, tarfile.SYMTYPE])
+def test_links_are_left_out_with_a_warning(
+    tmp_path: pathlib.Path, caplog: pytest.LogCaptureFixture, kind: bytes
+) -> None:
+    """As by the library; of two names of one file, tar stores the second as a link."""
+    path = write_tar(tmp_path / "a.tar", {"1.txt": b"one", "1.cls": b"1", "2.txt": b"two"})
+    with tarfile.open(path, "a") as tar:
+        link = tarfile.TarInfo("2.cls")
+        link.type, link.linkname = kind, "1.cls"
+        tar.addfile(link)
+    assert len(WebDataset(str(path))) == 2
+    assert "1 links are left out, the first from 2.cls to 1.cls" in caplog.text

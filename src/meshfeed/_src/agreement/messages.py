@@ -134,16 +134,16 @@ class Stop:
         named = failed or self.failures
         hosts = [failure.host for failure in named if failure.host is not None]
         who, text = format_hosts(hosts), str(named[0])
+        end = "" if text.endswith(".") else "."
         if failed:
-            end = "" if text.endswith(".") else "."
             message = (
                 f"{who} failed in the read of step {self.step}: {text}{end} All hosts delivered the steps before "
                 f"{self.step}; see the log of host {hosts[0]}."
             )
         else:
             message = (
-                f"{who} {text}. This host requests step {self.step}, which needs all hosts: take the same number of steps "
-                f"on all of them, or see the log of host {hosts[0]}."
+                f"{who} {text}{end} This host requests step {self.step}, which needs all hosts: take the same number of "
+                f"steps on all of them, or see the log of host {hosts[0]}."
             )
         return PeerError(message, host=hosts[0], peer_message=text)
 

@@ -96,6 +96,10 @@ _ELSEWHERE = (
     "no checkpoint in %s, so training starts at step 0, but there are checkpoints in %s. If this run is to continue one of "
     "them, stop it and pass that folder."
 )
+_FEED_LEFT_OUT = (
+    "step %d was restored without the feed, so the feed did not continue at its position, %d records; it is at %d records "
+    "now. Pass it too: restore(train_state, feed)."
+)
 _CANNOT_RESUME = (
     "step %d: no run can continue from the position that is saved with it: %s A restore of this step must leave out the "
     "feed, and the data then begin again."
@@ -237,6 +241,7 @@ class Checkpointer(NotCopied):
         self._open = OpenSaves(self._wait, self._writer.end, self._directory)
         self._damaged: dict[int, str] = {}  # step → its stamp on host 0
         self._warned = False
+        self._without_feed: tuple[int, int | None] | None = None  # a step restored without a feed, and its position
         self._writes = False  # whether this job has saved
         self._saving: StepSave | None = None  # the newest save passed to Orbax
         self._torn: StepSave | None = None  # one that an interrupt left half begun; parts may still be written
@@ -294,6 +299,7 @@ class Checkpointer(NotCopied):
                 self._warned = True
                 _log.warning(_BEHIND, step, self._directory, latest)
             return False
+        self._warn_of_position(feed)
         return self._write(step, train_state, feed)
 
     def _due(self, step: int) -> bool:
@@ -453,7 +459,20 @@ class Checkpointer(NotCopied):
             error.step = step
             raise
         self._keep(None)  # a step skipped before the restore is no longer the last one
+        self._without_feed = None
+        if feed is None and process_index() == 0:
+            with contextlib.suppress(CheckpointError):  # only for a warning
+                self._without_feed = step, read_step(self._directory, step).identity.get("position")
         return state
+
+    def _warn_of_position(self, feed: HasState | None) -> None:
+        """Warns once if a feed is saved before the position of a step that was restored without one."""
+        if self._without_feed is None or feed is None:
+            return
+        (step, position), self._without_feed = self._without_feed, None
+        now = number_of(feed, "position")
+        if position is not None and now is not None and now < position:
+            _log.warning(_FEED_LEFT_OUT, step, position, now)
 
     @hides_own_frames
     def wait(self) -> None:

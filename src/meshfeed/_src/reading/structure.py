@@ -11,6 +11,7 @@ from meshfeed._src.base.errors import SourceError
 
 RAGGED = "ragged rows: "
 _PACK = " For documents of unequal length use meshfeed.sources.Packed, or meshfeed.sources.Padded for streams."
+_LISTS = " A list has one leaf per item; return np.array(…) for a leaf of several items."
 _ALIKE = "All records of a source must have the same structure, shapes and dtypes; pad or cast them in the source."
 
 
@@ -73,9 +74,11 @@ def check_record(spec: Structure, found: Structure, where: str, **location: int 
 def _unlike(spec: Structure, found: Structure, subject: str, **location: int | None) -> SourceError:
     # Structures are named only if nothing else differs, such as a list instead of a tuple.
     structures = f", in {found.treedef} and {spec.treedef}" if found.leaves == spec.leaves else ""
+    ragged = _ragged(spec, found)
+    lists = _LISTS if ragged and spec.treedef != found.treedef else ""
     return SourceError(
-        f"{_ragged(spec, found)}{subject} the leaves {', '.join(leaf.describe() for leaf in found.leaves)}, but the first "
-        f"record had {', '.join(leaf.describe() for leaf in spec.leaves)}{structures}. {_ALIKE}",
+        f"{ragged}{subject} the leaves {', '.join(leaf.describe() for leaf in found.leaves)}, but the first record had "
+        f"{', '.join(leaf.describe() for leaf in spec.leaves)}{structures}. {_ALIKE}{lists}",
         **location,
     )
 

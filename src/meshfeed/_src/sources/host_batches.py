@@ -223,6 +223,7 @@ class HostBatchIterator:
         self._failure: BaseException | None = None
         self._failed_at: TracebackType | None = None
         self._ended = False
+        self._asked = False  # for a batch: before, the iterator is still at its beginning
 
     def __iter__(self) -> Iterator[PyTree]:
         return self
@@ -236,6 +237,7 @@ class HostBatchIterator:
     def _next(self) -> PyTree:
         if self._ended:
             raise StopIteration
+        self._asked = True
         if self._failure is not None:
             called = f"in __iter__ or set_state, called to retry after {self._failure!r}"
             with refuse_stop_iteration("the iterable of host batches", called):
@@ -387,11 +389,15 @@ class HostBatchIterator:
                 "iterable that starts again at each iter(), or an iterator with get_state and set_state.",
             )
         if self._restartable:
-            iterator = start(self._batches.iterable)
+            # Not a second pass: that of tf.data with a seeded shuffle, or of torch with a generator, has another order.
+            fresh = not self._asked
+            iterator = self._iterator if fresh else start(self._batches.iterable)
             if wanted:
                 _logger.info("host batches have no state: reading and dropping %d batches to resume", wanted)
+            self._asked = self._asked or bool(wanted)
             self._drop(iterator, 0, wanted)
-            self.close()
+            if not fresh:
+                self.close()
             self._iterator, self._delivered = iterator, wanted
 
     def _drop(self, iterator: Iterator[PyTree], start: int, stop: int) -> None:

@@ -253,7 +253,7 @@ class Parquet(ShardReader[ParquetShard, _CheckedFile]):
         """Yields a column of all row groups in order."""
         for shard in self._shards.files:
             file = self._checked(shard).index
-            for group in range(len(file.group_ends)):
+            for group in np.flatnonzero(np.diff(file.group_ends, prepend=0)).tolist():  # some writers leave empty ones
                 yield _decode_group(file, group, (name,), self._cache)[0].table.column(name)
 
     def _check_footer(self, shard: ParquetShard, _open_file: OpenFile) -> tuple[_CheckedFile, int]:

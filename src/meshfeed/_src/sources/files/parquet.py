@@ -85,6 +85,14 @@ class ParquetFile:
                 self._stream.close()
             raise
 
+    def _refused(self, error: Exception) -> SourceError | CorruptDataError:
+        if "crypt" in str(error):  # intact: its records must not be replaced as bad ones
+            return SourceError(
+                f"{self.path} is encrypted, and meshfeed passes no keys ({error}). Write it again without encryption, or "
+                "leave encrypted columns out with columns=."
+            )
+        return damaged(self.path, error)
+
     @contextlib.contextmanager
     def _named_errors(self) -> Iterator[None]:
         """Maps what Arrow raises for damaged bytes to an error that names the file."""
@@ -95,7 +103,7 @@ class ParquetFile:
         except OSError as error:
             # Arrow raises a bare OSError for damaged pages; an error of the file system has a number.
             if error.errno is None and (self._stream is None or isinstance(self._stream, io.BytesIO)):
-                raise damaged(self.path, error) from error
+                raise self._refused(error) from error
             raise
         except (MemoryError, NotImplementedError, pa.ArrowCancelled):
             raise  # says nothing about the file: its records must not be replaced as bad ones
@@ -105,7 +113,7 @@ class ParquetFile:
                     f"{self.path}: pyarrow {pa.__version__} cannot read a list of fixed size that is null ({error}). "
                     "Run pip install 'pyarrow>=26', or write the column as lists of any size."
                 ) from error
-            raise damaged(self.path, error) from error
+            raise self._refused(error) from error
 
     def batches(
         self,

@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import io
+import logging
 import os
 import pathlib
 import secrets
@@ -26,6 +27,7 @@ from meshfeed._src.sources.files.open_files import Descriptor
 SUFFIX = ".meshfeed-index"
 """Added to the name of an archive for the name of its index."""
 
+_log = logging.getLogger("meshfeed.sources.webdataset")
 BLOCK_BYTES = 512
 """Size of a header; contents are padded to a multiple of it."""
 
@@ -234,6 +236,7 @@ def _files(archive: Descriptor | RemoteBytes, path: str) -> Iterator[tuple[str, 
     end = 0
     buffer_bytes = _BUFFER_BYTES if isinstance(archive, Descriptor) else _REMOTE_BYTES
     reader = io.BufferedReader(_At(archive), buffer_bytes)
+    links: list[str] = []
     try:
         with tarfile.open(fileobj=reader, mode="r:") as tar:
             for member in tar:
@@ -241,6 +244,8 @@ def _files(archive: Descriptor | RemoteBytes, path: str) -> Iterator[tuple[str, 
                 content = member.size if member.isreg() else 0
                 end = member.offset_data + -(-content // BLOCK_BYTES) * BLOCK_BYTES
                 _check_member(member, path, archive.num_bytes)
+                if member.islnk() or member.issym():
+                    links.append(f"{member.name} to {member.linkname}")
                 if member.isreg():
                     reader.seek(member.offset_data - BLOCK_BYTES)  # which tarfile has just read: it is in the buffer
                     header = digest_header(reader.read(BLOCK_BYTES))
@@ -253,6 +258,12 @@ def _files(archive: Descriptor | RemoteBytes, path: str) -> Iterator[tuple[str, 
             what = f"it is compressed with {compression}, which its name does not say. Rename it, or decompress it"
             raise _damaged(path, what) from error
         raise _damaged(path, str(error)) from error
+    if links:  # as in the webdataset library; tar stores the second name of a file as one
+        _log.warning(
+            "%s: %d links are left out, the first from %s: a sample may lack a part, or be missing. Write the archive again "
+            "with tar's --dereference --hard-dereference to store them in full.",
+            *(path, len(links), links[0]),
+        )
     # tarfile takes a damaged header, and the end of the file, for the end of the archive.
     rest = archive.read(end, min(end + _MAX_PADDING, archive.num_bytes))
     if rest[:BLOCK_BYTES] != bytes(BLOCK_BYTES):

@@ -193,6 +193,10 @@ def _stored_in(chunk: pa.Array, dtype: np.dtype[Any] | None) -> list[Any]:
         if not chunk.null_count and not inner.null_count:
             ends = chunk.offsets.to_numpy()[1:-1] - first
             return np.split(_numbers(inner, dtype), ends) if len(chunk) else []
+    if pa.types.is_fixed_size_list(t) and is_number(t.value_type) and not chunk.null_count:
+        inner = chunk.flatten()
+        if not inner.null_count:
+            return list(_numbers(inner, dtype).reshape(len(chunk), t.list_size))
     return chunk.to_pylist()
 
 
