@@ -76,7 +76,7 @@ from meshfeed._src.checkpoint.step import (
     read_step,
 )
 from meshfeed._src.checkpoint.store_manager import StoreManager, check_store_options
-from meshfeed._src.checkpoint.stored import DamagedCheckpointError
+from meshfeed._src.checkpoint.stored import DamagedCheckpointError, read_manifest
 from meshfeed._src.checkpoint.waiting import wait_until_finished
 from meshfeed._src.checkpoint.writer import FolderWriter
 from meshfeed._src.state import files as state_files
@@ -241,7 +241,7 @@ class Checkpointer(NotCopied):
         self._open = OpenSaves(self._wait, self._writer.end, self._directory)
         self._damaged: dict[int, str] = {}  # step → its stamp on host 0
         self._warned = False
-        self._without_feed: tuple[int, int | None] | None = None  # a step restored without a feed, and its position
+        self._without_feed: int | None = None  # the step that was restored last, if without a feed
         self._writes = False  # whether this job has saved
         self._saving: StepSave | None = None  # the newest save passed to Orbax
         self._torn: StepSave | None = None  # one that an interrupt left half begun; parts may still be written
@@ -459,20 +459,22 @@ class Checkpointer(NotCopied):
             error.step = step
             raise
         self._keep(None)  # a step skipped before the restore is no longer the last one
-        self._without_feed = None
-        if feed is None and process_index() == 0:
-            with contextlib.suppress(CheckpointError):  # only for a warning
-                self._without_feed = step, read_step(self._directory, step).identity.get("position")
+        self._without_feed = step if feed is None else None
         return state
 
     def _warn_of_position(self, feed: HasState | None) -> None:
         """Warns once if a feed is saved before the position of a step that was restored without one."""
         if self._without_feed is None or feed is None:
             return
-        (step, position), self._without_feed = self._without_feed, None
+        step, self._without_feed = self._without_feed, None
         now = number_of(feed, "position")
-        if position is not None and now is not None and now < position:
-            _log.warning(_FEED_LEFT_OUT, step, position, now)
+        if now is None or process_index() > 0:
+            return
+        with contextlib.suppress(CheckpointError, OSError):  # only for a warning; the step may have been removed
+            manifest = read_manifest(self._directory / str(step) / ARRAYS)
+            position = None if manifest is None or manifest.identity is None else manifest.identity.get("position")
+            if position is not None and now < position:
+                _log.warning(_FEED_LEFT_OUT, step, position, now)
 
     @hides_own_frames
     def wait(self) -> None:
@@ -673,7 +675,7 @@ def _position(folder: epath.Path) -> dict[str, JsonValue]:
 
 
 def _beside(feed: object) -> str:
-    """What hosts must have in common beside the call: they exchange the feed's state, and one without a feed would not."""
+    """Ends the name of a call that all hosts must make alike: without a feed, a host would not exchange its state."""
     return "" if feed is None else " with a feed"
 
 

@@ -35,8 +35,8 @@ from meshfeed._src.state import files as state_files
 from meshfeed._src.state.state import flatten
 
 # Errors of the system, not of the file: a step for which they are raised may be intact.
-_OF_SYSTEM = (PermissionError, TimeoutError, ConnectionError, InterruptedError, BlockingIOError)
-_NUMBERS_OF_SYSTEM = {
+_SYSTEM_ERRORS = (PermissionError, TimeoutError, ConnectionError, InterruptedError, BlockingIOError)
+_SYSTEM_ERRNOS = {
     *(errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.ESTALE, errno.EHOSTDOWN, errno.EHOSTUNREACH, errno.ENETUNREACH)
 }
 # What a field of a small file can raise after a bit has flipped.
@@ -112,7 +112,7 @@ def read_step(directory: epath.PathLike, step: int) -> StepParts:
         error.step = step
         raise
     except OSError as error:
-        kind = RefusedError if isinstance(error, _OF_SYSTEM) or error.errno in _NUMBERS_OF_SYSTEM else CheckpointError
+        kind = RefusedError if isinstance(error, _SYSTEM_ERRORS) or error.errno in _SYSTEM_ERRNOS else CheckpointError
         raise kind(f"step {step} in {directory}: cannot be read: {error}", step=step) from error
     except _WRONG_FIELD as error:
         raise DamagedCheckpointError(

@@ -202,9 +202,9 @@ def _check_apart(steps: Mapping[int, int], prefetch: int, kind: str) -> None:
 
 
 def _handed_over(offered: Iterable[tuple[str, int]]) -> HandedOver:
-    """What hosts have published, of the scopes and origins of offers; also what earlier meetings gathered.
+    """Returns what hosts have published below the scopes of offers, and what earlier meetings gathered there.
 
-    Nobody may have read that since.
+    What a meeting gathered may not have been read by any host.
     """
     if coordination.process_count() == 1:
         return HandedOver()

@@ -486,23 +486,26 @@ class LocalBatchStream:
     def _look(self) -> PyTree:
         with self._opening:
             reading = self._reading
-            if reading is None and self._first is None:
-                with _outside_of_next():
-                    self._first = (self.source.iterator(), _NOT_TAKEN)  # kept after an error: next raises it too
-            if reading is None and self._first is not None and self._first[1] is _NOT_TAKEN:
-                iterator = self._first[0]
-                taken = call_with_retry(lambda: next(iterator, _EMPTY), self._settings.retry, doing="taking batch 0")
-                self._first = (iterator, taken)
-            first = self._first
+            first = self._take_first() if reading is None else None
         if reading is not None:
             return reading.peek()
-        assert first is not None
-        if first[1] is _EMPTY:
+        if first is _EMPTY:
             raise SourceError(
                 "the iterable of host batches is empty: it gave no batch on this host. A host that only pads learns "
                 "the structure of the batches from the other hosts, with the first next(feed)."
             )
-        return first[1]
+        return first
+
+    def _take_first(self) -> PyTree:
+        """The first batch, left for the reader, or ``_EMPTY``."""
+        if self._first is None:
+            with _outside_of_next():
+                self._first = (self.source.iterator(), _NOT_TAKEN)  # kept after an error: next raises it too
+        iterator, first = self._first
+        if first is _NOT_TAKEN:
+            first = call_with_retry(lambda: next(iterator, _EMPTY), self._settings.retry, doing="taking batch 0")
+            self._first = (iterator, first)
+        return first
 
     def record_spec(self, cursor: Cursor | None = None) -> RecordSpec:
         """Returns the structure of the first batch; reads it if necessary."""
