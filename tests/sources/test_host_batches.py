@@ -354,7 +354,7 @@ def test_grain_data_loader_resumes_exactly():
     assert json.loads(error.value.saved)["sampler"], "as Grain wrote it, not encoded"
 
 
-def test_a_resume_takes_the_first_pass_of_a_pipeline_that_reshuffles() -> None:
+def test_a_resume_takes_the_first_pass_of_a_pipeline_that_reshuffles(caplog) -> None:
     """Such as tf.data's seeded shuffle, whose first pass is the same in every process and whose second is another."""
 
     class Reshuffled:
@@ -371,5 +371,40 @@ def test_a_resume_takes_the_first_pass_of_a_pipeline_that_reshuffles() -> None:
     again = HostBatches(Reshuffled()).iterator(state)
     assert [int(batch["x"][0]) for batch in again] == rest
     assert sorted(delivered + rest) == list(range(6))
+    assert not caplog.records
     again.set_state(state)  # now only by another pass
     assert len(list(again)) == 4
+    assert "batch 1 of a pass" in caplog.text
+    assert "this Reshuffled differ" in caplog.text
+    caplog.clear()
+    del state["last"]  # as states were before
+    again.set_state(state)
+    assert len(list(again)) == 4
+    assert not caplog.records
+
+
+def test_a_pass_that_differs_from_the_delivered_one_is_noticed_after_an_error_too(caplog) -> None:
+    class Flaky:
+        passes = 0
+
+        def __iter__(self):
+            self.passes += 1
+            yield {"x": np.full(2, self.passes)}
+            if self.passes == 1:
+                raise OSError("once")
+            yield {"x": np.full(2, 7)}
+
+    iterator = HostBatches(Flaky()).iterator()
+    next(iterator)
+    with pytest.raises(OSError, match="once"):
+        next(iterator)
+    assert next(iterator)["x"].tolist() == [7, 7]
+    assert "batch 0 of a pass" in caplog.text
+
+
+@pytest.mark.parametrize("leaf", [np.zeros((0, 3)), np.int32(4), np.array(["a", "b"]), np.array([{}, {}])])
+def test_states_of_batches_without_rows_or_of_text_can_be_taken(leaf) -> None:
+    iterator = HostBatches([{"x": leaf}, {"x": leaf}]).iterator()
+    next(iterator)
+    resumed = HostBatches([{"x": leaf}, {"x": leaf}]).iterator(iterator.get_state())
+    assert len(list(resumed)) == 1

@@ -13,6 +13,7 @@ from typing import Any
 import jax
 import numpy as np
 import pytest
+import xxhash
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from jax.sharding import AxisType
@@ -325,6 +326,13 @@ def numbers(*batches: list[int]) -> list[dict[str, np.ndarray]]:
     return [{"x": np.array(rows, np.int64)} for rows in batches]
 
 
+def read_to(count: int, last: Any) -> dict[str, Any]:
+    """Returns the state of an iterator that has delivered ``count`` batches, the last of which has the rows ``last``."""
+    text = f"int64({len(last)},)".encode()
+    ends = np.array([last[0], last[-1]], np.int64).tobytes()
+    return {"batches": count, "last": xxhash.xxh3_64_hexdigest(text + ends)}
+
+
 def stream_of(batches: Any, num_hosts: int = 1, **changes: Any) -> LocalBatchStream:
     settings = settings_of(**{"global_batch_size": None, **changes})
     return LocalBatchStream(meshfeed.sources.HostBatches(batches), settings, Shards(num_hosts))
@@ -418,7 +426,8 @@ def test_a_short_batch_after_a_resume_is_still_the_short_one() -> None:
 
 def test_the_state_is_this() -> None:
     _, state = deliver([numbers([1, 2], [3, 4]), numbers([5, 6], [7])], end="pad", num_epochs=3)
-    entries = [seal({"epoch": epoch, "step": 6, "iterator": {"batches": 2}}) for epoch in (2, 2)]
+    lasts = ["e454ec985b0d32d3", "e2d92feb1860d000"]  # of [3, 4] and [7]
+    entries = [seal({"epoch": 2, "step": 6, "iterator": {"batches": 2, "last": last}}) for last in lasts]
     assert state == {
         "meshfeed": 1,
         "kind": "host_batches",
@@ -597,9 +606,9 @@ def test_padding_has_the_shape_and_size_of_the_batches_before_it() -> None:
         assert list(batch.times) == ["read_seconds"]
     assert (first.ended, short.ended, padding.ended) == ({}, {2 << 32 | 3: 1}, {3 << 32 | 2: 2})
     assert [batch.entries["0"] for batch in (first, short, padding)] == [
-        {"epoch": 0, "step": 1, "iterator": {"batches": 1}},
-        {"epoch": 0, "step": 2, "iterator": {"batches": 2}},
-        {"epoch": 0, "step": 2, "iterator": {"batches": 2}},
+        {"epoch": 0, "step": 1, "iterator": read_to(1, [1, 2])},
+        {"epoch": 0, "step": 2, "iterator": read_to(2, [3])},
+        {"epoch": 0, "step": 2, "iterator": read_to(2, [3])},
     ]
     assert (first.step, short.step, padding.step, reader.final()) == (0, 1, 2, 2)
     assert (reader.next().step, reader.final()) == (3, 2)
@@ -615,7 +624,7 @@ def test_a_host_restored_at_its_end_keeps_its_entry_while_others_go_on() -> None
     again = stream_of(numbers([1, 2]), num_hosts=2, end="pad", num_epochs=2)
     restored = again.restore(parse_state(stream.state(cursor).to_json()))
     padding = again.open_reader(restored, rows_of_host((0, 1), 0), hosts_agree=True).next()
-    assert padding.entries == batches[2].entries == {"0": {"epoch": 1, "step": 2, "iterator": {"batches": 1}}}
+    assert padding.entries == batches[2].entries == {"0": {"epoch": 1, "step": 2, "iterator": read_to(1, [1, 2])}}
 
 
 def test_padded_rows_are_announced_in_runs() -> None:
@@ -744,7 +753,7 @@ def test_a_generator_cannot_go_on_from_a_state() -> None:
 def test_a_restored_cursor_has_what_was_saved() -> None:
     cursor = stream_of(BATCHES).restore(parse_state(AFTER_3))
     assert (cursor.step, cursor.position, cursor.num_lanes) == (3, 6, 0)
-    assert cursor.entries == {"0": {"epoch": 0, "step": 3, "iterator": {"batches": 3}}}
+    assert cursor.entries == {"0": {"epoch": 0, "step": 3, "iterator": read_to(3, BATCHES[2]["x"])}}
     assert [cursor.step_schedule.at(step) for step in (2, 3, 4)] == [(4, 2), (6, 2), (8, 2)]
     assert stream_of(BATCHES).state(cursor).to_json() == AFTER_3
     padded = {**AFTER_3, "position": 5, "fingerprint": {**AFTER_3["fingerprint"], "end": "pad"}, **entry_at(step=2)}

@@ -10,6 +10,9 @@ from collections.abc import Iterable, Iterator
 from types import TracebackType
 from typing import Any
 
+import numpy as np
+import xxhash
+
 from meshfeed._src.base import exact_json
 from meshfeed._src.base.errors import (
     SourceError,
@@ -22,11 +25,13 @@ from meshfeed._src.base.hooks import Resumable, find
 from meshfeed._src.base.ownership import own_leaves
 from meshfeed._src.base.progress import Dropping
 from meshfeed._src.base.threads import close_within
+from meshfeed._src.base.trees import leaves
 from meshfeed._src.base.types import JsonValue, PyTree, public
 from meshfeed._src.sources.files.formats import reader_hint
 
 _logger = logging.getLogger("meshfeed.sources")
 _FIELD = "hosts"
+_DIGESTED = 1 << 14  # values of a row
 _TURN_SECONDS = 300.0  # a next() that takes longer counts as stalled
 
 
@@ -49,7 +54,8 @@ class HostBatches:
 
     * with ``get_state`` and ``set_state`` (a Grain DataLoader or DatasetIterator): exactly;
     * if it can be restarted (a list, a torch DataLoader, a tf.data.Dataset): by reading and dropping batches, which is
-      exact if each pass yields the same batches;
+      exact if each pass yields the same batches; a warning says if the last batch dropped is not the one that had been
+      delivered;
     * a generator, which can be read only once: not at all.
 
     The arrays of a batch are copied as soon as it is read: JAX may alias their memory, and a later write would show up
@@ -219,6 +225,7 @@ class HostBatchIterator:
         self._batches, self._restartable = batches, batches.restartable
         self._iterator: Any = start(batches.iterable)
         self._delivered = 0
+        self._last: str | None = None  # digest of the last batch delivered, if only reading again can resume
         self._saved = self._take_state()
         self._failure: BaseException | None = None
         self._failed_at: TracebackType | None = None
@@ -260,7 +267,10 @@ class HostBatchIterator:
                 )
             raise
         self._delivered += 1
-        return own_leaves(batch)
+        batch = own_leaves(batch)
+        if self._restartable and not self._resumable:
+            self._last = _digest_ends(batch)
+        return batch
 
     def _warn_if_short(self) -> None:
         """Warns if a loader ended before its ``len()``.
@@ -320,7 +330,7 @@ class HostBatchIterator:
         if resumable:
             self._restore(state)
         else:
-            self._skip_to(state["batches"])
+            self._skip_to(state["batches"], state.get("last"))
         self._failure, self._ended, self._saved = None, False, state
 
     @property
@@ -337,16 +347,18 @@ class HostBatchIterator:
                 raise SourceError(
                     f"the state of the host batches cannot be saved exactly: {error}. {exact_json.ALLOWED}"
                 ) from error
+        elif self._last is not None:
+            state["last"] = self._last
         return state
 
     def _recover(self, failure: BaseException) -> None:
         """Restores the iterator to just after the last batch returned, or raises ``failure`` if it cannot."""
-        wanted, saved = self._delivered, self._saved
+        wanted, saved, last = self._delivered, self._saved, self._last
         if not (self._restartable or self._resumable):
             raise failure.with_traceback(self._failed_at)  # otherwise each call would lengthen the traceback
         self.set_state(saved)
-        self._drop(self._iterator, saved["batches"], wanted)
-        self._delivered = wanted
+        self._drop(self._iterator, saved["batches"], wanted, last)
+        self._delivered, self._last = wanted, last
 
     def close(self) -> None:
         """Closes the underlying iterator, if it has a ``close`` and cannot be read again.
@@ -379,7 +391,7 @@ class HostBatchIterator:
             self.close()
         self._iterator, self._delivered = iterator, state["batches"]
 
-    def _skip_to(self, wanted: int) -> None:
+    def _skip_to(self, wanted: int, last: str | None) -> None:
         if not self._restartable and (wanted != self._delivered or self._failure is not None):
             raise StateMismatchError(
                 f"{_FIELD}.batches",
@@ -395,16 +407,18 @@ class HostBatchIterator:
             if wanted:
                 _logger.info("host batches have no state: reading and dropping %d batches to resume", wanted)
             self._asked = self._asked or bool(wanted)
-            self._drop(iterator, 0, wanted)
+            self._drop(iterator, 0, wanted, last)
             if not fresh:
                 self.close()
-            self._iterator, self._delivered = iterator, wanted
+            self._iterator, self._delivered, self._last = iterator, wanted, last
 
-    def _drop(self, iterator: Iterator[PyTree], start: int, stop: int) -> None:
+    def _drop(self, iterator: Iterator[PyTree], start: int, stop: int, last: str | None) -> None:
+        """Reads and drops batches; warns if the last of them has another digest than ``last``."""
+        batch: PyTree = None
         with Dropping("the host batches", stop - start, "batches") as dropping:
             for position in range(start, stop):
                 try:
-                    next(iterator)
+                    batch = next(iterator)
                 except StopIteration:
                     raise StateMismatchError(
                         f"{_FIELD}.batches",
@@ -413,6 +427,30 @@ class HostBatchIterator:
                         "The iterable ends earlier; pass the data it was saved with.",
                     ) from None
                 dropping.add()
+        if stop > start and last is not None and (digest := _digest_ends(batch)) is not None and digest != last:
+            _logger.warning(
+                "host batches: batch %d of a pass, read again to continue after it, is not the one that was delivered. Two "
+                "passes through this %s differ (it shuffles without a fixed seed, or draws random numbers), so records may "
+                "be left out or repeated. Give it an order that is the same in each pass, or pass an iterable with "
+                "get_state and set_state.",
+                *(stop - 1, type(self._batches.iterable).__name__),
+            )
+
+
+def _digest_ends(batch: PyTree) -> str | None:
+    """Returns the xxh3-64 of the first and the last row of each leaf, which takes microseconds; None if one is no array."""
+    hasher = xxhash.xxh3_64()
+    for leaf in leaves(batch):
+        try:
+            array = np.asarray(leaf)
+        except Exception:  # a PRNG key, which the check of the batch rejects
+            return None
+        if array.dtype.hasobject:
+            return None
+        hasher.update(f"{array.dtype}{array.shape}".encode())
+        for row in (array[:1], array[-1:]) if array.ndim else (array,):
+            hasher.update(row.reshape(-1)[:_DIGESTED].tobytes())
+    return hasher.hexdigest()
 
 
 def is_one_shot(iterable: Any) -> bool:

@@ -194,12 +194,12 @@ class RandomAccessReader:
         return part
 
     def _ids(self, step: int) -> tuple[_Part, RecordIds, RecordIds]:
-        known = self._ids_ahead.pop(step, None)
-        if known is not None:
+        if self._ids_ahead and (known := self._ids_ahead.pop(step, None)) is not None:
             return known
         position, size = self._step_schedule.at(step)
         part = self._part_of(size)
-        return part, *_ids_of(self._order, position, part, self._balance)
+        record_ids, epochs = _ids_of(self._order, position, part, self._balance)
+        return part, record_ids, epochs
 
     def _submit(self, step: int) -> _Read:
         part, record_ids, epochs = self._ids(step)
@@ -219,21 +219,21 @@ class RandomAccessReader:
             joint_ids = () if number else [ids[1] for ids in alike]
             self._pending[step + number] = _Read(part, record_ids, joint.rows_of(number), joint_ids)
 
-    def _ask_disk(self, stop: int, num_steps: int) -> None:
-        """Has the disk fetch ``num_steps`` steps from ``stop`` on, the first that no read has been submitted for.
+    def _ask_disk(self, disk: hooks.ReadsDisk, stop: int, num_steps: int) -> None:
+        """Has ``disk`` fetch ``num_steps`` steps from ``stop`` on, the first that no read has been submitted for.
 
         Otherwise it would have nothing to do while the records that it has fetched are checked, decoded and transferred.
         The longer the page cache had everything, the more reads pass until the next question, up to a limit.
         """
         self._reads_until_asked -= 1
-        if self._disk is None or self._reads_until_asked > 0 or self._reads.num_workers:  # workers are ahead already
+        if self._reads_until_asked > 0 or self._reads.num_workers:  # workers are ahead already
             return
         end = stop + num_steps if self._last is None else min(stop + num_steps, self._last)
         steps = range(max(stop, self._asked_to), end)
         missing = False
         for step in steps:
             known = self._ids_ahead[step] = self._ids(step)
-            missing |= bool(self._disk.ask_disk(known[1]))
+            missing |= bool(disk.ask_disk(known[1]))
         if steps:
             self._asked_to = end
             self._cached_answers = 0 if missing else min(self._cached_answers + 1, _READS_BETWEEN)
@@ -251,19 +251,20 @@ class RandomAccessReader:
         ahead = self._reads.ahead
         self._compares = self._compares or self._reads.num_workers > 0
         num_pending = len(self._pending)
-        if ahead == 1 and step not in self._pending:
+        if ahead == 1 and self._max_joint > 1 and step not in self._pending:
             self._submit_joint(step)
         for asked in range(step, step + ahead):
             if asked not in self._pending and (self._last is None or asked < self._last):
                 self._pending[asked] = self._submit(asked)
-        if len(self._pending) > num_pending and step > self._first_step:
-            self._ask_disk(max(self._pending) + 1, len(self._pending) - num_pending)
+        if self._disk is not None and len(self._pending) > num_pending and step > self._first_step:
+            self._ask_disk(self._disk, max(self._pending) + 1, len(self._pending) - num_pending)
         read = self._pending[step]
         self._doing = ((step, read.joint_ids or [read.record_ids]), time.monotonic())
         batch = self._finish(step, read)
         self._pending.pop(step, None)  # only now: an interrupt before this line leaves the read to be collected again
         self._next_step = step + 1
-        self._joint_share = max(batch.num_bytes / _JOINT_BYTES, sum(batch.times.values()) / _JOINT_SECONDS)
+        if self._max_joint > 1:
+            self._joint_share = max(batch.num_bytes / _JOINT_BYTES, sum(batch.times.values()) / _JOINT_SECONDS)
         self._doing = ("waiting for room", time.monotonic())
         return batch
 
