@@ -1445,12 +1445,18 @@ class Case:
         ]
 
     def _num_lanes(self) -> int:
-        """``num_lanes``, or its default: the largest common divisor of the sizes up to 64 (an eighth of the shards)."""
-        sizes = [size for _, size in self._schedule(self.config["batch"])]
+        return self.config["num_lanes"] or self._default_num_lanes(self._schedule(self.config["batch"]))
+
+    def _default_num_lanes(self, schedule: Sequence[tuple[int, int]]) -> int:
+        """The largest common divisor of the sizes up to 64 (an eighth of the shards)."""
         shards = [1] * 8 * 64
         if self.config["shuffle"] in WINDOWS and self._node is not None:
             shards = self._node.shards_for(WINDOWS[self.config["shuffle"]])
-        return self.config["num_lanes"] or lists.default_num_lanes(sizes, shards)
+        return lists.default_num_lanes([size for _, size in schedule], shards)
+
+    def num_lanes_before_state(self, phase: Phase) -> int:
+        """The number of lanes of a feed of this phase, until a state brings the number of the first phase."""
+        return self.settings(phase)["num_lanes"] or self._default_num_lanes(phase.schedule)
 
     def _phases(self, first: Topology, second: Topology) -> list[Phase]:
         config, taken = self.config, self.config["taken"]
@@ -1537,6 +1543,11 @@ class Case:
         """The stream of this configuration, by the reference."""
         return self._model_of((), Steps((), self.phases[0].schedule), None)
 
+    def _model_before_state(self, phase: Phase) -> Any:
+        """The stream of a feed of this phase until it has a state."""
+        num_lanes = self.num_lanes_before_state(phase)
+        return self.model if num_lanes == self.num_lanes else self._make_model((), (), None, num_lanes)
+
     def _model_of(self, added: lists.Stages, steps: Steps, weighted: _Weighted | None) -> Any:
         """The stream with stages that ``set_weights`` has added."""
         starts = tuple(steps.position_of(step) for step, _ in added)
@@ -1547,7 +1558,9 @@ class Case:
             self._models[key] = self._make_model(added, starts, weighted)
         return self._models[key]
 
-    def _make_model(self, added: lists.Stages, starts: Sequence[int], weighted: _Weighted | None) -> Any:
+    def _make_model(
+        self, added: lists.Stages, starts: Sequence[int], weighted: _Weighted | None, num_lanes: int | None = None
+    ) -> Any:
         config, source = self.config, self.config["source"]
         pad = config["end"] == "pad"
         if source in HOST_BATCHES:
@@ -1561,7 +1574,7 @@ class Case:
         assert self._node is not None
         shuffle, size = config["shuffle"], self._schedule(config["batch"])[0][1]
         settings = lists.Settings(
-            WINDOWS.get(shuffle, shuffle), SEED, config["num_epochs"], size, self.num_lanes, added
+            WINDOWS.get(shuffle, shuffle), SEED, config["num_epochs"], size, num_lanes or self.num_lanes, added
         )
         found = self._node.ordered(settings)
 
@@ -2060,11 +2073,12 @@ class Case:
     def warnings_at_first(self, phase: Phase) -> list[tuple[Any, ...]]:
         """What every host warns of when it makes its feed: records that the settings leave out."""
         config, first = self.config, phase.schedule[0][1]
-        if is_random(config["source"]) and self.model.length(Steps((), phase.schedule)) == 0:
-            return [(self.model.order.total_of(Steps((), phase.schedule)), first)]
+        if is_random(config["source"]):
+            model, steps = self._model_before_state(phase), Steps((), phase.schedule)
+            return [(model.order.total_of(steps), first)] if model.length(steps) == 0 else []
         if config["source"] != "stream_decode" or config["end"] != "drop" or config["num_epochs"] is None:
             return []
-        num_lanes = config["num_lanes"] or lists.default_num_lanes([size for _, size in phase.schedule], [1] * 512)
+        num_lanes = self.num_lanes_before_state(phase)
         lengths = DecodedLanes(config["records"], False).lane_lengths(num_lanes)
         delivered = min(lengths) * num_lanes
         if max(lengths) <= min(lengths) + 1 or delivered > 0.99 * sum(lengths):

@@ -480,6 +480,25 @@ def beside_other_devices() -> int:
     return count
 
 
+def remote_not_made() -> list[Any]:
+    """A source that host 1 cannot make: what each host is told, how long that takes, and what the next feed delivers."""
+
+    def make() -> Any:
+        if jax.process_index() == 1:
+            raise OSError("no such disk")
+        return {"x": np.arange(64)}
+
+    start, told = time.monotonic(), "nothing"
+    try:
+        with meshfeed.remote.RemoteFeed(make, mesh(), global_batch_size=16, timeout_seconds=60) as feed:
+            next(feed)
+    except Exception as error:
+        told = f"{type(error).__name__}: {error}"
+    seconds = time.monotonic() - start
+    with meshfeed.Feed({"y": np.arange(64)}, mesh(), global_batch_size=16, timeout_seconds=60) as after:
+        return [told, seconds, after.name, sorted(set(local_rows(next(after), "y")))]
+
+
 def remote_failing() -> dict[str, Any]:
     """One host's source fails under remote feeds; what each host's controller raises."""
 

@@ -71,3 +71,18 @@ def test_errors_name_the_host_and_what_it_said(pool: Any) -> None:
     assert "host 1 failed" in first["text"]
     assert "disk on fire" in first["text"]
     assert "disk on fire" in second["text"]
+
+
+def test_a_source_that_one_host_cannot_make_is_told_to_the_others(pool: Any) -> None:
+    """It waited for the others' time-out, and later feeds had other names there, so that they waited as well."""
+    (first, seconds, *after), (second, _, *after_second) = (
+        result.value for result in pool.run(maxtext_jobs.remote_not_made)
+    )
+    assert first.startswith("PeerError: "), first
+    assert "host 1" in first
+    assert "no such disk" in first
+    assert second.startswith("OSError: ")
+    assert "no such disk" in second
+    assert seconds < 30
+    assert after[0] == after_second[0]
+    assert sorted({*after[1], *after_second[1]}) == list(range(16))

@@ -507,8 +507,8 @@ def test_data_that_differ_are_named_by_what_differs() -> None:
     assert difference(source, {**source, "content": "b"}) == (
         "source.content",
         "The content of records differs although the number of records and the names and sizes of the files are the same: up "
-        "to four records spread over the source are compared. A function that draws random numbers must take them from its "
-        "parameter rng.",
+        "to four records spread over the source are compared, and one that cannot be read, of which the log has a warning, "
+        "counts as different. A function that draws random numbers must take them from its parameter rng.",
     )
     assert difference(source, {**source, "files": {**files, "digest": "b"}}) == (
         "source.files.digest",
@@ -525,10 +525,12 @@ def test_data_that_differ_are_named_by_what_differs() -> None:
     assert difference(whole, changed) == (
         "source.sources[1].content",
         "The content of records differs although the number of records is the same: up to four records spread over the "
-        "source are compared. A function that draws random numbers must take them from its parameter rng.",
+        "source are compared, and one that cannot be read, of which the log has a warning, counts as different. A function "
+        "that draws random numbers must take them from its parameter rng.",
     )
     assert difference({"kind": "x", "content": "a"}, {"kind": "x", "content": "b"})[1] == (
-        "The content of records differs: up to four records spread over the source are compared. A function that draws "
-        "random numbers must take them from its parameter rng."
+        "The content of records differs: up to four records spread over the source are compared, and one that cannot be "
+        "read, of which the log has a warning, counts as different. A function that draws random numbers must take them from "
+        "its parameter rng."
     )
     assert difference(whole, {**whole, "sources": [source]})[0] == "source.sources"

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 
@@ -31,6 +32,13 @@ from meshfeed._src.streams.random_access import RandomAccessStream
 _HOST_READ_AHEAD_BYTES = 1 << 30  # host memory for the two windows that are read ahead
 
 
+@dataclasses.dataclass(frozen=True)
+class SourceFactory:
+    """Passed as a source: the feed calls ``make``, so that the other hosts are told if it fails on one."""
+
+    make: Callable[[], object]
+
+
 def make_stream(source: object, settings: FeedSettings, shards: RowShards) -> AnyStream:
     """Recognizes the kind of ``source`` and returns its stream.
 
@@ -38,7 +46,7 @@ def make_stream(source: object, settings: FeedSettings, shards: RowShards) -> An
       SourceError: the source is of an unsupported type; the message lists the supported ones.
       SettingsError: a setting does not apply to this kind of source.
     """
-    recognized = as_source(source)
+    recognized = as_source(source.make() if isinstance(source, SourceFactory) else source)
     if settings.balance is not None and (isinstance(recognized, HostBatches) or is_stream(recognized)):
         raise SettingsError(
             f"balance={settings.balance!r} needs a random-access source, which has the lengths of records before they are "

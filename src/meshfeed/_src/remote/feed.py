@@ -51,6 +51,7 @@ from meshfeed._src.base.turn import in_turn
 from meshfeed._src.base.types import PyTree, RecordIds, public
 from meshfeed._src.feed.iterator import Feed, SecondPass
 from meshfeed._src.feed.local_iterator import LocalIterator
+from meshfeed._src.feed.parts import SourceFactory
 from meshfeed._src.feed.resharding import hosts_left
 from meshfeed._src.pictures.plan import MeshPlan, plan_of_batch
 from meshfeed._src.pictures.report import report_figures, report_page
@@ -98,7 +99,7 @@ class FeedTarget:
         )
         if resharded:
             settings = {**settings, "load": hosts_left(settings["load"], sharding)}
-        self._feed = feed = Feed(make_source(), sharding, **settings)
+        self._feed = feed = Feed(SourceFactory(make_source), sharding, **settings)
         if "buckets" in feed.config()["fingerprint"]:
             feed.close()
             raise SettingsError(

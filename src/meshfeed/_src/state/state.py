@@ -328,7 +328,10 @@ def about_digest(field: str, saved: Mapping[str, JsonValue], current: Mapping[st
         ]
         also = f" although {' and '.join(same)} are the same" if len(same) > 1 else ""
         also = f" although {same[0]} is the same" if same == ["the number of records"] else also
-        return f"The content of records differs{also}: up to four records spread over the source are compared. {DRAWS} "
+        return (
+            f"The content of records differs{also}: up to four records spread over the source are compared, and one that "
+            f"cannot be read, of which the log has a warning, counts as different. {DRAWS} "
+        )
     return ""
 
 
