@@ -532,7 +532,8 @@ class _Player:
         assert not (alone and stats.peer_wait_seconds), f"{where}: {stats}"
         assert 0 <= stats.peer_wait_seconds <= time.monotonic() - self.began, f"{where}: {stats}"
         passing = self.faults.passing if self.case.config["fault"] == "transient" else 0
-        bad = self.case.config["fault"] in BAD  # by which steps that are read together are read again one by one
+        # Steps that are read together are then read again one by one.
+        bad = self.case.config["fault"] in (*BAD, "fatal")
         assert stats.retries <= passing or bad, f"{where}: {stats.retries} retries after {passing} faults"
         settings = self.case.settings(self.phase)
         tuned = {name for name in ("prefetch", "num_threads", "num_workers") if settings[name] == "auto"}

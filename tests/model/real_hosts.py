@@ -103,7 +103,7 @@ def play_here(case: Any, folder: str) -> None:
 
 
 def play(numbered: Sequence[tuple[int, dict[str, Any]]], folder: str) -> list[tuple[int, str]]:
-    """What each host runs: plays configurations one after the other; returns what is wrong, by number."""
+    """What each host runs: plays configurations until one fails on a host; returns what is wrong on this one, by number."""
     import jax
     from configurations import Case
     from driver import play_host
@@ -120,9 +120,10 @@ def play(numbered: Sequence[tuple[int, dict[str, Any]]], folder: str) -> list[tu
             if not isinstance(error, AssertionError):
                 text += "\n" + "".join(traceback.format_exception(error)[-4:])
             failures.append((number, text))
-        # Hosts begin the next one together, whatever became of this one.
-        world.put(f"done{number}", host, None)
-        world.gather(f"done{number}", HOSTS, 90.0)
+        # Hosts begin the next one together.
+        world.put(f"done{number}", host, bool(failures))
+        if any(world.gather(f"done{number}", HOSTS, 90.0)):
+            break  # hosts may be at different collectives and numbers of feeds
     return failures
 
 
@@ -146,7 +147,7 @@ def play_all(
 
     Returns:
       The number of each configuration that failed → what the hosts say. Where hosts hang, the configuration at which
-      they did; the others are played on new processes.
+      they did. Those after it are played on new processes.
     """
     failures: dict[int, str] = {}
     waiting = list(enumerate(configs))
@@ -161,9 +162,12 @@ def play_all(
             failures[at] = f"hangs or dies: {str(error)[:4000]}"
             waiting = [(number, config) for number, config in now if number > at] + waiting
         else:
-            for result in results:
-                for number, text in result.value:
-                    failures[number] = failures.get(number, "") + f"host {result.host}: {text}\n"
+            found = [(number, f"host {result.host}: {text}\n") for result in results for number, text in result.value]
+            for number, text in found:
+                failures[number] = failures.get(number, "") + text
+            if found:
+                hosts.close()
+                waiting = [one for one in now if one[0] > found[0][0]] + waiting
         tell(
             f"{len(configs) - len(waiting)} of {len(configs)} configurations on real processes, {len(failures)} failed"
         )
