@@ -351,9 +351,9 @@ def _midway_forbidden(source: str, has: Callable[..., bool], differs: Callable[[
         yield has("midway", "first") and has("script", *RESUMING)  # no host that was killed begins anew
     if has("reshard", "late"):
         yield _waits_too_often(source, has, differs) or differs("fault", "none") or differs("weights", "none")
-    yield has("reshard", "ahead") and differs(
-        "load", "sharded"
-    )  # rows would move between hosts that are at other steps
+    # Rows would move between hosts that are at other steps.
+    load = "resume_load" if has("script", *RESUMING) else "load"
+    yield has("reshard", "ahead") and (differs("load", "sharded") or differs(load, "sharded"))
     # A lane may be read forward from any place before, and so by the host that cannot read a record there.
     yield has("reshard", "back") and has("fault", "fatal") and source in STREAMS
 
@@ -1421,7 +1421,7 @@ class Case:
             "num_epochs": config["num_epochs"],
             "end": config["end"],
             "mask_key": "mask" if config["mask"] else None,
-            "num_lanes": config["num_lanes"] if phase is self.phases[0] or config["resume_lanes"] == "same" else None,
+            "num_lanes": None if phase is not self.phases[0] and self._lanes_of_state else config["num_lanes"],
             "load": phase.load if phase.load in ("sharded", "once") else list(topology.readers(phase.load)),
             "prefetch": phase.prefetch,
             "num_threads": config["num_threads"],
@@ -1453,6 +1453,11 @@ class Case:
         if self.config["shuffle"] in WINDOWS and self._node is not None:
             shards = self._node.shards_for(WINDOWS[self.config["shuffle"]])
         return lists.default_num_lanes([size for _, size in schedule], shards)
+
+    @property
+    def _lanes_of_state(self) -> bool:
+        """Whether the second feed gets its number of lanes from the state of the first, if that can be made."""
+        return self.config["resume_lanes"] == "of state" and self.refused is None
 
     def num_lanes_before_state(self, phase: Phase) -> int:
         """The number of lanes of a feed of this phase, until a state brings the number of the first phase."""
