@@ -534,7 +534,7 @@ class _Player:
         passing = self.faults.passing if self.case.config["fault"] == "transient" else 0
         # Steps that are read together are then read again one by one.
         bad = self.case.config["fault"] in (*BAD, "fatal")
-        elsewhere = self.case.config["num_workers"] > 0 and self.world.warnings() is None  # in processes of real hosts
+        elsewhere = self.case.config["num_workers"] != 0 and self.world.warnings() is None  # in processes of real hosts
         assert stats.retries <= passing or bad or elsewhere, f"{where}: {stats.retries} retries after {passing} faults"
         settings = self.case.settings(self.phase)
         tuned = {name for name in ("prefetch", "num_threads", "num_workers") if settings[name] == "auto"}

@@ -13,7 +13,7 @@ from jax.sharding import AxisType
 from token_files import write_megatron
 
 import meshfeed
-from meshfeed.sources import Map, Memory, Mixture, Packed, Stream, Tokens
+from meshfeed.sources import Concat, Map, Memory, Mixture, Packed, Stream, Tokens
 from meshfeed.testing import check_resumable
 
 RNG = np.random.default_rng(0)
@@ -273,6 +273,43 @@ def test_wrong_documents() -> None:
         packed(np.arange(3)).read_batch([1])
     with feed_of(packed(np.arange(3))) as feed, pytest.raises(meshfeed.SourceError, match="record id -1"):
         feed.read([-1])
+
+
+def test_the_key_is_checked_of_documents_that_are_read_in_parts(tmp_path: pathlib.Path) -> None:
+    np.array([5, 6, 1, 7, 1], np.uint16).tofile(tmp_path / "a.bin")
+
+    def documents(key: str) -> Any:
+        return Tokens.documents(tmp_path / "a.bin", dtype=np.uint16, eod=1, key=key)
+
+    with pytest.raises(meshfeed.SourceError, match=r"has the leaves \['ids'\], and not 'tokens'. Pass key="):
+        Packed(documents("ids"), 4).read_batch([0])
+    with pytest.raises(meshfeed.SourceError, match=r"has the leaves \['positions'\], and not 'tokens'"):
+        Packed(documents("positions"), 4)[0]
+    both = Concat([documents("tokens"), documents("ids")])
+    with pytest.raises(meshfeed.SourceError, match=r"source '0' of the Concat have the leaves .*tokens.*'1' .*ids"):
+        Packed(both, 4).read_batch([0, 1, 2])
+
+
+def test_the_lengths_of_joined_documents_are_of_the_leaf_that_is_asked_for() -> None:
+    class WithImages(Documents):
+        def __getitem__(self, document: int) -> dict[str, np.ndarray]:
+            tokens = super().__getitem__(document)["tokens"]
+            return {"tokens": tokens, "images": np.ones((1, 2), np.float32)}
+
+    for source in (WithImages([20, 30, 2, 1]), Concat([WithImages([20, 30]), WithImages([2, 1])])):
+        for view in (source, meshfeed.sources.Subset(source, range(4))):
+            packed = Packed(view, 64, side={"images": 4}, long="drop")
+            assert packed.stats().lost_tokens == 0
+            assert packed[0]["images_mask"].sum() == 4
+
+
+def test_a_document_that_cannot_be_read_is_named() -> None:
+    class Spoiled(Documents):
+        def __getitem__(self, document: int) -> dict[str, np.ndarray]:
+            return {"tokens": np.zeros(3) if document == 1 else np.arange(3)}
+
+    with pytest.raises(meshfeed.SourceError, match="record 1: leaf 'tokens' of a document is float64"):
+        Packed(Spoiled([3, 3]), 8).read_batch([0])
 
 
 def test_a_document_that_is_no_longer_as_long() -> None:

@@ -61,6 +61,25 @@ def test_streams_pickles_and_no_masks() -> None:
     assert Padded(RECORDS, LENGTHS, mask_key=None).read_batch([0]).keys() == RECORDS[0].keys()  # type: ignore[union-attr]
 
 
+def test_an_empty_list_has_the_dtype_of_the_other_records() -> None:
+    records = [{"tokens": [1, 2], "boxes": [[1.0, 2.0]]}, {"tokens": [], "boxes": []}, {"tokens": [], "boxes": []}]
+    source: Any = Padded(records, {"tokens": 3, "boxes": 2})
+    batch = source.read_batch([1, 0])
+    assert (batch["tokens"].dtype, batch["tokens"].tolist()) == (np.int64, [[0, 0, 0], [1, 2, 0]])
+    assert batch["boxes"].tolist() == [[[0, 0], [0, 0]], [[1, 2], [0, 0]]]
+    alone = source.read_batch([1, 2])
+    assert {name: (leaf.dtype, leaf.shape) for name, leaf in alone.items()} == {
+        name: (leaf.dtype, leaf.shape) for name, leaf in batch.items()
+    }
+    assert not any(leaf.any() for leaf in alone.values())
+    mesh = jax.make_mesh((1,), ("data",), axis_types=(AxisType.Auto,), devices=jax.devices()[:1])
+    with meshfeed.Feed(source, mesh, global_batch_size=1) as feed:
+        assert [np.asarray(batch["tokens_mask"]).sum() for batch in feed] == [2, 0, 0]
+    buckets = meshfeed.sources.Buckets([{"tokens": record["tokens"]} for record in records], (1, 2))
+    assert buckets.read_batch([0, 1])["tokens"].tolist() == [[1, 2], [0, 0]]
+    assert buckets.read_batch([1, 2])["tokens"].dtype == np.int64
+
+
 def test_wrong_settings_and_records() -> None:
     for setting, settings, match in (
         ("length", {"length": {}}, "a dict of leaves"),

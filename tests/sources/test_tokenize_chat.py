@@ -205,6 +205,60 @@ def test_completions_are_learned_and_answers_in_the_prompt_are_not(template: str
     assert decoded(found["tokens"]).endswith("<|im_start|>assistant\nKyoto<|im_end|>\n")
 
 
+HEAD_MARKED = (
+    "{% for message in messages %}{% if message.role == 'assistant' %}{% generation %}<|im_start|>assistant\n"
+    "{{ message.content }}<|im_end|>\n{% endgeneration %}{% else %}<|im_start|>{{ message.role }}\n{{ message.content }}"
+    "<|im_end|>\n{% endif %}{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+
+
+def test_marks_may_begin_before_the_head_of_the_turn() -> None:
+    tokenize = TokenizeChat(BPE, chat_template=HEAD_MARKED)
+
+    def learned(**record: Any) -> str:
+        found = tokenize(record)
+        return decoded(found["tokens"][found["loss_mask"]])
+
+    assert learned(messages=CHAT[:3]) == "<|im_start|>assistant\nTwo.<|im_end|>\n"
+    assert learned(prompt=CHAT[:2], completion=CHAT[2:3]) == "Two.<|im_end|>\n"
+    two = [*CHAT[2:4], turn("assistant", "Kyoto")]
+    assert learned(prompt=CHAT[:2], completion=two) == "Two.<|im_end|>\n<|im_start|>assistant\nKyoto<|im_end|>\n"
+    pair = tokenize({"prompt": CHAT[:2], "chosen": CHAT[2:3], "rejected": [turn("assistant", "No.")]})
+    assert decoded(pair["chosen"][pair["chosen_start"] :]) == "Two.<|im_end|>\n"
+
+
+def test_the_head_of_a_second_turn_in_a_row_is_not_learned() -> None:
+    tokenize, second = TokenizeChat(BPE, chat_template=CHATML), turn("assistant", "Three.")
+    found = tokenize({"messages": [*CHAT[:3], second]})
+    assert decoded(found["tokens"][found["loss_mask"]]) == "Two.<|im_end|>\nThree.<|im_end|>\n"
+    found = tokenize({"prompt": CHAT[:3], "completion": [second]})
+    assert decoded(found["tokens"][found["loss_mask"]]) == "Three.<|im_end|>\n"
+    # A template that joins the turns gives the second no head.
+    joins = (
+        "{% for message in messages %}{% if message.role != 'assistant' or loop.previtem.role != 'assistant' %}"
+        "<|im_start|>{{ message.role }}\n{% endif %}{{ message.content }}{% endfor %}"
+        "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+    )
+    found = TokenizeChat(BPE, chat_template=joins)({"prompt": CHAT[:3], "completion": [second]})
+    assert decoded(found["tokens"][found["loss_mask"]]) == "Three."
+
+
+@pytest.mark.parametrize("of", ["tokenizers", "transformers"])
+def test_special_tokens_in_a_text_are_split_if_the_tokenizer_does(of: str) -> None:
+    split = bpe()
+    if of == "tokenizers":
+        split.encode_special_tokens = True
+    else:
+        transformers = pytest.importorskip("transformers")
+        split = transformers.PreTrainedTokenizerFast(tokenizer_object=split, split_special_tokens=True)
+    record = {"prompt": "say </s> twice", "completion": "ok"}
+    end = BPE.token_to_id("</s>")
+    for tokenize in (made := TokenizeChat(split, eos_token=""), pickle.loads(pickle.dumps(made))):
+        assert end not in tokenize(record)["tokens"]
+        assert decoded(tokenize(record)["tokens"]) == "say </s> twiceok"
+    assert end in TokenizeChat(BPE, eos_token="")(record)["tokens"]
+
+
 def test_a_tool_that_answers_within_a_completion_is_not_learned() -> None:
     completion = [turn("assistant", "Call."), turn("tool", "42"), turn("assistant", "It is 42.")]
     found = TokenizeChat(BPE, chat_template=CHATML)({"prompt": CHAT[:2], "completion": completion})
@@ -337,6 +391,8 @@ def test_a_copy_in_a_worker_gives_the_same() -> None:
         ({"prompt": CHAT[:2], "completion": 7}, "'completion' is 7"),
         ({"chosen": "a", "rejected": "b"}, "no 'prompt'"),
         ({"prompt": CHAT[:1], "chosen": CHAT[1:2], "rejected": CHAT[1:3]}, "'chosen' has nothing that the assistant"),
+        ({"messages": CHAT, "tools": "{bad"}, r"'tools' is a text that is not JSON: .*It begins with '\{bad'"),
+        ({"messages": [turn("user", "a\ud800b")]}, r"character 18 is '\\ud800', half of a surrogate pair"),
     ],
 )
 def test_other_records_are_refused(record: Any, words: str) -> None:
@@ -348,6 +404,8 @@ def test_what_the_template_refuses_is_an_error_with_its_words() -> None:
     template = "{% if messages[0].role != 'user' %}{{ raise_exception('begin with the user') }}{% endif %}"
     with pytest.raises(ValueError, match=r"roles \['system', .*begin with the user"):
         TokenizeChat(BPE, chat_template=template)({"messages": CHAT})
+    with pytest.raises(ValueError, match=r"cannot render messages of the roles .*by zero"):
+        TokenizeChat(BPE, chat_template="{{ 1 // 0 }}")({"messages": CHAT})
     with pytest.raises(ValueError, match="has no chat template"):
         TokenizeChat(BPE)({"messages": CHAT})
 

@@ -128,6 +128,7 @@ def test_megatron_files(way: str, tmp_path: pathlib.Path) -> None:
     wanted = [w for shard in joined for w in windows(np.concatenate(shard), 10, 10)]
     check(Tokens(names, 10), wanted)
     check(Tokens(str(tmp_path / "*"), 10), wanted)  # .bin and .idx are one file
+    check(Tokens([*names, names[0]], 10), [*wanted, *windows(np.concatenate(joined[0]), 10, 10)])  # twice, to repeat it
     inside = [w for shard in joined for document in shard for w in windows(document, 10, 3)]
     check(Tokens(names, 10, stride=3, eod=-1), inside)
     found = Tokens.documents(names)

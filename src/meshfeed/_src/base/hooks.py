@@ -347,6 +347,13 @@ class StoredLengths(Protocol):
         """Returns the length of the leaf ``key`` of every record, integers ``[len(source)]``; None if unknown."""
 
 
+class JoinsLengths(Protocol):
+    """Joins sources of which some know the lengths of their records, and others store those of leaves."""
+
+    def joined_lengths(self, key: str) -> np.ndarray | None:
+        """Returns the lengths of all records, integers ``[len(source)]``: those of their leaf ``key``; None if unknown."""
+
+
 class StoredKeys(Protocol):
     """May know a leaf that identifies its records without reading them, such as the names of files."""
 
@@ -547,6 +554,18 @@ def read_threads(*sources: object) -> int:
     """Returns the threads that read sources if the feed has no ``num_threads=``: the most that one asks for, at least 1."""
     asking = (find(source, ReadsInThreads) for source in sources)
     return max((source.read_threads for source in asking if source is not None), default=1)
+
+
+def known_lengths(source: object, key: str | None) -> np.ndarray | None:
+    """Returns the length of every record, which is that of its leaf ``key``, if the source knows it; otherwise None."""
+    if (known := find(source, KnowsLengths)) is not None:
+        return known.lengths()
+    if key is None:
+        return None
+    if (joined := find(source, JoinsLengths)) is not None:
+        return joined.joined_lengths(key)
+    stored = find(source, StoredLengths)
+    return None if stored is None else stored.stored_lengths(key)
 
 
 def on_disk(source: object) -> ReadsDisk | None:

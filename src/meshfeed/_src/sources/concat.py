@@ -194,18 +194,12 @@ class ConcatenatedRecords:
     @property
     def stored_lengths(self) -> Callable[[str], np.ndarray | None]:
         """The lengths of a leaf of all records, if manifests or the sources have them."""
-        sources = [(hooks.find(s, hooks.KnowsLengths), hooks.find(s, hooks.StoredLengths)) for s in self._sources]
-        if any(known is None and stored is None for known, stored in sources):
-            raise AttributeError("not every source can have a manifest")
+        sources = self._all(hooks.StoredLengths)
+        return lambda key: _joined(source.stored_lengths(key) for source in sources)
 
-        def of_all(key: str) -> np.ndarray | None:
-            parts = [
-                known.lengths() if known is not None else stored.stored_lengths(key) if stored is not None else None
-                for known, stored in sources
-            ]
-            return None if any(part is None for part in parts) else np.concatenate([p for p in parts if p is not None])
-
-        return of_all
+    def joined_lengths(self, key: str) -> np.ndarray | None:
+        """The lengths of all records, that of each being that of its leaf ``key``; see ``hooks.JoinsLengths``."""
+        return _joined(hooks.known_lengths(source, key) for source in self._sources)
 
     @property
     def stored_keys(self) -> Callable[[str], Iterable[object] | None]:
@@ -233,9 +227,23 @@ class ConcatenatedRecords:
                 return [trees.map_leaves(lambda leaf, a=a, b=b: leaf[a:b], flat) for a, b in bounds]
 
             slices = self._reader.in_order(numbers, read)
+            self._check_leaves(numbers, slices)
             return trees.map_leaves(lambda *leaves: np.concatenate(leaves), *slices)
 
         return of_all
+
+    def _check_leaves(self, numbers: RecordIds, slices: Sequence[PyTree]) -> None:
+        """Checks that the parts of records have the same leaves."""
+        names = [[path for path, _ in trees.flatten_with_paths(part)[0]] for part in slices]
+        other = next((row for row, found in enumerate(names) if found != names[0]), None)
+        if other is None:
+            return
+        noun, whole = self._words
+        sources = [list(self._named)[numbers[row]] for row in (0, other)]
+        raise SourceError(
+            f"the records of {noun} {sources[0]!r} of the {whole} have the leaves {names[0]}, those of {noun} "
+            f"{sources[1]!r} {names[other]}. Give them the same names, as by key= of Tokens.documents."
+        )
 
     def unconverted(self) -> ConcatenatedRecords:
         """The same records as they are stored, if the sources convert them."""
@@ -250,3 +258,13 @@ class ConcatenatedRecords:
         """Closes all sources."""
         for source in self._sources:
             hooks.close(source)
+
+
+def _joined(parts: Iterable[np.ndarray | None]) -> np.ndarray | None:
+    """The values of all sources, or None if those of one are unknown."""
+    found: list[np.ndarray] = []
+    for part in parts:
+        if part is None:
+            return None
+        found.append(part)
+    return np.concatenate(found)

@@ -97,11 +97,8 @@ def lengths_of_leaves(
     Raises:
       SourceError: ``measure`` raised it or a ValueError; names the record.
     """
-    known, stored = hooks.find(source, hooks.KnowsLengths), hooks.find(source, hooks.StoredLengths)
-    found = [
-        known.lengths() if known is not None and not leaf else stored.stored_lengths(name) if stored and name else None
-        for leaf, name in enumerate([key, *others])
-    ]
+    stored = hooks.find(source, hooks.StoredLengths)
+    found = [hooks.known_lengths(source, key), *(stored.stored_lengths(name) if stored else None for name in others)]
     all_lengths = [None if values is None else checked_lengths(source, values) for values in found]
     missing = [leaf for leaf, lengths in enumerate(all_lengths) if lengths is None]
     number = len(source)

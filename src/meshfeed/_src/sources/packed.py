@@ -333,10 +333,14 @@ class Packed:
         """The tokens and other leaves of pieces, one after the other, and the entries that belong to them."""
         slices = hooks.find(self._source, hooks.SlicesReader)
         if slices is not None and not self._rows.side:
-            return slices.read_slices(pieces.documents, pieces.starts, pieces.lengths), {}
+            leaves = slices.read_slices(pieces.documents, pieces.starts, pieces.lengths)
+            self._check_names(leaves)
+            return leaves, {}
         # A document may have several pieces in a batch.
         documents, which = np.unique(pieces.documents, return_inverse=True)
-        found = [self._leaves(record) for record in read_items(self._source, documents)]
+        found = [
+            self._leaves_of(*item) for item in zip(documents.tolist(), read_items(self._source, documents), strict=True)
+        ]
         entries = {name: [leaves.pop(name) for leaves in found] for name in self._rows.side}
         for document, leaves in zip(documents.tolist(), found, strict=True):
             self._check(document, leaves, found[0])
@@ -385,16 +389,15 @@ class Packed:
             found[name] = self._leaves(read_items(self._source, document)[0])[name][:0].copy()
         return found
 
+    def _leaves_of(self, document: int, record: object) -> dict[str, np.ndarray]:
+        try:
+            return self._leaves(record)
+        except SourceError as error:
+            raise in_record(self._source, document, error) from error
+
     def _leaves(self, record: object) -> dict[str, np.ndarray]:
         leaves = _leaves(record, self._key)
-        if not self._rows.added.isdisjoint(leaves):
-            name = min(self._rows.added & leaves.keys())
-            own = (
-                "that with Packed(segment_ids=…, positions=…), or the documents' "
-                if name in self._rows.named
-                else "it "
-            )
-            raise SourceError(f"documents have the leaf {name!r}, which Packed writes itself. Rename {own}with Map.")
+        self._check_names(leaves)
         for name in self._rows.side:
             leaf = leaves.get(name)
             if leaf is None:
@@ -405,6 +408,17 @@ class Packed:
                     "[entries, …], as side= says. Decode the entries with Map."
                 )
         return leaves
+
+    def _check_names(self, leaves: Mapping[str, object]) -> None:
+        _check_key(leaves, self._key)
+        if not self._rows.added.isdisjoint(leaves):
+            name = min(self._rows.added & leaves.keys())
+            own = (
+                "that with Packed(segment_ids=…, positions=…), or the documents' "
+                if name in self._rows.named
+                else "it "
+            )
+            raise SourceError(f"documents have the leaf {name!r}, which Packed writes itself. Rename {own}with Map.")
 
     def _measured(self, record: object) -> tuple[int, ...]:
         """The number of tokens, and of entries of each leaf of ``side``."""
@@ -472,11 +486,15 @@ class ShuffledPacked(Packed):
         self.check_record_ids(ids)
 
 
+def _check_key(record: Mapping[str, object], key: str) -> None:
+    if key not in record:
+        raise SourceError(f"a document has the leaves {sorted(record)}, and not {key!r}. Pass key= to Packed.")
+
+
 def _leaves(record: object, key: str) -> dict[str, np.ndarray]:
     """The leaves of a document as arrays; a bare array is its tokens."""
     record = leaves_by_name(record, key)
-    if key not in record:
-        raise SourceError(f"a document has the leaves {sorted(record)}, and not {key!r}. Pass key= to Packed.")
+    _check_key(record, key)
     leaves = {name: as_array(leaf, f"leaf {name!r} of a document") for name, leaf in record.items()}
     tokens = leaves[key]
     if tokens.size == 0 and tokens.dtype.kind == "f":  # numpy's dtype of an empty list

@@ -101,6 +101,8 @@ def Padded(  # named like a class, as Map is
 class Pad:
     """Stacks records padded to ``length``, which errors call ``what``; for other arguments, see :func:`Padded`.
 
+    An empty list has no dtype: it gets that of the other records of the batch, or of those read before.
+
     Raises:
       SettingsError: a setting is out of range; names the keyword.
     """
@@ -108,7 +110,14 @@ class Pad:
     fresh_arrays = True
 
     def __init__(
-        self, key: object, mask_key: object, pad_value: object, length: int, truncates: bool, what: str = "length"
+        self,
+        key: object,
+        mask_key: object,
+        pad_value: object,
+        length: int,
+        truncates: bool,
+        what: str = "length",
+        remedy: str | None = None,
     ) -> None:
         keys = (key,) if isinstance(key, str) else tuple(key) if isinstance(key, Sequence) else ()
         if not keys or not all(isinstance(name, str) and name for name in keys) or len(set(keys)) < len(keys):
@@ -121,6 +130,8 @@ class Pad:
             raise SettingsError(f"pad_value={pad_value!r}; it takes a number.", setting="pad_value")
         self.keys, self._mask_key, self._pad_value = keys, mask_key, pad_value
         self._length, self._truncates, self._what = length, truncates, what
+        self._remedy = remedy or f"Pass a larger {what}, or long='truncate'."
+        self._like: dict[str, np.ndarray] = {}  # no entries of each leaf, as that of a record read before
 
     def __call__(self, records: Sequence[Record]) -> dict[str, PyTree]:
         """Returns the records, at least one, as arrays ``[n, length, ...]``."""
@@ -153,9 +164,12 @@ class Pad:
                 if count > length or known is not None:
                     count = self._checked_count(count, length, None if known is None else known[row])
                 for name, leaf in leaves.items():
+                    if not count and leaf.shape == (0,) and leaf.dtype == np.float64:  # as of an empty list
+                        continue
                     out = padded.get(name)
                     if out is None:
                         out = padded[name] = self._filled(name, (len(records), length), leaf)
+                        self._like[name] = leaf[:0].copy()
                     if out.dtype != leaf.dtype or out.shape[2:] != leaf.shape[1:]:
                         raise _differs(name, leaf, out)
                     out[row, :count] = leaf[:count]
@@ -164,6 +178,9 @@ class Pad:
             except SourceError as error:
                 raise RowError(row, error) from error
             mask[row, :count], mask[row, count:] = True, False
+        for name in self.keys:
+            if name not in padded:
+                padded[name] = self._filled(name, (len(records), length), self._like.get(name, np.empty(0)))
         batch = {**(stack.take()[0] if stack.count else {}), **padded}
         return batch if self._mask_key is None else {**batch, self._mask_key: mask}
 
@@ -174,8 +191,7 @@ class Pad:
             )
         if count > length and not self._truncates:
             raise SourceError(
-                f"it has {count:,} entries in the leaf {self.keys[0]!r}, and {self._what} is {length:,}. Pass a larger "
-                f"{self._what}, or long='truncate'."
+                f"it has {count:,} entries in the leaf {self.keys[0]!r}, and {self._what} is {length:,}. {self._remedy}"
             )
         return min(count, length)
 
@@ -320,7 +336,8 @@ class Buckets:
     ) -> None:
         self.boundaries = _checked_boundaries(boundaries)
         check_choice(long, "long", "raise", "truncate", "drop")
-        self._pad = Pad(key, mask_key, pad_value, self.boundaries[-1], long == "truncate", "the last boundary")
+        remedy = "long='drop' left it out." if long == "drop" else "Add a boundary, or pass long='truncate'."
+        self._pad = Pad(key, mask_key, pad_value, self.boundaries[-1], long == "truncate", "the last boundary", remedy)
         self._settings: list[Any] = [list(self._pad.keys), mask_key, pad_value, long]
         self._source = documents_of(source, "Buckets", "Pad the records of streams with Padded.")
         self._lengths = lengths_of(self._source, self._pad.length_of, self._pad.keys[0])

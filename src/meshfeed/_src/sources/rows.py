@@ -287,7 +287,10 @@ def _checked_side(setting: object) -> dict[str, int]:
             f"side={setting!r}; it takes a dict of leaves and the most entries of each, such as {{'images': 8}}.",
             setting="side",
         )
-    return {name: checked_count(most, "side") for name, most in setting.items()}
+    for most in setting.values():
+        if not is_count(most) or most >= 1 << 31:
+            raise SettingsError(f"side={setting!r}; a number of entries is an int of at least 1, and less than 2**31.", setting="side")
+    return {name: int(most) for name, most in setting.items()}
 
 
 def _check_names(given: Mapping[str, Any]) -> None:

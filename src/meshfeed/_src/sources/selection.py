@@ -262,12 +262,16 @@ class View:
     def stored_lengths(self) -> Callable[[str], np.ndarray | None]:
         """The lengths of a leaf of all records, if a manifest has them; only if the source can have a manifest."""
         stored = cast("hooks.StoredLengths", self._source).stored_lengths
+        return lambda key: self._of_all_known(stored(key))
 
-        def of_view(key: str) -> np.ndarray | None:
-            found = stored(key)
-            return None if found is None else self._of_all(found)
+    @property
+    def joined_lengths(self) -> Callable[[str], np.ndarray | None]:
+        """The lengths of all records; only if the source joins sources."""
+        joined = cast("hooks.JoinsLengths", self._source).joined_lengths
+        return lambda key: self._of_all_known(joined(key))
 
-        return of_view
+    def _of_all_known(self, values: np.ndarray | None) -> np.ndarray | None:
+        return None if values is None else self._of_all(values)
 
     def _of_all(self, values: Any) -> np.ndarray:
         """A value of each record of the view, from one of each record of the source."""

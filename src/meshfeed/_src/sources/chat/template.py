@@ -93,7 +93,7 @@ class ChatTemplate:
         try:
             for part in self._template.generate(variables):
                 parts.append(part)
-        except (jinja2.TemplateError, TypeError, KeyError, IndexError, AttributeError) as error:
+        except (jinja2.TemplateError, TypeError, ValueError, LookupError, ArithmeticError, AttributeError) as error:
             remedy = " Pass date=datetime.date(…), which it then formats." if "strftime_now" in str(error) else ""
             roles = [message.get("role") for message in messages]
             raise ValueError(
@@ -115,7 +115,8 @@ class ChatTemplate:
         text, marked = self.render(messages, tools)
         if self.marks_assistant:
             start = self._length_before(text, messages, num_given, tools) if num_given else 0
-            return text, [span for span in marked if span[0] >= start]
+            # A mark may begin before the head of the turn, which belongs to what is given.
+            return text, [(max(first, start), end) for first, end in marked if end > start]
         spans: Spans = []
         for number in range(num_given, len(messages)):
             if messages[number].get("role") == "assistant":
@@ -125,8 +126,12 @@ class ChatTemplate:
 
     def _length_before(self, text: str, messages: Sequence[Message], number: int, tools: Any) -> int:
         """Characters before what the assistant writes as message ``number``, after the head of its turn."""
-        asks = not number or messages[number - 1].get("role") != "assistant"
-        return self._length_of(text, messages, number, tools, add_generation_prompt=asks)
+        if number and messages[number - 1].get("role") == "assistant":
+            try:
+                return self._length_of(text, messages, number, tools, add_generation_prompt=True)
+            except ValueError:  # the template joins the turns of the assistant, so the second has no head
+                return self._length_of(text, messages, number, tools, add_generation_prompt=False)
+        return self._length_of(text, messages, number, tools, add_generation_prompt=True)
 
     def _length_of(self, text: str, messages: Sequence[Message], number: int, tools: Any, **settings: bool) -> int:
         """Characters of the first messages, whose text must be the beginning of the whole."""

@@ -93,6 +93,13 @@ class TokenizeChat:
         self._key, self._mask_key = key, mask_key
         self._eos = _find_eos(self._tokenizer, eos_token, loaded.special_tokens.get("eos_token"))
 
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_encodes_special_tokens": self._tokenizer.encode_special_tokens}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        self._tokenizer.encode_special_tokens = self.__dict__.pop("_encodes_special_tokens")
+
     @hides_own_frames
     def __call__(self, record: Mapping[str, Any]) -> dict[str, Any]:
         """Returns the tokens of a record.
@@ -158,7 +165,10 @@ class TokenizeChat:
         return self._encode(text, spans, add_special_tokens=False)  # the template has written them
 
     def _encode(self, text: str, spans: Spans, *, add_special_tokens: bool) -> tuple[np.ndarray, np.ndarray]:
-        encoded = self._tokenizer.encode(text, add_special_tokens=add_special_tokens)
+        try:
+            encoded = self._tokenizer.encode(text, add_special_tokens=add_special_tokens)
+        except TypeError as error:  # as tokenizers calls it
+            raise ValueError(f"the text cannot be tokenized: {_why_not(text) or error}") from error
         tokens = np.array(encoded.ids, np.int32)
         starts, ends = np.array(encoded.offsets, np.int64).reshape(-1, 2).T
         mask = np.zeros(len(tokens), np.bool_)
@@ -166,6 +176,14 @@ class TokenizeChat:
             # A token of spaces has no characters if the tokenizer trims offsets: its start is its end.
             mask |= (ends > start) & np.where(starts == ends, ends <= end, starts < end)
         return tokens, mask
+
+
+def _why_not(text: str) -> str | None:
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        return f"character {error.start} is {text[error.start]!r}, half of a surrogate pair, which is not Unicode text."
+    return None
 
 
 def _find_eos(tokenizer: tokenizers.Tokenizer, given: str | None, own: str | None) -> tuple[int, ...] | None:
@@ -229,7 +247,11 @@ def _without_none(value: Any) -> Any:
 
 def _tools(record: Mapping[str, Any]) -> Any:
     tools = record.get("tools")
-    tools = json.loads(tools) if isinstance(tools, str) and tools else tools
+    if isinstance(tools, str) and tools:
+        try:
+            tools = json.loads(tools)
+        except ValueError as error:
+            raise ValueError(f"'tools' is a text that is not JSON: {error}. It begins with {tools[:40]!r}.") from error
     return _without_none(tools) or None
 
 

@@ -59,8 +59,11 @@ def load(tokenizer: object) -> LoadedTokenizer:
             setting="tokenizer",
         )
     special = getattr(tokenizer, "special_tokens_map", {})
+    plain = _plain(backend)
+    if getattr(tokenizer, "split_special_tokens", False):  # as transformers passes it with each text
+        plain.encode_special_tokens = True
     return LoadedTokenizer(
-        _plain(backend),
+        plain,
         _default(getattr(tokenizer, "chat_template", None)),
         {name: str(token) for name, token in special.items() if isinstance(token, str)},
     )
@@ -105,6 +108,7 @@ def _parse(content: bytes) -> tokenizers.Tokenizer:
 def _plain(tokenizer: tokenizers.Tokenizer) -> tokenizers.Tokenizer:
     """A copy without padding and truncation, which change the tokens of a text."""
     copy = type(tokenizer).from_str(tokenizer.to_str())
+    copy.encode_special_tokens = tokenizer.encode_special_tokens  # not part of the text, nor of a pickle
     copy.no_padding()
     copy.no_truncation()
     return copy

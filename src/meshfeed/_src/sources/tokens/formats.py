@@ -145,8 +145,13 @@ def _check_counts(*counts: object) -> tuple[Any, ...]:
 
 
 def token_files(names: Sequence[str]) -> list[str]:
-    """Returns the files that hold tokens, in order: the ``.bin`` in place of the Megatron index beside it."""
-    return list(dict.fromkeys(f"{name[:-4]}.bin" if name.endswith(".idx") else name for name in names))
+    """Returns the files that hold tokens, in order: the ``.bin`` in place of the Megatron index beside it.
+
+    A file that is named twice is there twice; an index whose ``.bin`` is named too is left out.
+    """
+    named = {name for name in names if not name.endswith(".idx")}
+    files = [(f"{name[:-4]}.bin", False) if name.endswith(".idx") else (name, True) for name in names]
+    return [name for name, itself in files if itself or name not in named]
 
 
 def inspect(path: str, dtype: np.dtype[Any] | None, cache: ShardCache | None) -> TokenFile:
