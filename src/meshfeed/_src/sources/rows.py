@@ -289,7 +289,9 @@ def _checked_side(setting: object) -> dict[str, int]:
         )
     for most in setting.values():
         if not is_count(most) or most >= 1 << 31:
-            raise SettingsError(f"side={setting!r}; a number of entries is an int of at least 1, and less than 2**31.", setting="side")
+            raise SettingsError(
+                f"side={setting!r}; a number of entries is an int of at least 1, and less than 2**31.", setting="side"
+            )
     return {name: int(most) for name, most in setting.items()}
 
 
