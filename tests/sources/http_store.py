@@ -24,6 +24,7 @@ class Store(http.server.ThreadingHTTPServer):
         self.suffix = (
             0  # status of the answer to "the last bytes": of the whole file, an error, or the first bytes; 0: right
         )
+        self.names_ranges = True  # whether the answer to a range says which it is
         self.range_requests = 0
         self.asked: list[tuple[str, str]] = []  # method and name of each request
         self.fail = 0  # so many fetches answer 503
@@ -117,7 +118,7 @@ class _Handler(RangeHandler):
             self.head(503, 0, **({"Retry_After": "7"} if broken else {}))
             return
         headers = {"ETag": f'"{etag}"', **({"Accept_Ranges": "bytes"} if store.ranges else {})}
-        if ranged:
+        if ranged and store.names_ranges:
             headers["Content_Range"] = f"bytes {first}-{first + len(content) - 1}/{whole}"
         self.head(206 if ranged else 200, len(content), **headers)
         if body:

@@ -150,8 +150,18 @@ def keeps_checkpoints(store: Store, folder: pathlib.Path) -> None:
     assert ended.exit_code == 0, ended.output
 
 
+def sees_new_files(store: Store, folder: pathlib.Path) -> None:
+    pattern = f"{store.root}/growing/*.array_record"
+    for number in (0, 1):
+        store.put(f"growing/{number}.array_record", store.get(f"data/part-{number}.array_record"))
+        if store.name == "hf":  # whose client keeps what it has listed until the process ends
+            forget_clients()
+        assert len(ArrayRecord(pattern)) == 30 * (number + 1)
+
+
 CELLS: dict[str, Callable[[Store, pathlib.Path], None]] = {
     "list": lists,
+    "new files": sees_new_files,
     "direct reads": reads_directly,
     "shard cache": reads_through_a_cache,
     "changed files": notices_a_change,

@@ -97,6 +97,11 @@ def make_manifest(
     names = _SELECT.get(source, list)(names)
     need_cache(names, None, source=source)
     output = output or _default_output(names)
+    if output.startswith(("http://", "https://")):  # before the files are read
+        raise SettingsError(
+            f"output={output!r} cannot be written: an HTTP server only serves files. Name a path or a URL of a bucket.",
+            setting="output",
+        )
     files = file_paths.in_threads(lambda name: _describe(name, source, dtype, digests), names, workers)
     made = _made(output, files)
     wanted = {}

@@ -24,7 +24,7 @@ import numpy as np
 import xxhash
 
 from meshfeed._src.base.errors import MeshfeedError
-from meshfeed._src.base.retry import call_with_retry
+from meshfeed._src.base.retry import call_with_retry, without_signatures
 from meshfeed._src.base.settings import Retry
 from meshfeed._src.sources.files import paths as file_paths
 
@@ -115,7 +115,7 @@ class RemoteBytes:
             change = file_paths.describe_change((self.num_bytes, self.version), (num_bytes, version))
             files, inner = file_paths.open_file_system(self.url, self.source)
             files.invalidate_cache(inner)  # or a new source would take the listing from before the change
-            raise file_paths.changed(f"{self.source}: {self.url}", change, self._manifest)
+            raise file_paths.changed(f"{self.source}: {without_signatures(self.url)}", change, self._manifest)
 
 
 # Field of a version → header of an answer.
@@ -251,6 +251,8 @@ async def _get_part(files: Any, path: str, protocol: str, part: slice) -> tuple[
         if answer.headers.get("Content-Encoding", "identity") != "identity":
             raise ValueError(f"the answer is compressed: {answer.headers['Content-Encoding']}")
         found = {name.lower(): value for name, value in answer.headers.items()}
+        if answer.status == 206 and not _CONTENT_RANGE.match(found.get("content-range", "")):
+            raise ValueError(f"the answer has part of the file, and does not say which: {found.get('content-range')}")
         length = int(found.get("content-length", _JOINED_BYTES))
         is_small = length <= (part.stop or -part.start)
         return found, await answer.read() if answer.status == 206 or is_small else None
@@ -380,7 +382,7 @@ def _checked(one: ByteRange, answer: bytes | Exception, headers: Mapping[str, st
         answer = answer[one.start : one.stop]
     if len(answer) != one.stop - one.start:
         what = f"{len(answer):,} bytes came for the range [{one.start:,}, {one.stop:,})"
-        return OSError(f"{one.file.source}: {one.file.url}: {what}")
+        return OSError(f"{one.file.source}: {without_signatures(one.file.url)}: {what}")
     return answer
 
 
@@ -402,7 +404,8 @@ def check_range(headers: Mapping[str, str], start: int, stop: int, url: str) -> 
     found = _CONTENT_RANGE.match(headers.get("content-range", ""))
     if found is not None and (int(found[1]), int(found[2]) + 1) != (start, stop):
         raise OSError(
-            f"{url}: bytes {int(found[1]):,} to {int(found[2]) + 1:,} came for the range [{start:,}, {stop:,})"
+            f"{without_signatures(url)}: bytes {int(found[1]):,} to {int(found[2]) + 1:,} came for the range "
+            f"[{start:,}, {stop:,})"
         )
 
 
@@ -506,16 +509,19 @@ def _configured(protocol: str, setting: str) -> Mapping[str, Any]:
     return fsspec.config.conf.get(protocol, {}).get(setting, {})
 
 
+_IDENTITY = {"headers": {"Accept-Encoding": "identity"}}  # or the ETag may differ
+
+
 async def _noting_client(**kwargs: Any) -> Any:
     import aiohttp
 
-    return aiohttp.ClientSession(**{"trace_configs": _session_options()["trace_configs"], **kwargs})
+    return aiohttp.ClientSession(**{**_IDENTITY, "trace_configs": _session_options()["trace_configs"], **kwargs})
 
 
 async def _http_client(**kwargs: Any) -> Any:
     import aiohttp
 
-    options = {"headers": {"Accept-Encoding": "identity"}, **_session_options(), **kwargs}  # or the ETag may differ
+    options = {**_IDENTITY, **_session_options(), **kwargs}
     return aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=_MAX_CONNECTIONS), **options)
 
 

@@ -18,11 +18,11 @@ import urllib.parse
 from collections.abc import Callable
 from typing import Any, Protocol, cast
 
-from meshfeed._src.base.retry import call_with_retry
+from meshfeed._src.base.retry import call_with_retry, without_signatures
 from meshfeed._src.base.settings import Retry
 from meshfeed._src.base.threads import Background
 from meshfeed._src.base.wake_up import WakeUp
-from meshfeed._src.sources.files.direct import check_range, noted_headers, noting_file_system
+from meshfeed._src.sources.files.direct import RemoteBytes, check_range, noted_headers, noting_file_system
 from meshfeed._src.sources.files.paths import remote_errors
 
 FIRST_BLOCK_BYTES = 4 << 20
@@ -44,11 +44,13 @@ class _FileSystem(Protocol):
 class Download:
     """One file that is being downloaded into ``handle``, an empty file open for writing.
 
-    The file with the smallest ``priority()``, when it is needed, comes first.
+    The file with the smallest ``priority()``, when it is needed, comes first. All answers must be of one version, that of
+    ``version`` if it is not empty.
     """
 
-    def __init__(self, url: str, num_bytes: int, handle: int, priority: Callable[[], float]) -> None:
+    def __init__(self, url: str, num_bytes: int, handle: int, priority: Callable[[], float], version: str = "") -> None:
         self.url, self.num_bytes, self.priority = url, num_bytes, priority
+        self.remote = RemoteBytes(url, num_bytes, version, "ShardCache")
         self.error: Exception | None = None
         self.probing = False  # the first block is under way, and the server may send the whole file
         self.in_flight = 0
@@ -185,6 +187,8 @@ class Downloads:
         try:
             with remote_errors(download.url, "ShardCache"), noted_headers() as headers:
                 content = files.cat_file(inner, start=start, end=end, **settings)
+                if headers:
+                    download.remote.check_answer(headers[-1])
                 if headers and len(content) == stop - start:
                     check_range(headers[-1], start, stop, download.url)
         except TimeoutError as error:
@@ -193,12 +197,13 @@ class Downloads:
                 with remote_errors(download.url, "ShardCache"):
                     return self._stream(files, inner, download)
             what = f"bytes {start:,} to {stop:,} did not arrive within {self._timeout:g} s"
-            raise TimeoutError(f"{download.url}: {what}") from error
+            raise TimeoutError(f"{without_signatures(download.url)}: {what}") from error
         self._adapt(stop - start, time.monotonic() - began)
         whole = len(content) == download.num_bytes != stop - start
         if len(content) != stop - start and not whole:
             raise OSError(
-                f"fetched {len(content):,} bytes of {download.url} instead of {stop - start:,}, of {download.num_bytes:,}"
+                f"fetched {len(content):,} bytes of {without_signatures(download.url)} instead of {stop - start:,}, of "
+                f"{download.num_bytes:,}"
             )
         download.write(content, 0 if whole else start)
         return whole
@@ -214,7 +219,9 @@ class Downloads:
                 download.write(content, start)
                 start += len(content)
         if start != download.num_bytes:
-            raise OSError(f"fetched {start:,} bytes of {download.url}, which has {download.num_bytes:,}")
+            raise OSError(
+                f"fetched {start:,} bytes of {without_signatures(download.url)}, which has {download.num_bytes:,}"
+            )
         return True
 
 

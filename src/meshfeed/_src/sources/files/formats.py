@@ -11,6 +11,7 @@ from types import ModuleType
 from typing import Any, BinaryIO, NamedTuple
 
 from meshfeed._src.base.errors import CorruptDataError, MeshfeedError, SourceError
+from meshfeed._src.sources.files.paths import format_name
 
 # The header of llm.c's token files: its bytes, and (magic number, version) → dtype. Here, because `meshfeed convert` writes
 # them, and starts sooner without sources/tokens.
@@ -80,7 +81,9 @@ _EXTENSION = re.compile(rf"\.({'|'.join(sorted(_FORMATS, key=len, reverse=True))
 
 
 def _format_of(name: str) -> _Format | None:
-    extensions = _EXTENSION.findall(os.path.basename(name.rstrip("/")))  # "x.array_record-00000-of-00016", "x.csv.gz"
+    extensions = _EXTENSION.findall(
+        os.path.basename(format_name(name).rstrip("/"))
+    )  # "x.array_record-00000-of-00016", "x.csv.gz"
     return _FORMATS[extensions[-1].lower()] if extensions else None
 
 
@@ -142,13 +145,13 @@ _TARS = {"tgz": "gz", "tbz": "bz2", "tbz2": "bz2", "txz": "xz", "tzst": "zstd"} 
 
 def compression_of(name: str) -> str | None:
     """Returns the compression that the last extension of a file name denotes, or None."""
-    extension = name.rsplit(".", 1)[-1].lower()
+    extension = format_name(name).rsplit(".", 1)[-1].lower()
     return _COMPRESSIONS.get(extension) or _TARS.get(extension)
 
 
 def uncompressed_name(name: str) -> str:
     """Returns the name of the content of a compressed file; the name itself if the file is not compressed."""
-    stem, _, extension = name.rpartition(".")
+    stem, _, extension = format_name(name).rpartition(".")
     return f"{stem}.tar" if extension.lower() in _TARS else stem if compression_of(name) else name
 
 

@@ -102,7 +102,7 @@ def remove_unlocked(path: pathlib.Path) -> bool:
     Raises:
       FileNotFoundError: if the file does not exist.
     """
-    handle = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+    handle = os.open(path, os.O_RDONLY | os.O_CLOEXEC)  # those of other users are readable
     try:
         if not flock(handle, fcntl.LOCK_EX):
             return False

@@ -33,6 +33,7 @@ import numpy as np
 import xxhash
 
 from meshfeed._src.base.errors import CorruptDataError, SourceError
+from meshfeed._src.base.stores import write_output
 from meshfeed._src.base.types import JsonValue
 from meshfeed._src.sources.files import paths as file_paths
 
@@ -303,7 +304,7 @@ def _joined(name: str, folder: str) -> str:
     owns this disk.
     """
     if file_paths.is_inside(name):
-        return folder + name
+        return folder + (urllib.parse.quote(name) if folder.startswith(("http://", "https://")) else name)
     # "::" chains file systems: "simplecache://::file:///x" is a local file.
     is_local = not file_paths.is_url(name) or name.startswith("local:") or ("::" in name and file_paths.is_url(folder))
     if is_local and (file_paths.is_url(folder) or not os.path.isabs(name)):
@@ -322,9 +323,9 @@ def _read(path: str) -> bytes:
 
 def _write(path: str, content: bytes) -> None:
     if file_paths.is_url(path):
+        write_output("output", path, content)
         file_system, inner = file_paths.open_file_system(path, "the manifest")
-        with file_paths.remote_errors(path, "the manifest"):
-            file_system.pipe_file(inner, content)
+        file_system.invalidate_cache(inner)  # of the client that reads
         return
     part = f"{path}.{secrets.token_hex(8)}.part"
     try:

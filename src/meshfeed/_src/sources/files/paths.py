@@ -38,6 +38,9 @@ Paths: TypeAlias = "str | os.PathLike[str] | Iterable[str | os.PathLike[str]]"
 
 _BRACES = re.compile(r"\{([^{}]*)\}")
 _MAGIC = re.compile(r"[*?\[]")
+_HTTP = ("http://", "https://")
+_HTTP_QUERY = re.compile(r"\?[^?]*=.*", re.DOTALL)  # and not the ? of a pattern such as part-?.bin
+_SIGNED = re.compile(r"^https?://.*[?&](X-Amz-Signature|X-Goog-Signature|Signature|sig)=", re.IGNORECASE)
 _RETRY = Retry()
 _ONCE = Retry(attempts=1)
 # With the 10 s in which a store may answer another request, and the import of its client, less than a minute.
@@ -77,9 +80,23 @@ def absolute(path: str) -> str:
 
 
 def split(path: str) -> tuple[str, str]:
-    """Returns the folder of a path or URL, with its last slash, and the base name."""
-    folder, slash, base = path.rpartition("/")
+    """Returns the folder of a path or URL, with its last slash, and the base name, without the query of a URL of HTTP."""
+    folder, slash, base = without_query(path).rpartition("/")
     return folder + slash, base
+
+
+def without_query(path: str) -> str:
+    """Returns a URL of HTTP without its query, such as a signature; any other path or URL as it is."""
+    return path.partition("?")[0] if path.startswith(_HTTP) else path
+
+
+def format_name(path: str) -> str:
+    """Returns the part of a path or URL whose end says which format the file has: of HTTP, that before the query.
+
+    A URL such as ``https://host/get?name=a.csv`` has it in the query.
+    """
+    bare = without_query(path)
+    return bare if "." in bare.rpartition("/")[2] else path
 
 
 def as_list(paths: Paths) -> list[str | os.PathLike[str]]:
@@ -108,9 +125,19 @@ def expand_paths(paths: Paths, *, source: str) -> list[str]:
             raise SourceError(
                 f"{source} got {path!r} for its files. Expected a path, a glob, a URL, or a list of them."
             )
+    _forget_listings({os.fspath(path) for path in given}, source)
     names = [name for path in given for name in _expand_braces(os.fspath(path), source)]
     found = in_threads(lambda name: _expand_url(name, source) if is_url(name) else _expand_local(name, source), names)
     return [path for group in found for path in group]
+
+
+def _forget_listings(names: Iterable[str], source: str) -> None:
+    """Drops what clients know of folders: files may have come or gone since another source of this process listed them."""
+    stores = {
+        name.partition("://")[0] + name.partition("://")[2].partition("/")[0]: name for name in names if is_url(name)
+    }
+    for name in stores.values():
+        open_file_system(name, source)[0].invalidate_cache()
 
 
 def _expand_braces(name: str, source: str) -> list[str]:
@@ -214,19 +241,59 @@ def _sought(name: str, path: str) -> str:
 
 def _expand_url(name: str, source: str) -> list[str]:
     file_system, path = open_file_system(name, source)
-    if not _MAGIC.search(path):
+    is_http = name.startswith(_HTTP)
+    if not _MAGIC.search(_HTTP_QUERY.sub("", path) if is_http else path):
         return [name]  # without a request: a missing file is found when it is looked at
     if "*" not in path and exists(name, source=source):
-        return [name]  # an object whose name has such characters; the query of a signed URL has "?"
+        return [name]  # an object whose name has such characters
 
     def matching(pattern: str) -> list[str]:
+        if is_http:
+            return sorted(_matching_http(pattern, name, source))
         return sorted(map(str, _ask(name, source, "glob", path=pattern, doing="listing")))
 
     # As in local paths: the brackets of a folder may stand for themselves.
     files = matching(path) or ("[" in path and matching(path.replace("[", "[[]"))) or []
     if not files:
-        raise SourceError(f"{source}: no file matches {name!r}. Check the pattern and the bucket.")
+        raise SourceError(f"{source}: no file matches {without_signatures(name)!r}. Check the pattern and the bucket.")
     return [file_system.unstrip_protocol(match) for match in files]
+
+
+def _matching_http(pattern: str, name: str, source: str) -> Iterator[str]:
+    """Yields what matches a pattern on an HTTP server; the client's own glob leaves out folders that it cannot list."""
+    from fsspec.utils import glob_translate
+
+    parts = pattern.split("/")
+    first = next(number for number, part in enumerate(parts) if _MAGIC.search(part))
+    root = "/".join(parts[:first])
+    is_match, folders, level = re.compile(glob_translate(pattern)).match, [root], first
+    while folders:
+        level += 1
+        below: list[str] = []
+        may_contain = re.compile(glob_translate("/".join(parts[:level]))).match
+        for listed in in_threads(lambda folder: _list_http(folder, root, name, source), folders):
+            for found, is_directory in listed:
+                if is_match(found):
+                    yield found
+                if is_directory and ("**" in pattern or (level < len(parts) and may_contain(found))):
+                    below.append(found)
+        folders = below
+
+
+def _list_http(folder: str, root: str, name: str, source: str) -> list[tuple[str, bool]]:
+    """Returns what is in a folder of an HTTP server, and which of it are folders; nothing if there is no ``root``."""
+    try:
+        listed = _ask(name, source, "ls", path=folder, doing="listing")
+    except SourceError as error:
+        if not isinstance(error.__cause__, FileNotFoundError):
+            raise
+        if folder == root:
+            return []
+        raise SourceError(
+            f"{source}: {name!r} cannot be expanded: the folder {folder} is in a listing of the server, and is not there."
+        ) from error
+    found = [(str(item["name"]).rstrip("/"), item["type"] == "directory") for item in listed]
+    return [(path, is_directory) for path, is_directory in found if path.startswith(f"{folder}/")]
 
 
 def exists(url: str, *, source: str) -> bool:
@@ -236,7 +303,15 @@ def exists(url: str, *, source: str) -> bool:
       SourceError: if that is not for this user to know.
       OSError: if the store does not answer.
     """
-    return _ask(url, source, "exists", doing="looking up")
+    if not url.startswith(_HTTP):
+        return _ask(url, source, "exists", doing="looking up")
+    try:  # "exists" of the HTTP client takes any error for a missing file
+        _ask(url, source, "info", doing="looking up")
+    except SourceError as error:
+        if isinstance(error.__cause__, FileNotFoundError):  # or refused, as some stores answer for a missing object
+            return False
+        raise
+    return True
 
 
 def _ask(
@@ -405,6 +480,10 @@ def remote_errors(url: str, source: str) -> Iterator[None]:
         raise
     except FileNotFoundError as error:
         cause = error.__cause__  # fsspec's HTTP client reports an unreachable server as a missing file
+        if cause is not None and is_refused(cause):
+            raise SourceError(
+                f"{source}: no permission to read {shown!r}: {_said(cause)}. {credentials_looked_at(url)}"
+            ) from error
         if type(cause).__module__.startswith("aiohttp") and getattr(cause, "status", None) not in (404, 410):
             what = without_signatures(f"{url}: {type(cause).__name__}: {cause}")
             raise OSError(f"{source}: {what}") from error
@@ -413,13 +492,17 @@ def remote_errors(url: str, source: str) -> Iterator[None]:
         text = without_signatures(str(error)[:MESSAGE_CHARACTERS])
         if is_refused(error):
             raise SourceError(
-                f"{source}: no permission to read {shown!r}: {text.rstrip('.')}. {credentials_looked_at(url)}"
+                f"{source}: no permission to read {shown!r}: {_said(error)}. {credentials_looked_at(url)}"
             ) from error
         if isinstance(error, OSError) and (url in text or error.errno in (errno.ENOSPC, errno.EDQUOT)):
             raise
         kind = TimeoutError if isinstance(error, TimeoutError) else OSError
         what = f"{type(error).__name__}: {text or 'no answer in time'}"
         raise _with_details(kind(f"{source}: {shown}: {what}"), error) from error
+
+
+def _said(error: BaseException) -> str:
+    return without_signatures(str(error)[:MESSAGE_CHARACTERS]).rstrip(".")
 
 
 def _with_details(mapped: OSError, error: Exception) -> OSError:
@@ -493,10 +576,11 @@ def check_name(path: str, library: str) -> None:
 def identify_files(paths: Sequence[str], sizes: Sequence[int]) -> JsonValue:
     """Returns the identity of a list of files: count, bytes, and a digest of base names and sizes in order.
 
-    Folder names are not included: moving the folder does not change the identity.
+    Folder names are not included: moving the folder does not change the identity. Nor is the signature of a URL.
     """
     digest = xxhash.xxh3_64()
     for path, size in zip(paths, sizes, strict=True):
+        path = without_query(path) if _SIGNED.search(path) else path
         name = path.rstrip("/").replace(os.sep, "/").rsplit("/", 1)[-1]
         digest.update(name_bytes(f"{len(name)}:{name}:{size};"))
     return {"count": len(paths), "bytes": int(sum(sizes)), "digest": digest.hexdigest()}

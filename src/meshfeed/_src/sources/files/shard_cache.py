@@ -40,6 +40,7 @@ import xxhash
 
 from meshfeed._src.base.errors import CorruptDataError, SettingsError, SourceError, StalledError
 from meshfeed._src.base.fork import finalize
+from meshfeed._src.base.retry import without_signatures
 from meshfeed._src.base.settings import Retry, local_path
 from meshfeed._src.base.stats import CACHES
 from meshfeed._src.base.types import public
@@ -60,13 +61,21 @@ from meshfeed._src.sources.files.locks import (
     try_lock,
     unlock,
 )
-from meshfeed._src.sources.files.paths import StoredFile, changed, describe_change, look_up, stored_file
+from meshfeed._src.sources.files.paths import (
+    StoredFile,
+    changed,
+    describe_change,
+    look_up,
+    stored_file,
+    without_query,
+)
 
 _log = logging.getLogger("meshfeed.sources.shard_cache")
 
 _INFLATION = 5  # decompressed size over compressed size, if not known; only to reserve space
 _PREFIX = "meshfeed_"
 _DIGEST_ATTRIBUTE = "user.meshfeed.xxh3_64"
+_CHECKSUM_ATTRIBUTE = "user.meshfeed.checksum"  # which the fetched bytes had
 _WHOLE = re.compile(_PREFIX + r"[0-9a-f]{32}-.*", re.DOTALL)
 _PLAN = re.compile(_PREFIX + r"[0-9a-f]{32}\.plan")
 _OWNED = re.compile(_PREFIX + r"[0-9a-f]{32}\.(lock|plan|(?P<part>\d+)\.[0-9a-f]{16}\.part)")
@@ -88,10 +97,15 @@ class _Entry:
 
     @property
     def room_bytes(self) -> int:
-        """Space that a fetch takes at most."""
+        """Space that is reserved for a fetch; an estimate if the size of the copy is not known."""
         if self.compression is None:
             return self.num_bytes
         return self.num_bytes + (self.copy_bytes or _INFLATION * self.num_bytes)
+
+    @property
+    def known_bytes(self) -> int:
+        """That of :attr:`room_bytes` which is not an estimate."""
+        return self.num_bytes if self.compression is None else self.num_bytes + (self.copy_bytes or 0)
 
 
 class _SharedPlans:
@@ -423,6 +437,10 @@ class ShardCache:
         for url in [url for url, checksum in new.items() if not is_checksum(checksum)]:
             _log.warning("%s is not verified: its checksum is %r, whose algorithm is not known here", url, new.pop(url))
         self._checksums = {**new, **self._checksums}
+        for (url, compression), entry in list(self._entries.items()):  # looked up before
+            if new.get(url, entry.checksum) != entry.checksum:
+                del self._entries[url, compression]
+                self._known.pop(entry.path.name, None)
 
     def identify(self, url: str) -> tuple[int, str]:
         """Returns the size in bytes and a version key, which changes if the content at the URL changes."""
@@ -485,7 +503,10 @@ class ShardCache:
         """Removes a copy that the disk has damaged."""
         if self._known.get(entry.path.name, True):
             return
-        _log.warning("the copy %s of %s is damaged; fetching it again", entry.path, entry.url)
+        _log.warning(
+            "the copy %s of %s is damaged, or not known to have the file's checksum; fetching it again",
+            *(entry.path, without_signatures(entry.url)),
+        )
         self._remove(entry.path)
         self._known.pop(entry.path.name, None)
 
@@ -501,7 +522,7 @@ class ShardCache:
             if url not in self._found:
                 self._found[url] = stored_file(look_up(url, "ShardCache", self._retry)[1])
             size, version, stored_checksum = self._found[url]
-            name = url.rstrip("/").rsplit("/", 1)[-1]
+            name = without_query(url).rstrip("/").rsplit("/", 1)[-1]
             key = xxhash.xxh3_128_hexdigest(f"{url}\n{size}\n{version}{compression or ''}".encode())
             checksum = self._checksums.get(url) or self._checksums.get(name) or stored_checksum
             path = self.directory / f"{_PREFIX}{key}-{_end_of_name(name)}"
@@ -575,10 +596,13 @@ class ShardCache:
         except OSError as error:
             if error.errno not in (errno.EROFS, errno.EACCES, errno.EPERM):
                 raise
+            why = "A disk with errors is often remounted read-only: look at the system's log, or use another directory="
+            if error.errno != errno.EROFS:
+                what = f"{error.filename!r}" if error.filename else "it"
+                why = f"{what} may be another user's: give each user a folder of their own, or use another directory="
             raise _reworded(
                 error,
-                f"ShardCache: the folder {self.directory} cannot be written any more ({os.strerror(error.errno)}). A disk "
-                "with errors is often remounted read-only: look at the system's log, or use another directory=",
+                f"ShardCache: the folder {self.directory} cannot be written any more ({os.strerror(error.errno)}). {why}",
             ) from error
 
     def emptied(self, url: str) -> OSError:
@@ -608,7 +632,7 @@ class ShardCache:
             return -1.0 if next_use is None else self._next_use(entry.path.name)
 
         try:
-            self._downloads.run(Download(entry.url, entry.num_bytes, handle, priority))
+            self._downloads.run(Download(entry.url, entry.num_bytes, handle, priority, entry.version))
         except OSError:
             with contextlib.suppress(OSError):  # a file that changed may be why
                 self._check_version(entry, Retry(attempts=1))
@@ -622,7 +646,7 @@ class ShardCache:
             version = entry.version
         if (num_bytes, version) != (entry.num_bytes, entry.version):
             change = describe_change((entry.num_bytes, entry.version), (num_bytes, version))
-            raise changed(f"ShardCache: {entry.url}", change)
+            raise changed(f"ShardCache: {without_signatures(entry.url)}", change)
 
     def _fetch(self, entry: _Entry, next_use: float | None) -> None:
         with contextlib.ExitStack() as stack:
@@ -636,11 +660,12 @@ class ShardCache:
                         unpacked = self._new_part(entry, 0)
                     stored, part = part, stack.enter_context(_owned(unpacked))
                     decompress(entry.compression, str(stored), str(part), entry.copy_bytes, what=entry.url)
+                    self._make_room_for_unpacked(entry, part, next_use)
             except OSError as error:
                 if error.errno not in (errno.ENOSPC, errno.EDQUOT):
                     raise
                 raise _reworded(error, self._describe_full(entry)) from error
-            _write_digest(part)
+            _write_digest(part, entry)
             with self._room():  # a concurrent scan of the folder could miss both names
                 self._publish_plan()  # or another process takes the new copy for one that is not needed
                 os.replace(part, entry.path)
@@ -662,17 +687,15 @@ class ShardCache:
 
     def _reserve(self, entry: _Entry, next_use: float | None) -> tuple[pathlib.Path, int]:
         """Evicts files if needed, and reserves the space with an empty part that has the file size in its name."""
-        if self.max_bytes is not None and entry.room_bytes > self.max_bytes:
-            raise SourceError(
-                f"ShardCache: {entry.url} has {entry.room_bytes:,} bytes and max_bytes={self.max_bytes:,} holds no file "
-                "of that size. Raise max_bytes."
-            )
+        if self.max_bytes is not None and entry.known_bytes > self.max_bytes:
+            raise self._too_large(entry, entry.known_bytes)
+        needed = entry.room_bytes if self.max_bytes is None else min(entry.room_bytes, self.max_bytes)
         deadline = time.monotonic() + self._stall_seconds
         while True:
             with self._room():
-                missing = self._make_room(entry.room_bytes, next_use)
+                missing = self._make_room(needed, next_use)
                 if missing <= 0:
-                    return self._new_part(entry, entry.room_bytes)
+                    return self._new_part(entry, needed)
             if next_use is not None:
                 raise _NoRoom
             if time.monotonic() > deadline:
@@ -682,6 +705,23 @@ class ShardCache:
                     "Raise max_bytes above the size of the files that all processes of this host fetch at once."
                 )
             time.sleep(POLL_SECONDS)
+
+    def _too_large(self, entry: _Entry, num_bytes: int) -> SourceError:
+        what = f"has {num_bytes:,} bytes{' unpacked' if entry.compression else ''}"
+        return SourceError(
+            f"ShardCache: {without_signatures(entry.url)} {what} and max_bytes={self.max_bytes:,} holds no file of that "
+            "size. Raise max_bytes."
+        )
+
+    def _make_room_for_unpacked(self, entry: _Entry, part: pathlib.Path, next_use: float | None) -> None:
+        """Evicts files if a copy is larger than the estimate with which its space was reserved."""
+        size = part.stat().st_size
+        if self.max_bytes is None:
+            return
+        if size > self.max_bytes:
+            raise self._too_large(entry, size)
+        with self._room():
+            self._make_room(max(0, size - min(entry.room_bytes, self.max_bytes)), next_use)
 
     def _new_part(self, entry: _Entry, num_bytes: int) -> tuple[pathlib.Path, int]:
         """Creates and locks a part. Needs the room lock."""
@@ -708,7 +748,7 @@ class ShardCache:
         for size, path in eviction_order(whole, next_use):
             if excess <= 0:
                 break
-            with contextlib.suppress(FileNotFoundError):
+            with contextlib.suppress(FileNotFoundError, PermissionError):  # of another user
                 if remove_unlocked(path):
                     excess -= size
                     self._count(evicted=1)
@@ -726,12 +766,19 @@ class ShardCache:
             owned = _OWNED.fullmatch(path.name)
             with contextlib.suppress(FileNotFoundError):  # removed meanwhile by another process
                 if owned:
-                    if not remove_unlocked(path) and not path.name.endswith(".lock"):
+                    if not _removed(path) and not path.name.endswith(".lock"):
                         held.append((0.0, int(owned["part"] or 0), path))
                 elif _WHOLE.fullmatch(path.name):
                     status = path.stat()
                     held.append((status.st_mtime, status.st_size, path))
         return held
+
+
+def _removed(path: pathlib.Path) -> bool:
+    try:
+        return remove_unlocked(path)
+    except PermissionError:  # of another user
+        return False
 
 
 def _end_of_name(name: str) -> str:
@@ -762,7 +809,7 @@ def _check(entry: _Entry, part: pathlib.Path) -> None:
     size = part.stat().st_size
     if size != entry.num_bytes:
         # Most often a truncated transfer, which is worth a retry: Retry handles OSError.
-        raise OSError(f"fetched {size:,} bytes of {entry.url}, which has {entry.num_bytes:,}")
+        raise OSError(f"fetched {size:,} bytes of {without_signatures(entry.url)}, which has {entry.num_bytes:,}")
     if entry.checksum is None:
         return
     algorithm, _, wanted = entry.checksum.partition(":")
@@ -803,21 +850,35 @@ def hash_of(algorithm: str) -> Callable[[], Any]:
     return functools.partial(hashlib.new, algorithm, usedforsecurity=False)
 
 
-def _write_digest(part: pathlib.Path) -> None:
+def _write_digest(part: pathlib.Path, entry: _Entry) -> None:
     # Our own digest of every copy: the ETag of S3 is an MD5 of some objects only.
     with contextlib.suppress(OSError):  # a file system without extended attributes
         os.setxattr(part, _DIGEST_ATTRIBUTE, _digest(part, "xxh3_64").encode())
+        if entry.checksum is not None:
+            os.setxattr(part, _CHECKSUM_ATTRIBUTE, entry.checksum.lower().encode())
 
 
 def _matches_digest(entry: _Entry) -> bool:
-    """Whether a copy has the digest that was written with it, or else its checksum; True if neither is known."""
+    """Whether a copy has the digest that was written with it, and the checksum of the file; True if neither is known."""
     try:
-        return os.getxattr(entry.path, _DIGEST_ATTRIBUTE).decode() == _digest(entry.path, "xxh3_64")
+        if os.getxattr(entry.path, _DIGEST_ATTRIBUTE).decode() != _digest(entry.path, "xxh3_64"):
+            return False
+        has_attributes = True
     except OSError:
-        if entry.checksum is None or entry.compression is not None:
+        has_attributes = False
+    if entry.checksum is None:
+        return True
+    with contextlib.suppress(OSError):  # it was fetched without a checksum
+        if os.getxattr(entry.path, _CHECKSUM_ATTRIBUTE).decode() == entry.checksum.lower():
             return True
+    if entry.compression is not None:  # the checksum is of the compressed bytes
+        return not has_attributes
     algorithm, _, wanted = entry.checksum.partition(":")
-    return _digest(entry.path, algorithm) == wanted.lower()
+    if _digest(entry.path, algorithm) != wanted.lower():
+        return False
+    with contextlib.suppress(OSError):  # also if the copy is another user's
+        os.setxattr(entry.path, _CHECKSUM_ATTRIBUTE, entry.checksum.lower().encode())
+    return True
 
 
 def _is_whole(entry: _Entry) -> bool:
@@ -852,7 +913,8 @@ def _kept(entry: _Entry, seconds: float) -> Iterator[bool]:
             )
         is_here = still_there(handle, entry.path)  # it may have been removed before the lock was acquired
         if is_here:
-            os.utime(handle)
+            with contextlib.suppress(OSError):  # another user's copy, or a disk that is read-only now
+                os.utime(handle)
         yield is_here
     finally:
         unlock(None, handle)

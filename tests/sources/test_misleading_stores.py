@@ -1,0 +1,216 @@
+"""Stores and names that mislead: listings with holes, answers of two versions, ranges without a name, queries, signatures."""
+
+from __future__ import annotations
+
+import gzip
+import hashlib
+import os
+import pathlib
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+from http_store import Store
+from token_files import write_megatron
+
+import meshfeed
+from meshfeed import ShardCache
+from meshfeed._src.sources.files import paths
+from meshfeed._src.sources.manifest import make_manifest
+from meshfeed.sources import Tokens
+
+pytest.importorskip("aiohttp")
+
+SIGNED = "X-Amz-Expires=60&X-Amz-Signature=SECRET"
+FIRST, SECOND = (np.arange(low, low + 1000, dtype=np.uint16).tobytes() for low in (0, 1000))
+
+
+@pytest.fixture
+def store() -> Iterator[Store]:
+    with Store() as server:
+        yield server
+        server.shutdown()
+
+
+def listing(*names: str) -> bytes:
+    return "".join(f'<a href="{name}">{name}</a>' for name in names).encode()
+
+
+def tokens(files: Any, **settings: Any) -> Tokens:
+    return Tokens(files, sequence_length=9, dtype=np.uint16, **settings)
+
+
+def first_tokens(source: Tokens) -> list[int]:
+    return source[0]["tokens"][:3].tolist()
+
+
+def test_a_folder_of_an_http_server_that_cannot_be_listed_is_an_error(store: Store) -> None:
+    store.put("d", listing("/d/a/", "/d/b/", "/d/c.bin"))
+    for name in ("a", "b"):
+        store.put(f"d/{name}", listing(f"/d/{name}/p.bin", f"/d/{name}/deep/"))
+        store.put(f"d/{name}/deep", listing(f"/d/{name}/deep/q.bin"))
+    for pattern, wanted in (
+        ("d/*/*.bin", ["a/p", "b/p"]),
+        ("d/*.bin", ["c"]),
+        ("d/a/*/*.bin", ["a/deep/q"]),
+        ("d/**/*.bin", ["a/deep/q", "a/p", "b/deep/q", "b/p", "c"]),
+    ):
+        found = paths.expand_paths(store.url(pattern), source="Tokens")
+        assert sorted(found) == sorted(store.url(f"d/{name}.bin") for name in wanted), pattern
+    with pytest.raises(meshfeed.SourceError, match="no file matches"):
+        paths.expand_paths(store.url("nowhere/*/*.bin"), source="Tokens")
+    del store.files["d/b"]
+    with pytest.raises(meshfeed.SourceError, match=r"the folder http://.*/d/b is in a listing .* and is not there"):
+        paths.expand_paths(store.url("d/*/*.bin"), source="Tokens")
+
+
+def test_a_copy_that_was_fetched_without_a_checksum_is_compared_with_it(store: Store, tmp_path: pathlib.Path) -> None:
+    url = store.put("d/part-0.bin", FIRST)
+    make_manifest([url], str(tmp_path / "m.json"), dtype=np.uint16)
+    manifest = store.put("d/manifest.json", (tmp_path / "m.json").read_bytes())
+    store.put("d/part-0.bin", SECOND)  # of the same size
+    folder = tmp_path / "c"
+
+    def opened(cache: ShardCache, source: str = "") -> bytes:
+        if source:
+            tokens(source, cache=cache)  # which takes the digests of the manifest
+        with cache.open(url) as path:
+            return path.read_bytes()
+
+    assert opened(ShardCache(folder)) == SECOND
+    right, wrong = (f"sha256:{hashlib.sha256(content).hexdigest()}" for content in (SECOND, FIRST))
+    for _ in range(2):
+        assert opened(ShardCache(folder, checksums={"part-0.bin": right})) == SECOND
+    assert store.fetches.count("d/part-0.bin") == 1
+    for cache, source in ((ShardCache(folder), manifest), (ShardCache(folder, checksums={"part-0.bin": wrong}), "")):
+        with pytest.raises(meshfeed.CorruptDataError, match="expected"):
+            opened(cache, source)
+    cache = ShardCache(folder)
+    assert opened(cache) == SECOND
+    with pytest.raises(meshfeed.CorruptDataError, match="expected"):  # it has looked the file up already
+        opened(cache, manifest)
+
+
+def test_a_compressed_copy_that_was_fetched_without_a_checksum_is_fetched_again(
+    store: Store, tmp_path: pathlib.Path
+) -> None:
+    packed = gzip.compress(FIRST)
+    url = store.put("d/part-0.bin.gz", packed)
+    first_tokens(tokens(url, cache=ShardCache(tmp_path)))
+    for fetches in (2, 2):  # the second time it is known
+        known = ShardCache(tmp_path, checksums={"part-0.bin.gz": f"sha256:{hashlib.sha256(packed).hexdigest()}"})
+        assert first_tokens(tokens(url, cache=known)) == [0, 1, 2]
+        assert store.fetches.count("d/part-0.bin.gz") == fetches
+
+
+def test_a_copy_is_not_made_of_two_versions(tmp_path: pathlib.Path) -> None:
+    versions = [bytes([number]) * (9 << 20) for number in (1, 2)]
+
+    class Replaced(Store):
+        def answered(self, name: str, first: int) -> None:
+            self.files[name] = versions[first == 0]  # another one from the second block on, and the first again later
+
+    with Replaced() as store:
+        url = store.put("a.bin", versions[0])
+        with (
+            pytest.raises(meshfeed.SourceError, match=r"has changed since the source was made: .*ETag"),
+            ShardCache(tmp_path).open(url),
+        ):
+            pass
+        store.shutdown()
+
+
+@pytest.mark.parametrize("cached", [False, True])
+def test_part_of_a_file_without_a_range_is_not_the_whole(store: Store, tmp_path: pathlib.Path, cached: bool) -> None:
+    store.names_ranges = False
+    content = np.arange(100_000).astype(np.uint16)
+    source = tokens(store.put("a.bin", content.tobytes()), cache=ShardCache(tmp_path) if cached else None)
+    assert len(source) == 99_999 // 9
+    assert source[11_000]["tokens"].tolist() == content[99_000:99_010].tolist()
+
+
+def test_an_index_on_a_busy_server_is_not_taken_for_missing(store: Store, tmp_path: pathlib.Path) -> None:
+    write_megatron(tmp_path / "a", [[np.arange(100, dtype=np.int32)]])
+    for extension in ("bin", "idx"):
+        store.put(f"a.{extension}", (tmp_path / f"a.{extension}").read_bytes())
+    store.broken["a.idx", 0] = "busy"
+    with pytest.raises(meshfeed.SourceError, match="holds int32, not uint16"):
+        tokens(store.url("a.bin"))
+
+
+def test_the_query_of_a_url_is_not_part_of_its_name(store: Store, tmp_path: pathlib.Path) -> None:
+    url = store.put(f"x.bin.gz?{SIGNED}", gzip.compress(FIRST))
+    cache = ShardCache(tmp_path)
+    assert first_tokens(tokens(url, cache=cache)) == [0, 1, 2]
+    assert not [name for name in os.listdir(tmp_path) if "SECRET" in name]
+    with pytest.raises(meshfeed.SettingsError, match=r"compressed file 'http://.*x\.bin\.gz\?…' and no cache"):
+        tokens(url)
+    plain = store.put("get?name=a.bin", FIRST)
+    assert first_tokens(tokens(plain)) == [0, 1, 2]
+    assert [paths.format_name(url) for url in ("http://h/get?name=a.gz", "http://h/a.bin?b=c.gz", "a?b=c.gz")] == [
+        "http://h/get?name=a.gz",
+        "http://h/a.bin",
+        "a?b=c.gz",
+    ]
+    assert paths.split("https://h/d/a.bin?sig=x/y") == ("https://h/d/", "a.bin")
+
+
+def test_another_signature_is_the_same_file(store: Store) -> None:
+    signed = [f"https://h/d/a.bin?X-Amz-Signature={text}" for text in ("abc", "def")]
+    assert paths.identify_files(signed[:1], [5]) == paths.identify_files(signed[1:], [5])
+    assert paths.identify_files(signed[:1], [5]) == paths.identify_files(["/local/a.bin"], [5])
+    other = [f"https://h/get?id={number}" for number in (1, 2)]
+    assert paths.identify_files(other[:1], [5]) != paths.identify_files(other[1:], [5])
+
+
+def test_names_of_a_manifest_are_quoted_on_an_http_server(store: Store, tmp_path: pathlib.Path) -> None:
+    names = ["p1.bin", "p%31.bin", "x#1.bin", "q?1.bin", "e%20f.bin", "ä b.bin"]
+    for number, name in enumerate(names):
+        (np.arange(10) + 100 * number).astype(np.uint16).tofile(tmp_path / name)
+    make_manifest([str(tmp_path / name) for name in names], str(tmp_path / "manifest.json"), dtype=np.uint16)
+    for quoted, name in zip(
+        ["p1.bin", "p%2531.bin", "x%231.bin", "q%3F1.bin", "e%2520f.bin", "%C3%A4%20b.bin"], names, strict=True
+    ):
+        store.put(f"d/{quoted}", (tmp_path / name).read_bytes())
+    source = tokens(store.put("d/manifest.json", (tmp_path / "manifest.json").read_bytes()))
+    assert [source[number]["tokens"][0] for number in range(len(names))] == [100 * n for n in range(len(names))]
+    with pytest.raises(meshfeed.SettingsError, match="an HTTP server only serves files") as error:
+        make_manifest([str(tmp_path / "p1.bin")], "http://127.0.0.1:9/m.json", dtype=np.uint16)
+    assert error.value.setting == "output"
+
+
+def test_the_size_that_counts_is_that_of_the_copy(store: Store, tmp_path: pathlib.Path) -> None:
+    large = store.put("zeros.bin.gz", gzip.compress(bytes(1_000_000)))
+    with pytest.raises(meshfeed.SourceError, match="has 1,000,000 bytes unpacked and max_bytes=100,000 holds no file"):
+        tokens(large, cache=ShardCache(tmp_path / "a", max_bytes=100_000))
+    noise = gzip.compress(np.random.default_rng(0).integers(0, 256, 4000).astype(np.uint8).tobytes())
+    cache = ShardCache(tmp_path / "b", max_bytes=10_000)  # less than the estimate
+    assert len(tokens(store.put("noise.bin.gz", noise), cache=cache)) == 1999 // 9
+    zeros = [store.put(f"z{number}.bin.gz", gzip.compress(bytes(60_000))) for number in range(3)]
+    cache = ShardCache(tmp_path / "c", max_bytes=100_000)
+    for url in zeros:  # each takes more than was reserved, and makes room
+        tokens(url, cache=cache)
+        assert cache.num_bytes() <= 100_000
+
+
+def test_a_copy_whose_time_cannot_be_set_is_read(
+    store: Store, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    url = store.put("a.bin", FIRST)
+
+    def refused(*arguments: Any, **settings: Any) -> None:
+        raise PermissionError(1, "Operation not permitted")
+
+    with ShardCache(tmp_path).open(url):
+        pass
+    monkeypatch.setattr(os, "utime", refused)
+    assert first_tokens(tokens(url, cache=ShardCache(tmp_path))) == [0, 1, 2]
+
+
+def test_an_expired_url_says_so_without_its_signature(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    handler: Any = store.RequestHandlerClass
+    monkeypatch.setattr(handler, "_answer", lambda self, *, body: self.head(403, 0))
+    with pytest.raises(meshfeed.SourceError, match=r"no permission to read .*a signed URL may have expired") as error:
+        tokens(store.url(f"a.bin?{SIGNED}"))
+    assert "SECRET" not in str(error.value)
