@@ -445,8 +445,8 @@ class _Player:
     def check_planned(self) -> None:
         """Whether the files of all lanes were asked for ahead of their second read."""
         asked, case = self.faults.planned, self.case
-        # A feed that is started reads ahead before it has the state, perhaps in other lanes.
-        num_lanes = {case.num_lanes} | ({case.num_lanes_before_state(self.phase)} if case.config["start"] else set())
+        # A feed may read ahead before it has the state, perhaps in other lanes.
+        num_lanes = {case.num_lanes, case.num_lanes_before_state(self.phase)}
         sizes = {size // lanes for _, size in self.phase.schedule for lanes in num_lanes}
         sizes |= set() if case.config["reshard"] == "none" else {1, 2, 3}  # of lanes that are read forward
         assert {count for _, count in asked} <= sizes, f"files of {asked} were asked for, not of reads of {sizes}"
