@@ -11,7 +11,9 @@ from checkpoint_feeds import CountingFeed
 from checkpoint_trees import assert_same, make_mesh, place
 
 from meshfeed._src.base.errors import CheckpointError, SettingsError
-from meshfeed._src.checkpoint import checkpointer
+from meshfeed._src.base.store_path import make_path
+from meshfeed._src.checkpoint import checkpointer, handlers
+from meshfeed._src.checkpoint.store_steps import begin_step
 from meshfeed.checkpoint import Checkpointer
 
 
@@ -46,6 +48,44 @@ def newest(directory):
     assert_same(state_at(step), state)
     assert feed.position == 4 * step
     return step
+
+
+def test_an_earlier_save_that_failed_does_not_keep_it_from_being_saved(tmp_path, monkeypatch):
+    finalize = handlers.ArraysHandler.finalize
+
+    def once(self, directory):
+        monkeypatch.setattr(handlers.ArraysHandler, "finalize", finalize)
+        raise OSError(5, "transient I/O error")
+
+    ckpt, feed = Checkpointer(tmp_path, save_interval_steps=5), CountingFeed()
+    for step in range(1, 9):
+        next(feed)
+        if step == 5:
+            ckpt.wait()
+            monkeypatch.setattr(handlers.ArraysHandler, "finalize", once)
+        ckpt.save(step, state_at(step), feed)
+    with pytest.raises(CheckpointError, match=r"saving step 5 failed: .*transient"):
+        ckpt.close()
+    assert newest(tmp_path) == 8
+
+
+@pytest.mark.parametrize("directory", ["{}", "memory://last{}"])
+def test_it_clears_what_a_killed_job_has_left(tmp_path, directory):
+    url = directory.format(tmp_path)
+    with Checkpointer(url, save_interval_steps=100) as ckpt:
+        assert ckpt.save(0, state_at(0), CountingFeed())
+    left = make_path(url) / ("7.orbax-checkpoint-tmp" if "://" not in url else "7/arrays")
+    left.mkdir(parents=True)
+    if "://" in url:
+        begin_step(left.parent)
+    (left / "arrays-1.json").write_text("{}")
+    with Checkpointer(url, save_interval_steps=100) as ckpt:
+        feed = CountingFeed()
+        ckpt.restore(state_at(0), feed)
+        next(feed)
+        assert not ckpt.save(1, state_at(1), feed)
+    assert not (left / "arrays-1.json").exists()
+    assert newest(url) == 1
 
 
 def test_leaving_and_closing_save_it(tmp_path):

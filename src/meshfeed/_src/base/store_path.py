@@ -36,6 +36,14 @@ def make_path(path: str | os.PathLike[str]) -> epath.Path:
     return StorePath(text) if is_in_store(text) else epath.Path(text.removeprefix("file://"))
 
 
+def absolute_path(path: epath.Path) -> epath.Path:
+    """Returns a local path without ``~`` and ``..``, which TensorStore does not take; the path of a store as it is."""
+    if isinstance(path, StorePath) or "://" in str(path):
+        return path
+    text = os.path.expanduser(path)
+    return epath.Path(os.path.realpath(text) if ".." in text.split(os.sep) else os.path.abspath(text))
+
+
 def children(folder: epath.Path) -> list[epath.Path]:
     """Returns what is directly in a folder, or nothing if there is no such folder; one request in a store."""
     try:

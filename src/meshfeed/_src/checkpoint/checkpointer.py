@@ -11,6 +11,7 @@ import math
 import operator
 import os
 import secrets
+import time
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Self
 
@@ -61,10 +62,10 @@ from meshfeed._src.checkpoint.handlers import (
     IteratorSave,
     check_feed,
 )
-from meshfeed._src.checkpoint.leaves import encode_tree
+from meshfeed._src.checkpoint.leaves import check_names, encode_tree
 from meshfeed._src.checkpoint.options import RestoreOptions, short
 from meshfeed._src.checkpoint.orbax_internals import discard_errors
-from meshfeed._src.checkpoint.retention import retention_options
+from meshfeed._src.checkpoint.retention import check_counts, retention_options
 from meshfeed._src.checkpoint.saves import CapturedState, HasState, SkippedStep, StepSave, check_same, number_of
 from meshfeed._src.checkpoint.step import (
     ARRAYS,
@@ -118,6 +119,7 @@ _NOT_REMOVED = (
     "passed over by restore."
 )
 _CLOSE_SECONDS = 300.0
+_OPEN_ATTEMPTS, _OPEN_PAUSE_SECONDS = 5, 0.2
 _GOODBYE_SECONDS = 1.0
 
 
@@ -214,6 +216,7 @@ class Checkpointer(NotCopied):
             self._barrier = OrbaxBarrier() if process_count() > 1 else None
             waits = ocp.AsyncOptions(timeout_secs=math.ceil(timeout_seconds), barrier_sync_fn=self._barrier)
             settings = {"save_interval_steps": save_interval_steps, "async_options": waits, **(orbax_options or {})}
+            check_counts(settings)
             manager_options = ocp.CheckpointManagerOptions(**retention_options(max_to_keep, settings))
         if (forgotten := forgotten_processes()) is not None:
             raise CheckpointError(f"{directory}: every process would save into the same folder. {forgotten}")
@@ -229,9 +232,7 @@ class Checkpointer(NotCopied):
                     self._manager = StoreManager(self._directory, handlers, manager_options, steps, self._writer)
                     self._wait = self._manager.wait_until_finished
                 else:
-                    self._manager = ocp.CheckpointManager(
-                        self._directory, options=manager_options, item_handlers=handlers
-                    )
+                    self._manager = _open_manager(self._directory, manager_options, handlers)
                     self._wait = functools.partial(wait_until_finished, self._manager)
             # A random token per job and a counter make each save's id unique without communication per save.
             self._job_id = agreement.publish(lambda: secrets.token_hex(8))
@@ -372,7 +373,9 @@ class Checkpointer(NotCopied):
             "parts": [ARRAYS] if feed is None else [ARRAYS, ITERATOR],
         }
         save = StepSave(identity, self._timeout_seconds)
-        items: dict[str, Any] = {ARRAYS: ArraysSave(train_state, step_save=save, encoded=encode_tree(train_state))}
+        encoded = encode_tree(train_state)
+        check_names(encoded.names, in_store=isinstance(self._directory, StorePath))
+        items: dict[str, Any] = {ARRAYS: ArraysSave(train_state, step_save=save, encoded=encoded)}
         if feed is not None:
             items[ITERATOR] = IteratorSave(CapturedState(feed.get_state()), step_save=save)
         return save, items
@@ -625,6 +628,11 @@ class Checkpointer(NotCopied):
         self._keep(None)
         if last is None:
             return
+        failed: Exception | None = None
+        try:
+            self.wait()  # an earlier save that failed does not keep this step from being saved
+        except Exception as error:
+            failed = error
         # Saving is collective, so all hosts save or none does.
         with self._leaving(min(_CLOSE_SECONDS, self._timeout_seconds)) as agreement:
             found = agreement.collect(last.problem())
@@ -632,7 +640,11 @@ class Checkpointer(NotCopied):
         if problems:  # only a warning: the program has done its work, and may still have to export a model
             _log.warning(_NOT_SAVED, last.step, self._directory, problems[0])
         else:
+            self._prepare_to_write(last.step)
             self._write(last.step, last.train_state, last.feed)
+        if failed is not None:
+            self.wait()
+            raise failed
 
     def _leaving(self, timeout_seconds: float) -> Agreement:
         doing = f"saving the last step in {self._directory}"
@@ -658,6 +670,20 @@ class Checkpointer(NotCopied):
         if kind is not None and not self._closed and self._owner.is_here:
             self._abandon_skipped(f"the with block of the Checkpointer raised {kind.__name__}")
         self.close()
+
+
+def _open_manager(
+    directory: epath.Path, options: ocp.CheckpointManagerOptions, handlers: dict[str, Any]
+) -> ocp.CheckpointManager:
+    """Opens a folder with Orbax; again if another job removes a step while Orbax looks at it."""
+    for left in reversed(range(_OPEN_ATTEMPTS)):
+        try:
+            return ocp.CheckpointManager(directory, options=options, item_handlers=handlers)
+        except FileNotFoundError:
+            if not left or process_count() > 1:  # a host alone must not repeat what all do together
+                raise
+            time.sleep(_OPEN_PAUSE_SECONDS)
+    raise AssertionError("unreachable")
 
 
 def _on_this_host(error: Exception) -> str:

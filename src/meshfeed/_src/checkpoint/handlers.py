@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import dataclasses
+import glob
 import json
+import os
+import tempfile
 from collections.abc import Iterator, Mapping
 from typing import Any, Protocol
 
 import jax
+import numpy as np
 import orbax.checkpoint as ocp
 from etils import epath
 from orbax.checkpoint import future as orbax_future
@@ -20,7 +25,7 @@ from meshfeed._src.base.store_path import StorePath, make_path
 from meshfeed._src.base.types import JsonValue, PyTree, public
 from meshfeed._src.checkpoint.agreement import Agreement
 from meshfeed._src.checkpoint.array_handler import ArrayHandler, check_metadata_key
-from meshfeed._src.checkpoint.leaves import EncodedTree, encode_tree
+from meshfeed._src.checkpoint.leaves import EncodedTree, check_names, encode_tree
 from meshfeed._src.checkpoint.options import RestoreOptions, short, split_options
 from meshfeed._src.checkpoint.orbax_internals import JSON_HANDLER
 from meshfeed._src.checkpoint.restore import restore_agreement, restore_tree
@@ -89,12 +94,16 @@ class ArraysHandler(ocp.handlers.AsyncCheckpointHandler):
         return futures if save is None else save.begin("arrays", futures)
 
     async def _async_save(self, directory: epath.Path, args: ArraysSave) -> list[orbax_future.Future]:
-        encoded = args.encoded or encode_tree(args.tree)
+        encoded, save_args = args.encoded, args.save_args
+        if encoded is None:
+            tree, save_args = _cast_on_host(args.tree, args.save_args)
+            encoded = encode_tree(tree)
+            check_names(encoded.names, in_store=isinstance(directory, StorePath))
         identity = None if args.step_save is None else args.step_save.identity
         futures: list[orbax_future.Future] = []
         # Orbax rejects a tree without leaves; such a tree is stored in our manifest only.
         if jax.tree.leaves(encoded.tree):
-            plain = ocp.args.PyTreeSave(encoded.tree, args.save_args)
+            plain = ocp.args.PyTreeSave(encoded.tree, save_args)
             futures += await self._orbax.async_save(directory, args=plain) or []
 
         async def write() -> None:
@@ -147,7 +156,8 @@ class ArraysHandler(ocp.handlers.AsyncCheckpointHandler):
         directory = make_path(directory)
         # Without OCDBT there is nothing to merge, and Orbax cannot open arrays in most stores.
         if not isinstance(directory, StorePath) and (directory / "_METADATA").exists():
-            self._orbax.finalize(directory)
+            with _without_brackets(directory) as path:
+                self._orbax.finalize(path)
         stored = StoredArrays(directory)
         # Record the chunk shapes that were not known while saving, so a restore need not open each array to plan.
         leaves = stored.manifest.leaves
@@ -161,6 +171,31 @@ class ArraysHandler(ocp.handlers.AsyncCheckpointHandler):
     def metadata(self, directory: epath.PathLike) -> PyTree:
         """Returns the saved tree as ``jax.ShapeDtypeStruct`` with shardings, numpy dtypes and values."""
         return abstract_tree_of(StoredArrays(directory))
+
+
+def _cast_on_host(tree: PyTree, save_args: PyTree) -> tuple[PyTree, PyTree]:
+    """Casts numpy leaves as their ``SaveArgs`` say; digests and manifest are then of what is stored."""
+    if save_args is None:
+        return tree, None
+    leaves, structure = jax.tree.flatten(tree)
+    wanted = structure.flatten_up_to(save_args)
+    for number, (leaf, args) in enumerate(zip(leaves, wanted, strict=True)):
+        if isinstance(leaf, np.ndarray | np.generic) and getattr(args, "dtype", None) is not None:
+            leaves[number] = leaf.astype(args.dtype)
+            wanted[number] = dataclasses.replace(args, dtype=None)
+    return structure.unflatten(leaves), structure.unflatten(wanted)
+
+
+@contextlib.contextmanager
+def _without_brackets(directory: epath.Path) -> Iterator[epath.Path]:
+    """Yields another path of a local folder if a glob would take brackets in its own for a pattern, as Orbax's merge does."""
+    if glob.escape(str(directory)) == str(directory):
+        yield directory
+        return
+    with tempfile.TemporaryDirectory(prefix="meshfeed-") as folder:
+        link = epath.Path(folder) / directory.name
+        os.symlink(directory, link)
+        yield link
 
 
 @public("meshfeed.checkpoint")

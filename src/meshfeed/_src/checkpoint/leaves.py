@@ -15,6 +15,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
+import re
 from collections.abc import Callable, Hashable, Mapping
 from typing import Any, NamedTuple, TypeAlias, cast
 
@@ -154,6 +155,11 @@ def _loses(stored: type, wanted: type) -> bool:
 def check_cast(where: str, stored: DTypeLike, wanted: DTypeLike) -> None:
     """Rejects floats as integers, numbers as bools, complex as real, and non-numeric types, with a CheckpointError."""
     stored, wanted = np.dtype(stored), np.dtype(wanted)
+    if stored.names != wanted.names and None not in (stored.names, wanted.names):  # numpy would match them by place
+        raise CheckpointError(
+            f"{where} is stored with the fields {list(stored.names or ())}, but {list(wanted.names or ())} were requested. "
+            "Request the stored ones."
+        )
     before, after = python_type_of(stored), python_type_of(wanted)
     longer_text = before is after is object and np.can_cast(stored, wanted, "safe")
     if stored != wanted and not longer_text and _loses(before, after):
@@ -174,24 +180,56 @@ def check_python(where: str, stored: type, wanted: type) -> None:
 
 
 def may_overflow(stored: DTypeLike, wanted: DTypeLike) -> bool:
-    """Returns whether values of one integer dtype may not fit in another; False unless both are integer dtypes."""
-    if not (jnp.issubdtype(stored, jnp.integer) and jnp.issubdtype(wanted, jnp.integer)):
-        return False
-    before, after = jnp.iinfo(stored), jnp.iinfo(wanted)
-    return int(before.min) < int(after.min) or int(before.max) > int(after.max)
+    """Returns whether values of one dtype may be outside the range of another: numbers, and times of a finer unit."""
+    stored, wanted = np.dtype(stored), np.dtype(wanted)
+    if stored.kind in "Mm":
+        return stored != wanted and np.can_cast(stored, wanted, "safe")
+    before, after = _range_of(stored), _range_of(wanted)
+    return before is not None and after is not None and not after[0] <= before[0] <= before[1] <= after[1]
+
+
+def _range_of(dtype: np.dtype[Any]) -> tuple[Any, Any] | None:
+    """The least and the greatest finite value of a dtype of numbers; of complex numbers, of each part."""
+    if jnp.issubdtype(dtype, jnp.integer):
+        limits: Any = jnp.iinfo(dtype)
+        return int(limits.min), int(limits.max)
+    if jnp.issubdtype(dtype, jnp.inexact):
+        limits = jnp.finfo(dtype)
+        return float(limits.min), float(limits.max)
+    return None
 
 
 def check_fits(where: str, values: NDArray[np.generic], wanted: DTypeLike) -> None:
-    """Rejects integers that would wrap around, with a CheckpointError that gives the value and the range."""
+    """Rejects values outside the range of a dtype, with a CheckpointError that gives one and the range.
+
+    Integers would wrap around, finite numbers become infinite or NaN, and times other times.
+    """
+    wanted, values = np.dtype(wanted), values.reshape(-1)
     if not values.size:
         return
-    limits = jnp.iinfo(wanted)
-    for value in (int(values.min()), int(values.max())):
-        if not int(limits.min) <= value <= int(limits.max):
-            raise CheckpointError(
-                f"{where} holds {value}, stored as {values.dtype.name}, but {np.dtype(wanted).name} holds only "
-                f"{limits.min} to {limits.max}. Request {values.dtype.name}."
-            )
+    limits = _range_of(wanted)
+    if limits is None:
+        outside = values[(values.astype(wanted).astype(values.dtype) != values) & ~np.isnat(values)]  # type: ignore[arg-type]
+    elif jnp.issubdtype(wanted, jnp.integer) or not jnp.issubdtype(values.dtype, jnp.inexact):
+        ends = [int(values.min()), int(values.max())]
+        outside = [value for value in ends if not limits[0] <= value <= limits[1]]
+    else:
+        outside = _lost(values, wanted, limits)
+    if len(outside):
+        shown = "dates and times nearer to 1970" if limits is None else f"{limits[0]} to {limits[1]}"
+        raise CheckpointError(
+            f"{where} holds {outside[0]}, stored as {values.dtype.name}, but {wanted.name} holds only {shown}. Request "
+            f"{values.dtype.name}."
+        )
+
+
+def _lost(values: NDArray[Any], wanted: np.dtype[Any], limits: tuple[float, float]) -> NDArray[Any]:
+    """The finite numbers that a cast to a dtype of floating-point or complex numbers makes infinite or NaN."""
+    is_real = jnp.issubdtype(values.dtype, jnp.floating)
+    if is_real and limits[0] <= float(values.min()) <= float(values.max()) <= limits[1]:  # false if one is NaN
+        return values[:0]
+    with np.errstate(all="ignore"):
+        return values[np.isfinite(values) & ~np.isfinite(values.astype(wanted))]
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -502,6 +540,7 @@ class EncodedTree(NamedTuple):
     leaves: dict[str, Entry]  # manifest entries of the leaves that are not stored as a global jax.Array
     host_arrays: dict[str, NDArray[np.generic]]  # parameter name → the stored numpy array, for digests
     skeleton: JsonValue  # the structure
+    names: dict[str, str]  # parameter name → the leaf as errors name it
 
 
 def encode_tree(tree: PyTree) -> EncodedTree:
@@ -532,7 +571,37 @@ def encode_tree(tree: PyTree) -> EncodedTree:
             shape = [max(1, size) for size in stored.shape]
             leaves[name] |= {"cell": shape, "chunk": shape}
         encoded.append(stored)
-    return EncodedTree(jax.tree_util.tree_unflatten(structure, encoded), leaves, host_arrays, skeleton_of(tree))
+    stored_tree = jax.tree_util.tree_unflatten(structure, encoded)
+    return EncodedTree(stored_tree, leaves, host_arrays, skeleton_of(tree), names)
+
+
+_NOT_IN_A_STORE = re.compile(r"^/|//|\\|::|(^|/)\.{1,2}(/|$)")
+_NAME_BYTES = 255  # of an object's name, and of each folder in it
+
+
+def check_names(names: Mapping[str, str], *, in_store: bool) -> None:
+    """Rejects leaves whose arrays could not be found again, with a CheckpointError.
+
+    Args:
+      names: parameter name → the leaf as errors name it.
+      in_store: whether each array is a folder of that name in a store; a local folder has them in one database.
+    """
+    for name, where in names.items():
+        problem = "ends with a slash" if name.endswith("/") else None
+        if in_store and problem is None:
+            if _NOT_IN_A_STORE.search(name):
+                problem = "is not the name of a folder in a store"
+            elif len(name.encode(errors="surrogatepass")) > _NAME_BYTES:
+                problem = f"has more than {_NAME_BYTES} bytes"
+            else:
+                parts = name.split("/")
+                above = ("/".join(parts[:number]) for number in range(1, len(parts)))
+                inside = next((folder for folder in above if folder in names), None)
+                problem = None if inside is None else f"is a folder inside that of leaf {names[inside]}"
+        if problem is not None:
+            raise CheckpointError(
+                f"leaf {where} has the name {name[:60]!r} in storage, which {problem}. Rename a key of the tree."
+            )
 
 
 def _is_global(leaf: Leaf, where: str) -> bool:

@@ -33,6 +33,7 @@ from meshfeed._src.checkpoint.leaves import (
     keys_of,
     kind_of,
     leaf_name,
+    may_overflow,
     native,
     python_type_of,
     tree_of,
@@ -170,7 +171,8 @@ def _host_values(saved: SavedLeaf, shape: Shape, dtype: np.dtype[np.generic], an
     """Plans the values of a leaf in this process's memory; key data for PRNG keys."""
     if saved.encoding == VALUE:
         value = np.asarray(saved.value)
-        if type(saved.value) is int and jnp.issubdtype(dtype, jnp.integer):
+        is_int = type(saved.value) is int and jnp.issubdtype(dtype, jnp.integer)
+        if is_int or may_overflow(value.dtype, dtype):
             check_fits(f"leaf {saved.name!r}", value, dtype)
         return PlannedLeaf(value=value.astype(dtype))
     if saved.encoding == NOTHING:

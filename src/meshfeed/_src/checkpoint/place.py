@@ -26,7 +26,7 @@ from meshfeed._src.arrays.reshard import bit_width, bits_dtype, from_bits
 from meshfeed._src.base import memory
 from meshfeed._src.base.coordination import process_index
 from meshfeed._src.checkpoint.layout import Device, LoadPlan, spec_of, ways, with_rows
-from meshfeed._src.checkpoint.leaves import SavedLeaf, is_key, key_dtype, keys_of
+from meshfeed._src.checkpoint.leaves import SavedLeaf, check_fits, is_key, key_dtype, keys_of, may_overflow
 from meshfeed._src.checkpoint.plan import Restored
 from meshfeed._src.checkpoint.read import HostPieces
 
@@ -221,7 +221,10 @@ Placement: TypeAlias = "Sharding | Format"
 
 def from_bytes(data: NDArray[np.generic], saved: SavedLeaf, dtype: np.dtype[np.generic]) -> NDArray[np.generic]:
     """Returns the array that is stored as flat bytes, uint8[bytes]."""
-    return data.view(saved.dtype).reshape(saved.shape).astype(dtype, copy=False)
+    values = data.view(saved.dtype).reshape(saved.shape)
+    if may_overflow(saved.dtype, dtype):
+        check_fits(f"leaf {saved.name!r}", values, dtype)
+    return values.astype(dtype, copy=False)
 
 
 def from_host(values: NDArray[np.generic], sharding: Sharding) -> jax.Array:

@@ -56,7 +56,7 @@ class LeafRead:
     # shape differs from the stored one, the array is truncated or padded with zeros. Without a sharding, the result is a
     # numpy array on every process.
     load: LoadPlan
-    any_cast: bool = False  # let integers that do not fit in dtype wrap around instead of raising an error
+    any_cast: bool = False  # let values outside the range of dtype change instead of raising an error
     way: Way = "pieces"  # chosen by choose_ways
 
     @property

@@ -115,8 +115,8 @@ def _units(leaf: SavedLeaf, targets: Iterable[Target]) -> list[_Unit]:
 class UnitReader:
     """Reads units, checks them, and calls ``on_bytes`` with the number of bytes of each.
 
-    At most ``bytes_in_flight``, or one unit, are requested from storage at once. ``must_fit`` is parameter name → integer
-    dtype in which its values must fit.
+    At most ``bytes_in_flight``, or one unit, are requested from storage at once. ``must_fit`` is parameter name → dtype in
+    whose range its values must be.
     """
 
     def __init__(

@@ -8,6 +8,8 @@ from typing import Any
 
 from orbax.checkpoint import checkpoint_managers as policies
 
+from meshfeed._src.base.errors import SettingsError
+
 _REPLACED = ("keep_period", "keep_time_interval")
 
 
@@ -26,6 +28,20 @@ class NewestSteps:
         """Returns whether to keep each step; Orbax appends the step just saved to the others."""
         newest = sorted(info.step for info in checkpoints)[-self._count :]
         return [info.step in newest or info is checkpoints[-1] for info in checkpoints]
+
+
+def check_counts(orbax: Mapping[str, Any]) -> None:
+    """Rejects keywords for Orbax's options that would keep no step, or on which Orbax fails only when it saves."""
+    for name in ("max_to_keep", "save_interval_steps", "keep_period"):
+        value = orbax.get(name)
+        if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
+            raise SettingsError(f"orbax_options: {name}={value!r}; it takes a positive int.", setting="orbax_options")
+    if orbax.get("best_fn") is not None:
+        raise SettingsError(
+            "orbax_options: best_fn chooses steps by metrics, which Checkpointer.save does not take. Use "
+            "preservation_policy.",
+            setting="orbax_options",
+        )
 
 
 def retention_options(max_to_keep: int | None, orbax: Mapping[str, Any]) -> dict[str, Any]:

@@ -74,7 +74,8 @@ class StepParts:
 def find_steps(directory: epath.PathLike) -> list[int]:
     """Returns the numbers of the steps in a folder, ascending, whether complete or not; in a store, of the committed ones."""
     directory = make_path(directory)
-    numbered = [path for path in children(directory) if path.name.isdecimal()]
+    # Orbax also counts "0020", and does not find it.
+    numbered = [path for path in children(directory) if path.name.isdecimal() and str(int(path.name)) == path.name]
     found = zip(numbered, in_threads(is_committed, numbered), strict=True)
     return sorted(int(path.name) for path, is_step in found if is_step)
 

@@ -29,7 +29,7 @@ from numpy.typing import NDArray
 
 from meshfeed._src.base.coordination import process_count, process_index
 from meshfeed._src.base.errors import CheckpointError
-from meshfeed._src.base.store_path import StorePath, children, make_path
+from meshfeed._src.base.store_path import StorePath, absolute_path, children, make_path
 from meshfeed._src.base.stores import RefusedError
 from meshfeed._src.base.threads import in_threads
 from meshfeed._src.base.types import JsonValue, PyTree, public
@@ -247,7 +247,7 @@ class StoredArrays:
     def __init__(
         self, directory: epath.PathLike, memory_limit_bytes: int | None = None, metadata_key: str | None = None
     ) -> None:
-        self.directory = make_path(directory)
+        self.directory = absolute_path(make_path(directory))
         manifest = read_manifest(self.directory)
         if manifest is None and not self.directory.exists():
             raise CheckpointError(f"{directory}: no such folder, expected an item of arrays that Orbax wrote.")

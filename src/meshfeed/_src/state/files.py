@@ -23,7 +23,7 @@ from etils import epath  # pyright: ignore[reportMissingTypeStubs]
 from meshfeed._src.base.coordination import process_index
 from meshfeed._src.base.errors import CheckpointError, CorruptDataError, StateMismatchError
 from meshfeed._src.base.hooks import Resumable
-from meshfeed._src.base.store_path import StorePath, make_path
+from meshfeed._src.base.store_path import StorePath, absolute_path, make_path
 from meshfeed._src.base.stores import open_store
 from meshfeed._src.base.types import JsonValue
 from meshfeed._src.state.state import digest_of, merge_states, seal
@@ -84,7 +84,7 @@ def readable_path(directory: Directory) -> epath.Path:
     Raises:
       CheckpointError: the store of a URL cannot be reached, or its package is not installed.
     """
-    path = make_path(directory)
+    path = absolute_path(make_path(directory))
     if isinstance(path, StorePath):
         open_store(str(path))
     elif "://" in str(directory):
