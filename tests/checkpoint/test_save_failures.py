@@ -17,6 +17,7 @@ import pytest
 from checkpoint_feeds import CountingFeed
 from checkpoint_trees import abstract, assert_same, make_mesh, place
 from etils import epath
+from jax.sharding import AxisType, PartitionSpec
 
 from meshfeed._src.base.errors import CheckpointError
 from meshfeed._src.checkpoint import array_handler, at_exit, directory, handlers, report, stored
@@ -239,6 +240,27 @@ def test_meshes_with_explicit_axes(tmp_path):
             ckpt.save(1, state)
             ckpt.wait()
             assert_same(state, ckpt.restore(abstract(state))[1])
+
+
+def test_templates_and_restores_under_an_explicit_mesh(tmp_path):
+    mesh = jax.make_mesh((8,), ("d",), axis_types=(AxisType.Explicit,))
+
+    def init(key):
+        return {"w": jax.random.normal(key, (16, 4), out_sharding=PartitionSpec("d"))}
+
+    with jax.set_mesh(mesh), Checkpointer(tmp_path) as ckpt:
+        state = jax.jit(init)(jax.random.key(0))
+        assert ckpt.save(1, state)
+        ckpt.wait()
+        template = jax.eval_shape(init, jax.random.key(0))
+        for found in (ckpt.restore(template)[1], ckpt.restore(None)[1]):
+            assert found["w"].sharding.mesh.axis_types == (AxisType.Explicit,)
+            np.testing.assert_array_equal(np.asarray(jnp.sin(found["w"])), np.asarray(jnp.sin(state["w"])))
+    with (
+        Checkpointer(tmp_path) as ckpt,
+        pytest.raises(CheckpointError, match=r"leaf .*'w'.*: .* Call restore within jax\.set_mesh"),
+    ):
+        ckpt.restore(template)
 
 
 def test_a_bar_on_terminals(tmp_path, monkeypatch):

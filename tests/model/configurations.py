@@ -285,8 +285,8 @@ def _never_remote(config: Config) -> bool:
     """Whether a feed beside the accelerators has no such source, or cannot do what others can."""
     if config["source"] in ("buckets", "records_cached") or config.get("form") == "registered":
         return True
-    # To be moved it makes the source again, which counts entries and so reads records outside of any retry.
-    if config["source"] in LIMITED and config.get("fault") in ("transient", "fatal"):
+    # To be moved it makes the source again, which reads records outside of any retry: to count entries, and to identify it.
+    if config["source"] in (*LIMITED, *IMAGES) and config.get("fault") in ("transient", "fatal"):
         return True
     # A controller whose hosts have no rows has no feed. Several controllers cannot move lanes, and do not meet.
     moves = config.get("reshard", "none")

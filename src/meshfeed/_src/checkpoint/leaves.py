@@ -293,8 +293,9 @@ class SavedLeaf:
         known = {memory.kind for memory in jax.local_devices()[0].addressable_memories()}
         kind = self.memory_kind if self.memory_kind in known else None
         if entry is not None and math.prod(entry["axis_sizes"]) == jax.device_count():
-            auto = (AxisType.Auto,) * len(entry["axis_names"])
-            mesh = jax.make_mesh(tuple(entry["axis_sizes"]), tuple(entry["axis_names"]), axis_types=auto)
+            kinds = entry.get("axis_types") or [AxisType.Auto.name] * len(entry["axis_names"])
+            types = tuple(AxisType[name] for name in kinds)
+            mesh = jax.make_mesh(tuple(entry["axis_sizes"]), tuple(entry["axis_names"]), axis_types=types)
             return NamedSharding(mesh, _spec_of(entry), memory_kind=kind)
         if process_count() > 1:
             return None
@@ -412,6 +413,8 @@ def describe_array(leaf: jax.Array) -> Entry:
             "axis_sizes": list(sharding.mesh.axis_sizes),
             "spec": [list(part) if isinstance(part, tuple) else part for part in sharding.spec],
         }
+        if any(kind != AxisType.Auto for kind in sharding.mesh.axis_types):
+            entry["sharding"]["axis_types"] = [kind.name for kind in sharding.mesh.axis_types]
     return entry
 
 

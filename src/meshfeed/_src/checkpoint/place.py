@@ -18,13 +18,15 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax.experimental.layout import Format
-from jax.sharding import Mesh, PartitionSpec, Sharding
+from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec, Sharding
 from jax.typing import DTypeLike
 from numpy.typing import NDArray
 
 from meshfeed._src.arrays.reshard import bit_width, bits_dtype, from_bits
 from meshfeed._src.base import memory
 from meshfeed._src.base.coordination import process_index
+from meshfeed._src.base.errors import CheckpointError
+from meshfeed._src.base.types import PyTree
 from meshfeed._src.checkpoint.layout import Device, LoadPlan, spec_of, ways, with_rows
 from meshfeed._src.checkpoint.leaves import SavedLeaf, check_fits, is_key, key_dtype, keys_of, may_overflow
 from meshfeed._src.checkpoint.plan import Restored
@@ -253,6 +255,28 @@ def wrap_keys(data: jax.Array, impl: str, sharding: Sharding) -> jax.Array:
 def sharding_of(placement: Placement | None) -> Sharding | None:
     """Returns the sharding of a placement."""
     return placement if isinstance(placement, Sharding) else getattr(placement, "sharding", None)
+
+
+def with_devices(tree: PyTree, mesh: Mesh) -> PyTree:
+    """Returns a tree whose shardings over an abstract mesh, as of ``jax.eval_shape``, are over the mesh that is set.
+
+    Raises:
+      CheckpointError: another mesh is set, or none; names the leaf.
+    """
+
+    def with_mesh(path: jax.tree_util.KeyPath, leaf: Any) -> Any:
+        sharding = getattr(leaf, "sharding", None)
+        if not isinstance(sharding, NamedSharding) or not isinstance(sharding.mesh, AbstractMesh):
+            return leaf
+        if mesh.empty or mesh.abstract_mesh != sharding.mesh:
+            raise CheckpointError(
+                f"leaf {jax.tree_util.keystr(path)}: the requested sharding is over {sharding.mesh}, which has no devices. "
+                "Call restore within jax.set_mesh of that mesh, or pass a sharding over a Mesh."
+            )
+        on_devices = NamedSharding(mesh, sharding.spec, memory_kind=sharding.memory_kind)
+        return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=on_devices)
+
+    return jax.tree_util.tree_map_with_path(with_mesh, tree)
 
 
 def in_default_memory(sharding: Sharding) -> Sharding:

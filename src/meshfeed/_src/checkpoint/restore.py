@@ -27,7 +27,7 @@ from meshfeed._src.checkpoint.layout import rows_in_flight
 from meshfeed._src.checkpoint.leaves import Leaf
 from meshfeed._src.checkpoint.match import match_tree
 from meshfeed._src.checkpoint.options import RestoreOptions
-from meshfeed._src.checkpoint.place import BlockGather, cut_block, gather, host_bits_of, place
+from meshfeed._src.checkpoint.place import BlockGather, cut_block, gather, host_bits_of, place, with_devices
 from meshfeed._src.checkpoint.plan import LeafRead, Restored, RestorePlan
 from meshfeed._src.checkpoint.read import HostPieces, UnitReader
 from meshfeed._src.checkpoint.report import RestoreProgress
@@ -65,9 +65,11 @@ def restore_tree(
     Raises:
       CheckpointError: the trees differ (the message names the leaves), or a host could not read.
     """
+    mesh = jax.sharding.get_mesh()
 
     def plan() -> RestorePlan:
-        matched = match_tree(open_item(directory, options), abstract_tree, partial=partial, strict=strict)
+        wanted = with_devices(abstract_tree, mesh)
+        matched = match_tree(open_item(directory, options), wanted, partial=partial, strict=strict)
         return matched.with_ways(options, remote=dispatch is not None)
 
     return restore(plan, options, agreement, dispatch)
