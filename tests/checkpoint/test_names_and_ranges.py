@@ -6,6 +6,7 @@ import os
 import pathlib
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
@@ -74,6 +75,33 @@ def test_names_of_leaves_that_would_not_be_found_are_refused(tmp_path: pathlib.P
     assert restored(saved("memory://names/deep", deep))["linear/~/w"].tolist() == [0, 1, 2]
 
 
+def test_text_that_is_not_unicode_is_named(tmp_path: pathlib.Path) -> None:
+    with Checkpointer(tmp_path) as ckpt, pytest.raises(CheckpointError, match=r"leaf \['t'\]: character 1 of the text"):
+        ckpt.save(1, {"t": "a\ud800"})
+
+
+def test_keys_come_back_as_keys_in_orbax(tmp_path: pathlib.Path) -> None:
+    tree = {
+        "k": jax.random.key(1),
+        "r": jax.random.split(jax.random.key(1, impl="rbg"), 4),
+        "u": jnp.ones(2, jnp.uint32),
+    }
+    before = ocp.type_handlers.get_type_handler(jax.Array)
+    found = []
+    for handler in (before, checkpoint.ArrayHandler()):
+        ocp.type_handlers.register_type_handler(jax.Array, handler, override=True)
+        try:
+            checkpointer = ocp.StandardCheckpointer()
+            checkpointer.save(tmp_path / str(len(found)), tree)
+            checkpointer.wait_until_finished()
+            found.append(checkpointer.restore(tmp_path / str(len(found)), tree))
+        finally:
+            ocp.type_handlers.register_type_handler(jax.Array, before, override=True)
+    plain, ours = ({name: (leaf.dtype, leaf.shape) for name, leaf in one.items()} for one in found)
+    assert ours == plain == {name: (leaf.dtype, leaf.shape) for name, leaf in tree.items()}
+    np.testing.assert_array_equal(*(jax.random.key_data(one["r"]) for one in found))
+
+
 def test_numpy_leaves_are_cast_as_save_args_say(tmp_path: pathlib.Path) -> None:
     tree = {"j": jnp.full(4, 1.234567), "n": np.full(4, 1.234567), "s": np.float64(1.234567), "x": np.arange(2)}
     cast = {name: ocp.SaveArgs(dtype=jnp.bfloat16) for name in "jns"} | {"x": ocp.SaveArgs()}
@@ -140,7 +168,8 @@ def test_which_casts_are_checked() -> None:
 
 
 @pytest.mark.parametrize(
-    ("option", "value"), [("max_to_keep", 0), ("save_interval_steps", 0), ("keep_period", 0), ("best_fn", len)]
+    ("option", "value"),
+    [("max_to_keep", 0), ("save_interval_steps", 0), ("keep_period", 0), ("best_fn", len), ("read_only", True)],
 )
 @pytest.mark.parametrize("directory", ["c", "memory://options/c"])
 def test_options_that_would_fail_or_keep_nothing_are_refused(

@@ -65,6 +65,12 @@ def test_a_folder_of_an_http_server_that_cannot_be_listed_is_an_error(store: Sto
         paths.expand_paths(store.url("d/*/*.bin"), source="Tokens")
 
 
+def test_hidden_files_match_only_a_pattern_with_a_dot(store: Store) -> None:
+    store.put("d", listing("/d/._a.bin", "/d/a.bin", "/d/.b.bin"))
+    for pattern, wanted in (("d/*.bin", ["d/a.bin"]), ("d/.*.bin", ["d/._a.bin", "d/.b.bin"])):
+        assert paths.expand_paths(store.url(pattern), source="Tokens") == [store.url(name) for name in wanted]
+
+
 def test_a_copy_that_was_fetched_without_a_checksum_is_compared_with_it(store: Store, tmp_path: pathlib.Path) -> None:
     url = store.put("d/part-0.bin", FIRST)
     make_manifest([url], str(tmp_path / "m.json"), dtype=np.uint16)

@@ -227,8 +227,11 @@ def _plan_parameter(
     shape = getattr(arg, "global_shape", None)
     shape = getattr(arg, "shape", None) if shape is None else shape
     sharding, strict = _sharding(stored, name, arg, saved), getattr(arg, "strict", True)
+    dtype, leaf = arg.dtype, stored.saved(name)
+    if leaf.impl is not None and dtype == leaf.dtype and (shape is None or tuple(shape) == leaf.data_shape):
+        dtype, shape = None, None  # Orbax asks for keys by the dtype and the shape of their data
     # Orbax's restore arguments request a dtype explicitly, not through a template tree.
-    return match_array(stored, name, shape, arg.dtype, sharding, strict=strict, any_cast=True)
+    return match_array(stored, name, shape, dtype, sharding, strict=strict, any_cast=True)
 
 
 def _sharding(stored: StoredArrays, name: str, arg: ocp.type_handlers.RestoreArgs, saved: object) -> Sharding | None:

@@ -471,6 +471,14 @@ def _nothing(rank: int) -> NDArray[np.generic]:
 
 
 def _encode_value(leaf: Leaf, where: str) -> tuple[Entry, Leaf]:
+    if isinstance(leaf, str):
+        try:
+            leaf.encode()
+        except UnicodeEncodeError as error:
+            raise CheckpointError(
+                f"leaf {where}: character {error.start} of the text is half of a surrogate pair, which is not Unicode text. "
+                "Remove it."
+            ) from error
     if isinstance(leaf, float):
         return {"kind": "float", "value": repr(leaf)}, leaf  # exact, and covers NaN and infinity, which JSON lacks
     if isinstance(leaf, complex):

@@ -42,6 +42,11 @@ def check_counts(orbax: Mapping[str, Any]) -> None:
             "preservation_policy.",
             setting="orbax_options",
         )
+    if orbax.get("read_only"):
+        raise SettingsError(
+            "orbax_options: read_only=True has no use here: a Checkpointer that does not save writes nothing. Leave it out.",
+            setting="orbax_options",
+        )
 
 
 def retention_options(max_to_keep: int | None, orbax: Mapping[str, Any]) -> dict[str, Any]:
@@ -51,7 +56,7 @@ def retention_options(max_to_keep: int | None, orbax: Mapping[str, Any]) -> dict
     """
     orbax = {"max_to_keep": max_to_keep, **orbax}
     count = orbax["max_to_keep"]
-    if not isinstance(count, int) or count < 1 or orbax.get("best_fn") or orbax.get("read_only"):
+    if count is None:
         return orbax
     if orbax.get("preservation_policy") is not None:
         return {**orbax, "max_to_keep": None}

@@ -254,6 +254,8 @@ def _expand_url(name: str, source: str) -> list[str]:
 
     # As in local paths: the brackets of a folder may stand for themselves.
     files = matching(path) or ("[" in path and matching(path.replace("[", "[[]"))) or []
+    if not path.rpartition("/")[2].startswith("."):  # as on a disk
+        files = [file for file in files if not file.rpartition("/")[2].startswith(".")]
     if not files:
         raise SourceError(f"{source}: no file matches {without_signatures(name)!r}. Check the pattern and the bucket.")
     return [file_system.unstrip_protocol(match) for match in files]
