@@ -31,6 +31,8 @@ from configurations import (
     WEIGHTED_RECORDS,
     Case,
     valid,
+    valid_in_campaigns,
+    valid_on_real_hosts,
 )
 
 Config = dict[str, Any]
@@ -147,10 +149,12 @@ def run(simulated_count: int, real_count: int, seed: int, seconds: float = 1e9, 
     failed = 0
     with tempfile.TemporaryDirectory(prefix="meshfeed-model-") as folder:
         if simulated_count:
-            failed += _run_simulated(draw(SIMULATED, seed, simulated_count), folder, end, most_shrunk)
+            drawn = draw(SIMULATED, seed, simulated_count, valid_in_campaigns)
+            failed += _run_simulated(drawn, folder, end, most_shrunk)
         if real_count:
-            with_workers = draw(REAL, seed, max(1, real_count // 20))  # processes of processes are slow to start
-            without = draw({**REAL, "num_workers": [0]}, seed, real_count - len(with_workers))
+            # Processes of processes are slow to start.
+            with_workers = draw(REAL, seed, max(1, real_count // 20), valid_on_real_hosts)
+            without = draw({**REAL, "num_workers": [0]}, seed, real_count - len(with_workers), valid_on_real_hosts)
             failed += _run_real(without + with_workers, folder, end, most_shrunk)
     return failed
 
@@ -174,7 +178,7 @@ def _run_simulated(configs: list[Config], folder: str, end: float, most_shrunk: 
                     print(f"--- fails: {text[:400]}\n{config}", flush=True)
             if len(played) % _TOLD_EVERY == 0:
                 print(f"{len(played)} of {len(configs)} configurations on simulated hosts, {failed} failed", flush=True)
-    covered, possible = pairwise.coverage(SIMULATED, played, valid)
+    covered, possible = pairwise.coverage(SIMULATED, played, valid_in_campaigns)
     print(f"simulated: {len(played)} configurations, {covered} of {possible} pairs, {failed} failed {dict(kinds)}")
     return failed
 
@@ -191,7 +195,7 @@ def _run_real(configs: list[Config], folder: str, end: float, most_shrunk: int) 
         for count, (number, text) in enumerate(failures.items()):
             small = configs[number] if count >= most_shrunk else shrunk(configs[number], fails)
             print(f"--- fails on real processes: {text}\n{script(small, real=True)}", flush=True)
-    covered, possible = pairwise.coverage(REAL, configs, valid)
+    covered, possible = pairwise.coverage(REAL, configs, valid_on_real_hosts)
     print(f"real: {len(configs)} configurations, {covered} of {possible} pairs, {len(failures)} failed")
     return len(failures)
 

@@ -41,14 +41,15 @@ def test_next_uses_and_the_nearest_files_are_those_of_the_batches(numbers: list[
     for move in moves:
         plan.reached = min(plan.reached + move, len(batches))
         assert len(set(plan.scan(100))) <= 7
-        fetched = list(plan.to_fetch(lambda file: False, 0.0))
-        for file in fetched:
-            plan.failed(file)  # so that it is not yielded again until files are looked for anew
         coming = batches[plan.reached :]
         uses = {
             file: next((at for at, batch in enumerate(coming) if file in batch), math.inf)
             for file in map(File, range(7))
         }
+        assert {file: plan.next_use(file) for file in uses} == uses  # also before passed uses are forgotten
+        fetched = list(plan.to_fetch(lambda file: False, 0.0))
+        for file in fetched:
+            plan.failed(file)  # so that it is not yielded again until files are looked for anew
         assert {file: plan.next_use(file) for file in uses} == uses
         assert all(uses[file] < math.inf for file in fetched)
         nearest = sorted(use for use in uses.values() if use < math.inf)[:3]

@@ -11,7 +11,7 @@ from typing import Any
 import jax
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 import meshfeed
@@ -67,6 +67,7 @@ def test_on_demand_the_least_recently_opened_makes_room(uses: list[int], size: i
 
 
 @given(st.lists(st.integers(0, 5), min_size=1, max_size=20), st.integers(2, 4))
+@example([0, 2, 3, 1, 0, 2, 3, 0, 1], 2)  # a copy that only the batch before needed was kept, and 1 fetched twice
 def test_ahead_no_fewer_than_possible_and_no_waits_for_what_is_fetched_ahead(uses: list[int], size: int) -> None:
     run = play([[file] for file in uses], Cache(size, 1), Store(1e9), [1] * 6)
     assert fewest(tuple(uses), size) <= run.hosts[0].downloads_of_batch.sum() <= len(uses)

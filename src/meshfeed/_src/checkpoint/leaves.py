@@ -209,7 +209,7 @@ def check_fits(where: str, values: NDArray[np.generic], wanted: DTypeLike) -> No
         return
     limits = _range_of(wanted)
     if limits is None:
-        outside = values[(values.astype(wanted).astype(values.dtype) != values) & ~np.isnat(values)]  # type: ignore[arg-type]
+        outside = _lost_times(values, wanted)
     elif jnp.issubdtype(wanted, jnp.integer) or not jnp.issubdtype(values.dtype, jnp.inexact):
         ends = [int(values.min()), int(values.max())]
         outside = [value for value in ends if not limits[0] <= value <= limits[1]]
@@ -221,6 +221,16 @@ def check_fits(where: str, values: NDArray[np.generic], wanted: DTypeLike) -> No
             f"{where} holds {outside[0]}, stored as {values.dtype.name}, but {wanted.name} holds only {shown}. Request "
             f"{values.dtype.name}."
         )
+
+
+def _lost_times(values: NDArray[Any], wanted: np.dtype[Any]) -> NDArray[Any]:
+    """The dates and times that a cast to a finer unit changes."""
+    known = values[~np.isnat(values)]
+    try:
+        return known[known.astype(wanted).astype(known.dtype) != known]
+    except OverflowError:  # since numpy 2.5
+        farthest = int(np.abs(known.astype(np.int64)).argmax())
+        return known[farthest : farthest + 1]
 
 
 def _lost(values: NDArray[Any], wanted: np.dtype[Any], limits: tuple[float, float]) -> NDArray[Any]:

@@ -106,11 +106,13 @@ class FetchPlan(Generic[F]):
 
     def next_use(self, file: F) -> float:
         """Returns when a file is needed next, in batches from now; infinity if unknown."""
-        uses = self._uses.get(file)
-        try:
-            return max(0, uses[0] - self.reached) if uses else math.inf
-        except IndexError:  # another thread has just dropped the last one
-            return math.inf
+        uses, reached = self._uses.get(file), self.reached
+        while uses is not None:
+            try:
+                return next((use - reached for use in uses if use >= reached), math.inf)
+            except RuntimeError:  # another thread has just dropped one, or found another
+                pass
+        return math.inf
 
     def is_far_enough(self) -> bool:
         """Whether the known uses fill the cache and the bytes to fetch ahead, or the plan has ended."""

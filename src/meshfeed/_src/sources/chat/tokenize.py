@@ -94,11 +94,11 @@ class TokenizeChat:
         self._eos = _find_eos(self._tokenizer, eos_token, loaded.special_tokens.get("eos_token"))
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_encodes_special_tokens": self._tokenizer.encode_special_tokens}
+        return {**self.__dict__, "encodes_special_tokens": self._tokenizer.encode_special_tokens}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
-        self._tokenizer.encode_special_tokens = self.__dict__.pop("_encodes_special_tokens")
+        self._tokenizer.encode_special_tokens = self.__dict__.pop("encodes_special_tokens")
 
     @hides_own_frames
     def __call__(self, record: Mapping[str, Any]) -> dict[str, Any]:
