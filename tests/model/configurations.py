@@ -283,8 +283,13 @@ def valid_on_devices(config: Config) -> bool:
 
 def valid_in_campaigns(config: Config) -> bool:
     """As :func:`valid`, without what cannot be told of feeds beside the accelerators; CI draws none of it."""
-    again = config.get("feed") == "remote" and config.get("source") in (*LIMITED, *IMAGES)
-    return not (again and config.get("fault") == "fatal") and valid(config)
+    if config.get("feed") == "remote":
+        if config.get("source") in (*LIMITED, *IMAGES) and config.get("fault") == "fatal":
+            return False
+        # JAX permutes the devices of these in a compiled call, by which NaNs lose their payload.
+        if config.get("dtype") in ("bfloat16", "float8_e5m2") and config.get("layout") in ("permuted", "prefix"):
+            return False
+    return valid(config)
 
 
 def valid_on_real_hosts(config: Config) -> bool:

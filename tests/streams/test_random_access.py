@@ -20,6 +20,7 @@ from stream_parts import Fetches, rows_of_host, run, settings_of
 import meshfeed
 from meshfeed._src.base.settings import BatchSchedule
 from meshfeed._src.order.epochs import EpochOrder
+from meshfeed._src.plan.plan import HostRows
 from meshfeed._src.state.state import parse_state
 from meshfeed._src.streams import random_access_reader
 from meshfeed._src.streams.balance import RowBalance
@@ -455,6 +456,17 @@ def test_records_are_read_by_id() -> None:
 
 def open_reader(stream: RandomAccessStream, owners: tuple[int, ...] = (0,), host: int = 0) -> Any:
     return stream.open_reader(stream.start(), rows_of_host(owners, host), hosts_agree=True)
+
+
+def test_padding_has_the_columns_that_this_host_reads() -> None:
+    source = meshfeed.sources.Memory({"x": np.ones((3, 8)), "id": np.arange(3)})
+    stream = RandomAccessStream(source, settings_of(end="pad"))
+    rows = rows_of_host((0, 1), 1)
+    columns = HostRows(rows.rows, lambda size: {"['x']": (slice(2, 5),)})
+    batch = stream.open_reader(stream.start(), columns, hosts_agree=True).next()
+    assert {name: leaf.shape for name, leaf in batch.tree.items()} == {"x": (4, 3), "id": (4,)}
+    assert not batch.tree["x"].any()
+    assert batch.num_bytes == 4 * (3 * 8 + 8)
 
 
 @pytest.mark.parametrize("num_threads", [None, 3])

@@ -164,7 +164,9 @@ def _num_rows(spec: PyTree) -> int:
 class RemoteFeed(Checkpointable, NotCopied):
     """:class:`meshfeed.Feed` on the CPU hosts attached to the accelerators, with the same interface.
 
-    The global batches are bit-identical to a local feed's, and either can resume from the other's checkpoints.
+    The global batches are bit-identical to a local feed's, and either can resume from the other's checkpoints. (NaNs of
+    bfloat16 and float8_e5m2 may lose their payload on a mesh whose devices are in another order than ``jax.devices()``,
+    since JAX then permutes them in a compiled call.)
     All other keywords are those of :class:`meshfeed.Feed`.
 
     Args:

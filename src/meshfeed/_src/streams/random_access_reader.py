@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from meshfeed._src.base import hooks
+from meshfeed._src.base import hooks, trees
 from meshfeed._src.base.hooks import find
 from meshfeed._src.base.settings import FeedSettings
 from meshfeed._src.base.types import ColumnSlices, PyTree, RecordIds, RecordOrder
@@ -84,6 +84,14 @@ def batch_ids(order: RecordOrder, start: int, stop: int, balance: RowBalance | N
 def spec_at(records: RecordReader, order: RecordOrder, position: int) -> RecordSpec:
     """Returns the structure of the records of the batch at ``position``."""
     return records.spec_of(int(order.ids_at(np.array([position], np.int64))[0][0]))
+
+
+def _in_columns(tree: PyTree, columns: ColumnSlices | None) -> PyTree:
+    """The columns of whole rows that are read of real ones."""
+    if not columns:
+        return tree
+    leaves, treedef = trees.flatten_with_paths(tree)
+    return treedef.unflatten([leaf[(slice(None), *columns.get(path, ()))] for path, leaf in leaves])
 
 
 def _ids_of(order: RecordOrder, position: int, part: _Part, balance: RowBalance | None) -> tuple[RecordIds, RecordIds]:
@@ -304,7 +312,8 @@ class RandomAccessReader:
         part, record_ids = read.part, read.record_ids
         rows = None if read.result is None else read.result()
         if rows is None:
-            tree = spec_at(self._records, self._order, self._step_schedule.at(step)[0]).zeros(part.num_rows)
+            spec = spec_at(self._records, self._order, self._step_schedule.at(step)[0])
+            tree = _in_columns(spec.zeros(part.num_rows), part.columns)
         else:
             tree = rows.tree if len(record_ids) == part.num_rows else pad_rows(rows.tree, part.num_rows)
         if self._compares and part.columns is None and len(record_ids):
