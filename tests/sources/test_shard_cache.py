@@ -738,6 +738,29 @@ def test_what_another_process_needs_is_evicted_last(store: Store, tmp_path) -> N
     assert len(list(tmp_path.glob("*.plan"))) == 1
 
 
+def test_no_plan_remains_of_a_feed_that_is_closed_while_a_fetch_publishes_it(store: Store, tmp_path) -> None:
+    cache = ShardCache(tmp_path, retry=QUICK)
+    file = RemoteFile(cache, store.put("f0", bytes(1000)), None, 1000)
+    publish = cache._shared_plans.publish
+
+    class Closing(_Plan):
+        def next_use(self, file: RemoteFile) -> float:
+            return self.batches
+
+    plan = Closing(file.url, 3)
+
+    def publish_late(uses: dict[str, float]) -> None:
+        cache._unfollow(plan.next_use)  # after the uses were looked up
+        publish(uses)
+
+    file.follow(plan.next_use)
+    assert file.fetch(3)
+    assert list(tmp_path.glob("*.plan"))
+    cache._shared_plans.publish = publish_late  # type: ignore[method-assign]
+    cache._publish_plan()
+    assert not list(tmp_path.glob("*.plan"))
+
+
 def test_discard_while_others_evict_and_open(store: Store, tmp_path) -> None:
     urls = [store.put(f"f{i}", os.urandom(1000)) for i in range(4)]
     cache, wrong = ShardCache(tmp_path, max_bytes=2500, retry=QUICK), []

@@ -395,6 +395,8 @@ class ShardCache:
         uses = {name: self._next_use(name) for name in list(self._files)} if self._plans else {}
         if uses:
             self._shared_plans.publish({name: use for name, use in uses.items() if use < math.inf})
+            if not self._plans:  # the last feed was closed meanwhile, and has withdrawn the plan before
+                self._shared_plans.withdraw()
 
     @contextlib.contextmanager
     def open(self, url: str, *, compression: str | None = None, num_bytes: int | None = None) -> Iterator[pathlib.Path]:
