@@ -345,4 +345,17 @@ def test_links_are_left_out_with_a_warning(
         link.type, link.linkname = kind, "1.cls"
         tar.addfile(link)
     assert len(WebDataset(str(path))) == 2
-    assert "1 links are left out, the first from 2.cls to 1.cls" in caplog.text
+    assert "1 links are left out, the first from '2.cls to 1.cls'" in caplog.text
+
+
+def test_a_warning_has_names_that_are_not_utf_8_in_a_form_that_is(
+    tmp_path: pathlib.Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    path = write_tar(tmp_path / "a.tar", {"1.txt": b"one"})
+    with tarfile.open(path, "a", errors="surrogateescape") as tar:
+        link = tarfile.TarInfo("2.\udcbd")
+        link.type, link.linkname = tarfile.SYMTYPE, "1.txt"
+        tar.addfile(link)
+    assert len(WebDataset(str(path))) == 1
+    assert "links are left out" in caplog.text
+    caplog.text.encode()

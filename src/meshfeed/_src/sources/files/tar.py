@@ -260,7 +260,7 @@ def _files(archive: Descriptor | RemoteBytes, path: str) -> Iterator[tuple[str, 
         raise _damaged(path, str(error)) from error
     if links:  # as in the webdataset library; tar stores the second name of a file as one
         _log.warning(
-            "%s: %d links are left out, the first from %s: a sample may lack a part, or be missing. Write the archive again "
+            "%s: %d links are left out, the first from %r: a sample may lack a part, or be missing. Write the archive again "
             "with tar's --dereference --hard-dereference to store them in full.",
             *(path, len(links), links[0]),
         )
