@@ -203,3 +203,10 @@ def test_a_folder_from_which_a_step_is_removed_meanwhile_is_opened(
 
     monkeypatch.setattr(ocp, "CheckpointManager", removed)
     assert restored(tmp_path / "c")["w"].tolist() == [1, 1, 1]
+
+
+def test_a_large_python_int_must_fit_a_float_too(tmp_path: pathlib.Path) -> None:
+    folder = saved(tmp_path / "c", {"n": 2**80})
+    with pytest.raises(CheckpointError, match=f"holds {2**80}, stored as int, but float16 holds only"):
+        restored(folder, {"n": jnp.zeros((), jnp.float16)})
+    assert float(restored(folder, {"n": jnp.zeros(())})["n"]) == 2.0**80

@@ -301,7 +301,6 @@ class _World(Exchange):
 
     def check_rounds(self) -> None:
         most, rounds = _KEPT_ROUNDS[self._case.config["reshard"] != "none"], collections.defaultdict[str, set[int]](set)
-        most += self._case.config["weights"] != "none"  # by which a generation is left that the reducer has not joined
         for key in self._here.job.store.directory("meshfeed"):
             if found := _ROUND.match(key):
                 rounds[found[1]].add(int(found[2]))

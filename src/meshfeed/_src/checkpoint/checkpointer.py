@@ -11,7 +11,6 @@ import math
 import operator
 import os
 import secrets
-import time
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Self
 
@@ -32,7 +31,8 @@ from meshfeed._src.base.errors import (
 )
 from meshfeed._src.base.fork import NotCopied, Owner
 from meshfeed._src.base.hooks import CannotResume, Resumable, Startable, find
-from meshfeed._src.base.settings import checked, flag, instance, integer, optional
+from meshfeed._src.base.retry import call_with_retry
+from meshfeed._src.base.settings import Retry, checked, flag, instance, integer, optional
 from meshfeed._src.base.store_path import StorePath, is_in_store
 from meshfeed._src.base.types import JsonValue, PyTree, public
 from meshfeed._src.checkpoint.agreement import Agreement
@@ -65,7 +65,7 @@ from meshfeed._src.checkpoint.handlers import (
 from meshfeed._src.checkpoint.leaves import check_names, encode_tree
 from meshfeed._src.checkpoint.options import RestoreOptions, short
 from meshfeed._src.checkpoint.orbax_internals import discard_errors
-from meshfeed._src.checkpoint.retention import check_counts, retention_options
+from meshfeed._src.checkpoint.retention import check_manager_options, retention_options
 from meshfeed._src.checkpoint.saves import CapturedState, HasState, SkippedStep, StepSave, check_same, number_of
 from meshfeed._src.checkpoint.step import (
     ARRAYS,
@@ -119,7 +119,7 @@ _NOT_REMOVED = (
     "passed over by restore."
 )
 _CLOSE_SECONDS = 300.0
-_OPEN_ATTEMPTS, _OPEN_PAUSE_SECONDS = 5, 0.2
+_OPENING = Retry(initial_seconds=0.2, on=(FileNotFoundError,))
 _GOODBYE_SECONDS = 1.0
 
 
@@ -216,7 +216,7 @@ class Checkpointer(NotCopied):
             self._barrier = OrbaxBarrier() if process_count() > 1 else None
             waits = ocp.AsyncOptions(timeout_secs=math.ceil(timeout_seconds), barrier_sync_fn=self._barrier)
             settings = {"save_interval_steps": save_interval_steps, "async_options": waits, **(orbax_options or {})}
-            check_counts(settings)
+            check_manager_options(settings)
             manager_options = ocp.CheckpointManagerOptions(**retention_options(max_to_keep, settings))
         if (forgotten := forgotten_processes()) is not None:
             raise CheckpointError(f"{directory}: every process would save into the same folder. {forgotten}")
@@ -643,7 +643,6 @@ class Checkpointer(NotCopied):
             self._prepare_to_write(last.step)
             self._write(last.step, last.train_state, last.feed)
         if failed is not None:
-            self.wait()
             raise failed
 
     def _leaving(self, timeout_seconds: float) -> Agreement:
@@ -676,14 +675,13 @@ def _open_manager(
     directory: epath.Path, options: ocp.CheckpointManagerOptions, handlers: dict[str, Any]
 ) -> ocp.CheckpointManager:
     """Opens a folder with Orbax; again if another job removes a step while Orbax looks at it."""
-    for left in reversed(range(_OPEN_ATTEMPTS)):
-        try:
-            return ocp.CheckpointManager(directory, options=options, item_handlers=handlers)
-        except FileNotFoundError:
-            if not left or process_count() > 1:  # a host alone must not repeat what all do together
-                raise
-            time.sleep(_OPEN_PAUSE_SECONDS)
-    raise AssertionError("unreachable")
+
+    def attempt() -> ocp.CheckpointManager:
+        return ocp.CheckpointManager(directory, options=options, item_handlers=handlers)
+
+    if process_count() > 1:  # a host alone must not repeat what all do together
+        return attempt()
+    return call_with_retry(attempt, _OPENING, doing=f"opening {directory}")
 
 
 def _on_this_host(error: Exception) -> str:

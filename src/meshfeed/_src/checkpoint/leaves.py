@@ -155,10 +155,10 @@ def _loses(stored: type, wanted: type) -> bool:
 def check_cast(where: str, stored: DTypeLike, wanted: DTypeLike) -> None:
     """Rejects floats as integers, numbers as bools, complex as real, and non-numeric types, with a CheckpointError."""
     stored, wanted = np.dtype(stored), np.dtype(wanted)
-    if stored.names != wanted.names and None not in (stored.names, wanted.names):  # numpy would match them by place
+    if stored.names and wanted.names and stored.names != wanted.names:  # numpy would match them by place
         raise CheckpointError(
-            f"{where} is stored with the fields {list(stored.names or ())}, but {list(wanted.names or ())} were requested. "
-            "Request the stored ones."
+            f"{where} is stored with the fields {list(stored.names)}, but {list(wanted.names)} were requested. Request the "
+            "stored ones."
         )
     before, after = python_type_of(stored), python_type_of(wanted)
     longer_text = before is after is object and np.can_cast(stored, wanted, "safe")
@@ -217,9 +217,9 @@ def check_fits(where: str, values: NDArray[np.generic], wanted: DTypeLike) -> No
         outside = _lost(values, wanted, limits)
     if len(outside):
         shown = "dates and times nearer to 1970" if limits is None else f"{limits[0]} to {limits[1]}"
+        stored = "int" if values.dtype == object else values.dtype.name
         raise CheckpointError(
-            f"{where} holds {outside[0]}, stored as {values.dtype.name}, but {wanted.name} holds only {shown}. Request "
-            f"{values.dtype.name}."
+            f"{where} holds {outside[0]}, stored as {stored}, but {wanted.name} holds only {shown}. Request {stored}."
         )
 
 

@@ -171,8 +171,7 @@ def _host_values(saved: SavedLeaf, shape: Shape, dtype: np.dtype[np.generic], an
     """Plans the values of a leaf in this process's memory; key data for PRNG keys."""
     if saved.encoding == VALUE:
         value = np.asarray(saved.value)
-        is_int = type(saved.value) is int and jnp.issubdtype(dtype, jnp.integer)
-        if is_int or may_overflow(value.dtype, dtype):
+        if value.dtype == object or may_overflow(value.dtype, dtype):  # an int of more than 64 bits is an object
             check_fits(f"leaf {saved.name!r}", value, dtype)
         return PlannedLeaf(value=value.astype(dtype))
     if saved.encoding == NOTHING:

@@ -9,6 +9,7 @@ from typing import Any
 from orbax.checkpoint import checkpoint_managers as policies
 
 from meshfeed._src.base.errors import SettingsError
+from meshfeed._src.base.settings import checked, integer, optional
 
 _REPLACED = ("keep_period", "keep_time_interval")
 
@@ -30,12 +31,10 @@ class NewestSteps:
         return [info.step in newest or info is checkpoints[-1] for info in checkpoints]
 
 
-def check_counts(orbax: Mapping[str, Any]) -> None:
+def check_manager_options(orbax: Mapping[str, Any]) -> None:
     """Rejects keywords for Orbax's options that would keep no step, or on which Orbax fails only when it saves."""
     for name in ("max_to_keep", "save_interval_steps", "keep_period"):
-        value = orbax.get(name)
-        if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
-            raise SettingsError(f"orbax_options: {name}={value!r}; it takes a positive int.", setting="orbax_options")
+        checked(f"orbax_options.{name}", orbax.get(name), optional(integer(1)), "a positive int or None")
     if orbax.get("best_fn") is not None:
         raise SettingsError(
             "orbax_options: best_fn chooses steps by metrics, which Checkpointer.save does not take. Use "

@@ -36,6 +36,7 @@ from meshfeed._src.sources.files.paths import (
     absolute,
     expand_paths,
     file_info,
+    is_http,
     is_url,
     open_file_system,
     remote_errors,
@@ -240,7 +241,7 @@ class RemoteInput(NamedTuple):
 
 def path_of(name: str) -> str:
     """Returns the path of a URL, without a query such as a signature; a local path as it is."""
-    return urllib.parse.urlsplit(name).path if name.startswith(("http://", "https://")) else name
+    return urllib.parse.urlsplit(name).path if is_http(name) else name
 
 
 def remote_files(url: str) -> dict[str, RemoteInput]:

@@ -97,7 +97,7 @@ def make_manifest(
     names = _SELECT.get(source, list)(names)
     need_cache(names, None, source=source)
     output = output or _default_output(names)
-    if output.startswith(("http://", "https://")):  # before the files are read
+    if file_paths.is_http(output):  # before the files are read
         raise SettingsError(
             f"output={output!r} cannot be written: an HTTP server only serves files. Name a path or a URL of a bucket.",
             setting="output",
@@ -153,7 +153,7 @@ def _default_output(names: list[str]) -> str:
             setting="output",
         )
     folder = folders.pop()
-    if folder.startswith(("http://", "https://")):
+    if file_paths.is_http(folder):
         raise SettingsError(
             f"the manifest of {names[0]} cannot be written beside the files: an HTTP server only serves files. Pass --output "
             "with a path, and put the manifest there yourself, or pass its path to the source.",

@@ -334,7 +334,8 @@ class Packed:
         slices = hooks.find(self._source, hooks.SlicesReader)
         if slices is not None and not self._rows.side:
             leaves = slices.read_slices(pieces.documents, pieces.starts, pieces.lengths)
-            self._check_names(leaves)
+            _check_key(leaves, self._key)
+            self._check_added(leaves)
             return leaves, {}
         # A document may have several pieces in a batch.
         documents, which = np.unique(pieces.documents, return_inverse=True)
@@ -397,7 +398,7 @@ class Packed:
 
     def _leaves(self, record: object) -> dict[str, np.ndarray]:
         leaves = _leaves(record, self._key)
-        self._check_names(leaves)
+        self._check_added(leaves)
         for name in self._rows.side:
             leaf = leaves.get(name)
             if leaf is None:
@@ -409,8 +410,7 @@ class Packed:
                 )
         return leaves
 
-    def _check_names(self, leaves: Mapping[str, object]) -> None:
-        _check_key(leaves, self._key)
+    def _check_added(self, leaves: Mapping[str, object]) -> None:
         if not self._rows.added.isdisjoint(leaves):
             name = min(self._rows.added & leaves.keys())
             own = (

@@ -483,7 +483,7 @@ def noted_headers() -> Iterator[list[Mapping[str, str]]]:
 
 def noting_file_system(url: str, source: str) -> tuple[Any, str]:
     """Returns the default file system of a URL, which for HTTP notes the headers of answers; see :func:`noted_headers`."""
-    if url.startswith(("http://", "https://")):
+    if file_paths.is_http(url):
         return file_paths.open_file_system(url, source, get_client=_noting_client)
     return file_paths.open_file_system(url, source)
 

@@ -81,9 +81,8 @@ _EXTENSION = re.compile(rf"\.({'|'.join(sorted(_FORMATS, key=len, reverse=True))
 
 
 def _format_of(name: str) -> _Format | None:
-    extensions = _EXTENSION.findall(
-        os.path.basename(format_name(name).rstrip("/"))
-    )  # "x.array_record-00000-of-00016", "x.csv.gz"
+    base = os.path.basename(format_name(name).rstrip("/"))
+    extensions = _EXTENSION.findall(base)  # "x.array_record-00000-of-00016", "x.csv.gz"
     return _FORMATS[extensions[-1].lower()] if extensions else None
 
 

@@ -304,7 +304,7 @@ def _joined(name: str, folder: str) -> str:
     owns this disk.
     """
     if file_paths.is_inside(name):
-        return folder + (urllib.parse.quote(name) if folder.startswith(("http://", "https://")) else name)
+        return folder + (urllib.parse.quote(name) if file_paths.is_http(folder) else name)
     # "::" chains file systems: "simplecache://::file:///x" is a local file.
     is_local = not file_paths.is_url(name) or name.startswith("local:") or ("::" in name and file_paths.is_url(folder))
     if is_local and (file_paths.is_url(folder) or not os.path.isabs(name)):

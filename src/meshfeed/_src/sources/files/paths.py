@@ -38,7 +38,6 @@ Paths: TypeAlias = "str | os.PathLike[str] | Iterable[str | os.PathLike[str]]"
 
 _BRACES = re.compile(r"\{([^{}]*)\}")
 _MAGIC = re.compile(r"[*?\[]")
-_HTTP = ("http://", "https://")
 _HTTP_QUERY = re.compile(r"\?[^?]*=.*", re.DOTALL)  # and not the ? of a pattern such as part-?.bin
 _SIGNED = re.compile(r"^https?://.*[?&](X-Amz-Signature|X-Goog-Signature|Signature|sig)=", re.IGNORECASE)
 _RETRY = Retry()
@@ -85,9 +84,14 @@ def split(path: str) -> tuple[str, str]:
     return folder + slash, base
 
 
+def is_http(path: str) -> bool:
+    """Whether a path is a URL of an HTTP server."""
+    return path.startswith(("http://", "https://"))
+
+
 def without_query(path: str) -> str:
     """Returns a URL of HTTP without its query, such as a signature; any other path or URL as it is."""
-    return path.partition("?")[0] if path.startswith(_HTTP) else path
+    return path.partition("?")[0] if is_http(path) else path
 
 
 def format_name(path: str) -> str:
@@ -133,9 +137,7 @@ def expand_paths(paths: Paths, *, source: str) -> list[str]:
 
 def _forget_listings(names: Iterable[str], source: str) -> None:
     """Drops what clients know of folders: files may have come or gone since another source of this process listed them."""
-    stores = {
-        name.partition("://")[0] + name.partition("://")[2].partition("/")[0]: name for name in names if is_url(name)
-    }
+    stores = {tuple(name.split("/", 3)[:3]): name for name in names if is_url(name)}
     for name in stores.values():
         open_file_system(name, source)[0].invalidate_cache()
 
@@ -241,14 +243,13 @@ def _sought(name: str, path: str) -> str:
 
 def _expand_url(name: str, source: str) -> list[str]:
     file_system, path = open_file_system(name, source)
-    is_http = name.startswith(_HTTP)
-    if not _MAGIC.search(_HTTP_QUERY.sub("", path) if is_http else path):
+    if not _MAGIC.search(_HTTP_QUERY.sub("", path) if is_http(name) else path):
         return [name]  # without a request: a missing file is found when it is looked at
     if "*" not in path and exists(name, source=source):
         return [name]  # an object whose name has such characters
 
     def matching(pattern: str) -> list[str]:
-        if is_http:
+        if is_http(name):
             return sorted(_matching_http(pattern, name, source))
         return sorted(map(str, _ask(name, source, "glob", path=pattern, doing="listing")))
 
@@ -292,7 +293,8 @@ def _list_http(folder: str, root: str, name: str, source: str) -> list[tuple[str
         if folder == root:
             return []
         raise SourceError(
-            f"{source}: {name!r} cannot be expanded: the folder {folder} is in a listing of the server, and is not there."
+            f"{source}: {without_signatures(name)!r} cannot be expanded: the server lists the folder {folder}, but has no "
+            "such folder."
         ) from error
     found = [(str(item["name"]).rstrip("/"), item["type"] == "directory") for item in listed]
     return [(path, is_directory) for path, is_directory in found if path.startswith(f"{folder}/")]
@@ -305,7 +307,7 @@ def exists(url: str, *, source: str) -> bool:
       SourceError: if that is not for this user to know.
       OSError: if the store does not answer.
     """
-    if not url.startswith(_HTTP):
+    if not is_http(url):
         return _ask(url, source, "exists", doing="looking up")
     try:  # "exists" of the HTTP client takes any error for a missing file
         _ask(url, source, "info", doing="looking up")
