@@ -18,6 +18,7 @@ from memory_store import MemoryStore
 from meshfeed._src.base import coordination
 from meshfeed._src.checkpoint import agreement, directory
 from meshfeed._src.checkpoint.agreement import Agreement
+from meshfeed._src.checkpoint.barrier import OrbaxBarrier
 
 
 @pytest.fixture
@@ -86,3 +87,8 @@ def test_a_folder_that_hosts_do_not_share(tmp_path: Path, monkeypatch: pytest.Mo
     assert not list(mine.iterdir())
     directory.remove_mark(mine, mark)
     assert directory.put_mark(epath.Path("gs://bucket/run")) is None
+
+
+def test_a_barrier_outside_a_save_says_which_one_a_host_does_not_reach(run: Any) -> None:
+    (error,) = run([lambda: OrbaxBarrier()(key="finalize.7", timeout_ms=50)])
+    assert str(error).startswith("finalize.7: host 1 did not arrive within 0 s")

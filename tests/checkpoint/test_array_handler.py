@@ -15,6 +15,7 @@ from jax.sharding import Mesh
 from orbax.checkpoint._src.multihost import dispatchers
 
 from meshfeed._src.base.errors import CheckpointError, CorruptDataError, SettingsError
+from meshfeed._src.checkpoint import handlers, stored
 from meshfeed._src.checkpoint import restore as checkpoint_restore
 from meshfeed._src.checkpoint.layout import LoadPlan
 from meshfeed._src.checkpoint.plan import LeafRead, choose_ways
@@ -234,6 +235,19 @@ def test_local_storage_per_host(tmp_path, mesh):
     options = ocp.options.MultiprocessingOptions(primary_host=None)
     ocp.Checkpointer(handler, multiprocessing_options=options).save(tmp_path / "a", args=ArraysSave(state))
     assert_same(state, restore_once(tmp_path / "a", abstract(state)))
+
+
+def test_the_manifest_is_written_by_one_host_whatever_the_array_handler_is_given(tmp_path, monkeypatch):
+    for options, host, written in [
+        (None, 0, True),
+        (None, 1, False),
+        ({"use_replica_parallel": False}, 1, False),
+        ({"primary_host": None, "replica_id": None, "use_replica_parallel": False}, 1, True),
+    ]:
+        monkeypatch.setattr(handlers, "process_index", lambda host=host: host)
+        directory = tmp_path / f"{host} {options}"
+        ArraysHandler(array_handler=options).save(directory, ArraysSave({"n": np.arange(3)}))
+        assert (directory / stored.FOLDER / f"{stored.TREE_PART}.json").exists() == written, options
 
 
 class LocalDispatcher(dispatchers.Dispatcher):

@@ -7,7 +7,9 @@ import subprocess
 import sys
 
 import pytest
+from etils import epath
 
+from meshfeed._src.checkpoint import at_exit
 from meshfeed._src.checkpoint.step import find_steps, verify
 from meshfeed._src.testing.hosts import free_port
 
@@ -61,3 +63,16 @@ def test_saves_of_two_hosts_are_finished_at_exit(tmp_path):
         status, output, errors = end(child)
         assert (status, errors) == (3, []), output
     assert (finished(tmp_path / "a"), finished(tmp_path / "b")) == ([1], [1, 2])
+
+
+def test_the_saves_of_all_checkpointers_are_waited_for(monkeypatch):
+    monkeypatch.setattr(at_exit, "_open", {})
+    waited, left = [], []
+    for name in "ab":
+        saves = at_exit.OpenSaves(
+            lambda name=name: waited.append(name), lambda name=name: left.append(name), epath.Path(name)
+        )
+        saves.register()
+        saves.saving = 1
+    at_exit.finish_open_saves()
+    assert (waited, left) == (["a", "b"], ["a", "b"])
