@@ -21,6 +21,7 @@ class Store(http.server.ThreadingHTTPServer):
         self.files: dict[str, bytes] = {}
         self.fetches: list[str] = []
         self.ranges = True
+        self.versions = True  # whether answers say which version it is
         self.suffix = (
             0  # status of the answer to "the last bytes": of the whole file, an error, or the first bytes; 0: right
         )
@@ -117,7 +118,8 @@ class _Handler(RangeHandler):
         if self._is_busy(name, fetched, broken):
             self.head(503, 0, **({"Retry_After": "7"} if broken else {}))
             return
-        headers = {"ETag": f'"{etag}"', **({"Accept_Ranges": "bytes"} if store.ranges else {})}
+        headers = {"ETag": f'"{etag}"'} if store.versions else {}
+        headers |= {"Accept_Ranges": "bytes"} if store.ranges else {}
         if ranged and store.names_ranges:
             headers["Content_Range"] = f"bytes {first}-{first + len(content) - 1}/{whole}"
         self.head(206 if ranged else 200, len(content), **headers)

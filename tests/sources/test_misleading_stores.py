@@ -172,6 +172,18 @@ def test_another_signature_is_the_same_file(store: Store) -> None:
     assert paths.identify_files(other[:1], [5]) != paths.identify_files(other[1:], [5])
 
 
+def test_a_copy_is_found_again_under_another_signature(store: Store, tmp_path: pathlib.Path) -> None:
+    one, other = (store.put(f"d/a.bin?X-Amz-Signature={text}", FIRST) for text in ("abc", "def"))
+    changed = store.put("d/a.bin?X-Amz-Signature=ghi", SECOND)
+    for url, first, fetches in ((one, 0, 1), (other, 0, 1), (changed, 1000, 2), (one, 0, 2)):
+        assert first_tokens(tokens(url, cache=ShardCache(tmp_path))) == [first, first + 1, first + 2]
+        assert sum("a.bin" in name for name in store.fetches) == fetches
+    signed = [store.put(f"d/get?id={number}&Signature=x", FIRST) for number in (1, 2)]
+    store.versions = False
+    with ShardCache(tmp_path).open(signed[0]) as path, ShardCache(tmp_path).open(signed[1]) as other_path:
+        assert path != other_path, "the query may be what distinguishes files of equal size"
+
+
 def test_names_of_a_manifest_are_quoted_on_an_http_server(store: Store, tmp_path: pathlib.Path) -> None:
     names = ["p1.bin", "p%31.bin", "x#1.bin", "q?1.bin", "e%20f.bin", "ä b.bin"]
     for number, name in enumerate(names):

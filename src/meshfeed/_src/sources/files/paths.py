@@ -94,6 +94,11 @@ def without_query(path: str) -> str:
     return path.partition("?")[0] if is_http(path) else path
 
 
+def without_signature(path: str) -> str:
+    """Returns a signed URL without its query; any other path or URL as it is."""
+    return without_query(path) if _SIGNED.search(path) else path
+
+
 def format_name(path: str) -> str:
     """Returns the part of a path or URL whose end says which format the file has: of HTTP, that before the query.
 
@@ -584,7 +589,6 @@ def identify_files(paths: Sequence[str], sizes: Sequence[int]) -> JsonValue:
     """
     digest = xxhash.xxh3_64()
     for path, size in zip(paths, sizes, strict=True):
-        path = without_query(path) if _SIGNED.search(path) else path
-        name = path.rstrip("/").replace(os.sep, "/").rsplit("/", 1)[-1]
+        name = without_signature(path).rstrip("/").replace(os.sep, "/").rsplit("/", 1)[-1]
         digest.update(name_bytes(f"{len(name)}:{name}:{size};"))
     return {"count": len(paths), "bytes": int(sum(sizes)), "digest": digest.hexdigest()}

@@ -68,6 +68,7 @@ from meshfeed._src.sources.files.paths import (
     look_up,
     stored_file,
     without_query,
+    without_signature,
 )
 
 _log = logging.getLogger("meshfeed.sources.shard_cache")
@@ -525,7 +526,9 @@ class ShardCache:
                 self._found[url] = stored_file(look_up(url, "ShardCache", self._retry)[1])
             size, version, stored_checksum = self._found[url]
             name = without_query(url).rstrip("/").rsplit("/", 1)[-1]
-            key = xxhash.xxh3_128_hexdigest(f"{url}\n{size}\n{version}{compression or ''}".encode())
+            # Another signature is the same file. Without a version, the query may be what distinguishes two.
+            unsigned = without_signature(url) if version else url
+            key = xxhash.xxh3_128_hexdigest(f"{unsigned}\n{size}\n{version}{compression or ''}".encode())
             checksum = self._checksums.get(url) or self._checksums.get(name) or stored_checksum
             path = self.directory / f"{_PREFIX}{key}-{_end_of_name(name)}"
             lock = self.directory / f"{_PREFIX}{key}.lock"
