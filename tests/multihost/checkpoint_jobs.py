@@ -102,6 +102,10 @@ def fail_before_a_save(directory: str):
         def get_state(self):
             raise KeyboardInterrupt
 
+    ahead = checkpoint_feeds.CountingFeed()
+    for _ in range(3 if here else 2):
+        next(ahead)
+
     cases = {
         "one host": (2, {**good, "leaf": on_one_host}, feed),
         "deleted": (2, {**good, "leaf": deleted}, feed),
@@ -111,6 +115,7 @@ def fail_before_a_save(directory: str):
         "tree": (2, {**good, "x": 1} if here else good, feed),
         "dtype": (2, {"w": good["w"].astype(jnp.bfloat16)} if here else good, feed),
         "step": (3 if here else 2, good, feed),
+        "place": (2, good, ahead),
         "cut": (2, good, feed),
         "interrupt": (2, good, Interrupted() if here else feed),
     }

@@ -326,6 +326,7 @@ def check_failures_before_a_save(results):
         "tree": "step 2: host 1 saves a different tree from host 0; the first difference is leaf ['x']",
         "dtype": "step 2: host 1 saves a different tree from host 0; the first difference is leaf ['w']",
         "step": "hosts save different steps at the same time: hosts 0, 2, 3: 2; host 1: 3",
+        "place": "the feed is not at the same place on all hosts (hosts 0, 2, 3: step 2, position 8; host 1: step 3,",
     }
     for name, text in expected.items():
         messages = {of_host[name] for of_host in found}

@@ -272,9 +272,9 @@ class Checkpointer(NotCopied):
 
         Raises:
           SettingsError: an argument has the wrong type, for example because the arguments are in the wrong order.
-          CheckpointError: the step already exists, a leaf cannot be saved, the hosts save different steps or trees, the
-            save before failed, another job has begun to save here, or the checkpointer is closed. With several hosts, the
-            same on every host.
+          CheckpointError: the step already exists, a leaf cannot be saved, the hosts save different steps or trees, their
+            feeds are at different steps, the save before failed, another job has begun to save here, or the checkpointer
+            is closed. With several hosts, the same on every host.
           StalledError: another host did not save within ``timeout_seconds``.
         """
         step = as_step(step, SAVE_ORDER)
@@ -319,7 +319,7 @@ class Checkpointer(NotCopied):
             doing = f"saving step {step} in {self._directory}"
             with Agreement(doing, self._timeout_seconds, kind=f"saving a step{_beside(feed)}") as agreement:
                 save, items = agreement.attempt(lambda: self._captured(step, train_state, feed))
-                check_same(agreement, step, items[ARRAYS].encoded)
+                check_same(agreement, save.identity, items[ARRAYS].encoded)
         self._saves += 1
         self._saving, self._open.saving = save, step
         if self._barrier is not None:

@@ -130,14 +130,23 @@ def run_coroutine(coroutine: Coroutine[Any, Any, T], name: str) -> T:
 _DESCRIBED_LEAVES = 10_000
 
 
-def check_same(agreement: Agreement, step: int, encoded: EncodedTree) -> None:
-    """Raises on every host if hosts save different steps or trees."""
-    own = describe_leaves(encoded.tree)
-    found = agreement.collect([step, len(own), digest_of(own)])
-    steps = {host: str(number) for host, (number, _, _) in found.items()}
+def check_same(agreement: Agreement, identity: Mapping[str, JsonValue], encoded: EncodedTree) -> None:
+    """Raises on every host if hosts save different steps, trees or positions of the feed."""
+    step, own = identity["step"], describe_leaves(encoded.tree)
+    place = [identity["feed_step"], identity["position"]]
+    found = agreement.collect([step, place, len(own), digest_of(own)])
+    steps = {host: str(number) for host, (number, *_) in found.items()}
     if (differing := format_differences(steps)) is not None:
         raise CheckpointError(f"hosts save different steps at the same time: {differing}. Call save in the same order.")
-    if len({digest for _, _, digest in found.values()}) == 1:
+    places = {host: f"step {at[0]}, position {at[1]}" for host, (_, at, *_) in found.items()}
+    if (differing := format_differences(places)) is not None:
+        raise CheckpointError(
+            f"step {step}: the feed is not at the same place on all hosts ({differing}). A host has called next more often, "
+            "so global arrays since then hold rows of different steps. Call next equally often on every host, without an "
+            "extra call on one of them, and restart from the last checkpoint.",
+            step=step,
+        )
+    if len({digest for *_, digest in found.values()}) == 1:
         return
     # Only now and only so many, because the description of a large tree is long.
     first = agreement.publish(lambda: own[:_DESCRIBED_LEAVES])
