@@ -6,6 +6,7 @@ that row, for each machine that measured it, with when, on what and with which v
 
 from __future__ import annotations
 
+import dataclasses
 import pathlib
 import re
 from typing import Any
@@ -38,16 +39,23 @@ def make_page() -> str:
             raise KeyError(f"{TEMPLATE.name} has the row {name!r}, which {FIGURES.name} does not have")
         goals = dict.fromkeys(figures["goal"] for figures in measured.values() if figures["goal"])
         parts = [f"*Goal: {goal}.*" for goal in goals]
-        return "\n\n".join([*parts, *(_describe(where, figures) for where, figures in measured.items())])
+        several = len(measured) > 1
+        return "\n\n".join([*parts, *(_describe(where, figures, several) for where, figures in measured.items())])
 
     note = "<!-- Made by scripts/bench --page from measurements.json and benchmarks/measurements.md. Do not edit. -->"
     return f"{note}\n\n{_ROW.sub(tables_of, TEMPLATE.read_text())}"
 
 
-def _describe(where: str, figures: dict[str, Any]) -> str:
+def _describe(where: str, figures: dict[str, Any], several: bool) -> str:
+    """Returns the tables of a row on one machine, which their headings name if several have measured it."""
     machine = figures["machine"]
     versions = ", ".join(f"{name} {version}" for name, version in machine["versions"].items())
-    lines = [Table(**table).markdown().replace("### ", "#### ", 1) for table in figures["tables"]]
+    tables = [Table(**table) for table in figures["tables"]]
+    titles = [f"{table.title} ({where})" if several else table.title for table in tables]
+    lines = [
+        dataclasses.replace(table, title=title).markdown().replace("### ", "#### ", 1)
+        for table, title in zip(tables, titles, strict=True)
+    ]
     after = "" if figures["load after"] is None else f" and {figures['load after']} after"
     lines.append(
         f"<small>`{figures['command']}`, {machine['time']}, {where}, load {machine['load'][0]} before{after}, commit "

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from mkdocs.structure.pages import Page
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
+README_PAGE = "readme.md"  # MkDocs takes a README.md for the start page
 LANGUAGES = {".py": "python", ".sh": "bash", ".sbatch": "bash", ".yaml": "yaml", ".ipynb": "json"}
 
 
@@ -68,7 +69,7 @@ def on_config(config: MkDocsConfig) -> MkDocsConfig:
 
 
 def on_files(files: Files, config: MkDocsConfig) -> Files:
-    """Adds a page for each example and one that lists them."""
+    """Adds a page for each example and one that lists them, and the README."""
     rows = []
     for path in _examples():
         name = path.relative_to(ROOT)
@@ -76,24 +77,29 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
         link = path.relative_to(ROOT / "examples")
         rows.append(f"| [`{link}`]({link}.md) | {_summary(path)} |")
     head = "# Examples\n\nComplete programs, each run by the tests.\n\n| file | shows |\n|---|---|\n"
+    readme = (ROOT / "README.md").read_text().replace("](docs/images/", "](images/")
+    files.append(File.generated(config, README_PAGE, content=readme))
     files.append(File.generated(config, "examples/index.md", content=head + "\n".join(rows) + "\n"))
     return files
 
 
 def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:
-    """Leads links to examples to their pages; other links that leave docs/ become plain text."""
-    folder = posixpath.dirname(f"docs/{page.file.src_uri}")
+    """Leads links to examples and the README to their pages; other links that leave docs/ become plain text."""
+    here = posixpath.dirname(page.file.src_uri)
+    is_readme = page.file.src_uri == README_PAGE
+    folder = "" if is_readme else f"docs/{here}"
 
     def replace(match: re.Match[str]) -> str:
         text, link = match[1], match[2]
-        if "://" in link or link.startswith(("#", "mailto:")):
+        if "://" in link or link.startswith(("#", "mailto:")) or (page.file.generated_by and not is_readme):
             return match[0]
-        target = posixpath.normpath(posixpath.join(folder, link.partition("#")[0]))
-        if target.startswith("docs/") or page.file.generated_by:
-            return match[0]
-        uri = f"{target}/index.md" if target == "examples" else f"{target}.md"
-        if files.get_file_from_path(uri) is None:
+        path, hash_sign, anchor = link.partition("#")
+        target = posixpath.normpath(posixpath.join(folder, path))
+        uri = {"README.md": README_PAGE, "examples": "examples/index.md"}.get(target, f"{target}.md")
+        if target.startswith("docs/"):
+            uri = target.removeprefix("docs/")
+        elif files.get_file_from_path(uri) is None:
             return text
-        return f"[{text}]({posixpath.relpath(uri, folder.removeprefix('docs').lstrip('/') or '.')})"
+        return f"[{text}]({posixpath.relpath(uri, here or '.')}{hash_sign}{anchor})"
 
     return re.sub(r"(?<!!)\[([^\]]+)\]\(([^)\s]+)\)", replace, markdown)
