@@ -171,6 +171,29 @@ def test_an_unknown_keyword_without_a_near_one_lists_all() -> None:
         meshfeed.remote.RemoteFeed(dict, rows_sharding(), batch_size=3)  # type: ignore[call-arg]
 
 
+def test_sources_suggest_keywords_too() -> None:
+    for call, message in (
+        (
+            lambda: meshfeed.sources.Parquet("a.parquet", column=["x"]),
+            r"Parquet\(\) .*'column'; did you mean columns=\?",
+        ),
+        (lambda: meshfeed.sources.Map([1], int, batch=True), r"Map\(\) .*'batch'; did you mean batched=\?"),
+        (lambda: meshfeed.sources.Tokens("a", length=8), r"'length'; did you mean sequence_length=\?"),
+    ):
+        with pytest.raises(TypeError, match=message):
+            call()
+
+
+def test_an_argument_by_position_that_has_a_name_is_a_type_error() -> None:
+    message = (
+        r"takes 2 arguments by position \(source, sharding\), but 3 were given; pass the others by name, such as global"
+    )
+    with pytest.raises(TypeError, match=message):
+        meshfeed.Feed([1], rows_sharding(), 8)  # type: ignore[misc]
+    with pytest.raises(TypeError, match=r"missing 1 required positional argument: 'sharding'"):
+        meshfeed.Feed([1])  # type: ignore[call-arg]
+
+
 @pytest.mark.parametrize("stages", [[], [(1, 8)], [(0, 8), (0, 16)], [(0, 0)], [(0, 8), (5, True)], [8], "08"])
 def test_a_wrong_batch_schedule_says_what_it_takes(stages: Any) -> None:
     with pytest.raises(meshfeed.SettingsError, match="first_step"):

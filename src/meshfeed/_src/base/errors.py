@@ -354,35 +354,46 @@ def hide_own_frames(error: BaseException) -> None:
 
 
 def hides_own_frames(function: F) -> F:
-    """Decorates a public function: applies :func:`hide_own_frames` to its exceptions."""
+    """Decorates a public function: applies :func:`hide_own_frames` to its exceptions.
+
+    If it does not take the arguments, the TypeError suggests a keyword that it takes.
+    """
 
     @functools.wraps(function)
     def call(*args: object, **kwargs: object) -> Any:
         try:
             return function(*args, **kwargs)
         except Exception as error:
+            unbound = isinstance(error, TypeError) and error.__traceback__ and error.__traceback__.tb_next is None
+            if unbound and (text := _wrong_arguments(function, len(args), kwargs)):
+                raise TypeError(text) from None
             hide_own_frames(error)
             raise
 
     return cast("F", call)
 
 
-def suggests_keywords(function: F) -> F:
-    """Decorates a public function: an unknown keyword raises a TypeError that suggests the closest valid one."""
-    takes = [name for name in inspect.signature(function).parameters if name != "self"]
-
-    @functools.wraps(function)
-    def call(*args: object, **kwargs: object) -> Any:
-        unknown = [name for name in kwargs if name not in takes]
-        if unknown:
-            words = set(unknown[0].split("_"))
-            near = difflib.get_close_matches(unknown[0], takes, n=1) or [n for n in takes if words & set(n.split("_"))]
-            remedy = f"did you mean {near[0]}=?" if near else f"it takes {', '.join(takes)}."
-            name = function.__qualname__.removesuffix(".__init__")
-            raise TypeError(f"{name}() got an unexpected keyword argument {unknown[0]!r}; {remedy}")
-        return function(*args, **kwargs)
-
-    return cast("F", call)
+def _wrong_arguments(function: Callable[..., Any], num_args: int, kwargs: Mapping[str, object]) -> str | None:
+    """Returns what is wrong with the arguments of a call, or None if Python's own message says it."""
+    parameters = [one for one in inspect.signature(function).parameters.values() if one.name != "self"]
+    if any(one.kind in (one.VAR_POSITIONAL, one.VAR_KEYWORD) for one in parameters):
+        return None
+    takes = [one.name for one in parameters]
+    name = function.__qualname__.removesuffix(".__init__")
+    unknown = next((name for name in kwargs if name not in takes), None)
+    if unknown is not None:
+        words = set(unknown.split("_"))
+        near = difflib.get_close_matches(unknown, takes, n=1) or [n for n in takes if words & set(n.split("_"))]
+        remedy = f"did you mean {near[0]}=?" if near else f"it takes {', '.join(takes)}."
+        return f"{name}() got an unexpected keyword argument {unknown!r}; {remedy}"
+    by_place = [one.name for one in parameters if one.kind != one.KEYWORD_ONLY]
+    given = num_args - ("self" in inspect.signature(function).parameters)
+    if given > len(by_place) and (named := takes[len(by_place) :]):
+        return (
+            f"{name}() takes {len(by_place)} arguments by position ({', '.join(by_place)}), but {given} were given; pass the "
+            f"others by name, such as {named[0]}=."
+        )
+    return None
 
 
 def _trim(error: BaseException) -> None:

@@ -27,7 +27,6 @@ from meshfeed._src.base.errors import (
     SettingsError,
     StalledError,
     hides_own_frames,
-    suggests_keywords,
 )
 from meshfeed._src.base.fork import NotCopied, Owner
 from meshfeed._src.base.hooks import CannotResume, Resumable, Startable, find
@@ -183,7 +182,6 @@ class Checkpointer(NotCopied):
     """
 
     @hides_own_frames
-    @suggests_keywords
     def __init__(
         self,
         directory: epath.PathLike,

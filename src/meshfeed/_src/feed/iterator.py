@@ -28,7 +28,6 @@ from meshfeed._src.base.errors import (
     StalledError,
     hide_own_frames,
     hides_own_frames,
-    suggests_keywords,
 )
 from meshfeed._src.base.fork import Finalizer, NotCopied, Owner, finalize
 from meshfeed._src.base.read_ahead import Closed
@@ -181,7 +180,6 @@ class Feed(Inspection, Checkpointable, NotCopied):
     """
 
     @hides_own_frames
-    @suggests_keywords
     def __init__(
         self,
         source: object,

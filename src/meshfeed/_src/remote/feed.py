@@ -32,7 +32,6 @@ from meshfeed._src.base.errors import (
     SettingsError,
     SourceError,
     hides_own_frames,
-    suggests_keywords,
 )
 from meshfeed._src.base.exact_json import tree_from_json, tree_to_json
 from meshfeed._src.base.fork import NotCopied
@@ -182,7 +181,6 @@ class RemoteFeed(Checkpointable, NotCopied):
     """
 
     @hides_own_frames
-    @suggests_keywords
     def __init__(
         self,
         make_source: Callable[[], Any],
