@@ -238,6 +238,40 @@ def test_random_numbers_stay_with_their_records(tmp_path) -> None:
     np.testing.assert_array_equal(by_component["x"], at_once["x"])
 
 
+@pytest.mark.parametrize("own_decoders", [False, True])
+def test_random_numbers_stay_the_same_if_a_read_fails_for_a_moment(tmp_path, *, own_decoders: bool) -> None:
+    paths = [write(tmp_path / f"{n}.array_record", n, "group_size:1") for n in range(2)]
+    fails: list[int] = []
+
+    def decode(record: bytes, rng: np.random.Generator) -> dict[str, np.ndarray]:
+        noise = rng.integers(1 << 30)
+        if fails and fails.pop():
+            raise OSError("for a moment")
+        return {"x": one(record), "noise": np.int32(noise)}
+
+    def other(record: bytes, rng: np.random.Generator) -> dict[str, np.ndarray]:
+        return decode(record, rng)
+
+    decoders = [decode, other if own_decoders else decode]
+    source = Mixture(
+        {str(n): ArrayRecord(path, decoders[n]) for n, path in enumerate(paths)}, {"0": 1, "1": 1}, block=8
+    )
+    mesh = jax.make_mesh((jax.device_count(),), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
+
+    def noise() -> list[int]:
+        found = []
+        with meshfeed.Feed(source, mesh, global_batch_size=8, prefetch=0) as feed:
+            for number, batch in enumerate(feed):
+                found += batch["noise"].tolist()
+                fails[:] = [1, 0, 0] if number == 2 and fail else []
+        return found
+
+    fail = False
+    usual = noise()
+    fail = True
+    assert noise() == usual
+
+
 def test_unlike_components_are_refused_before_one_call_could_promote_them(tmp_path) -> None:
     def by_width(records: list[bytes]) -> np.ndarray:  # would promote to int64 if it got both components at once
         return np.stack([np.frombuffer(r, np.int64 if len(r) == 32 else np.int32).copy() for r in records])

@@ -87,10 +87,12 @@ class JoinedReader:
         # A source's first records are read by source, to compare their structure under its own name.
         spec = self._joiner.spec
         if self._joins_calls and columns is None and spec is not None and self._compared[numbers].all():
+            states = [rng.bit_generator.state for rng in rngs or ()]
             try:
                 return self._read_together(numbers, ids + self._first_id[numbers], rngs, spec)
             except Exception:  # read again by source, to name the one that fails
-                pass
+                for rng, state in zip(rngs or (), states, strict=True):
+                    rng.bit_generator.state = state
         parts: list[Part] = []
         for number, rows in group_by(numbers):
             try:
