@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import pathlib
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -14,7 +15,7 @@ from jax.sharding import AxisType
 import meshfeed
 from meshfeed import SourceError
 from meshfeed._src.reading.records import SourceReader
-from meshfeed.sources import Map, Memory, Mixture, ShuffleBuffer, Stream, Subset
+from meshfeed.sources import Folder, Map, Memory, Mixture, ShuffleBuffer, Stream, Subset
 from meshfeed.testing import check_resumable
 
 NUM = 96
@@ -173,6 +174,27 @@ def test_the_functions_numbers_are_not_the_decoders() -> None:
 
     found = noise_of(Noisy(), add_noise, False)
     assert all(x != noise for x, noise in found.items())
+
+
+def again(record: dict[str, Any], rng: np.random.Generator) -> dict[str, Any]:
+    return {**record, "again": rng.integers(0, 2**31, dtype=np.int32)}
+
+
+@pytest.mark.parametrize(
+    "between",
+    [
+        lambda source: source,
+        lambda source: Map(source, lambda record: record),
+        lambda source: ShuffleBuffer(source, 12) if hasattr(source, "open") else Subset(source, slice(5, None)),
+        lambda source: Mixture({"a": source}, {"a": 1}, block=8),
+    ],
+)
+@pytest.mark.parametrize("records", [memory, lambda: Stream(open_plain)])
+def test_functions_one_after_the_other_draw_their_own_numbers(records: Any, between: Any) -> None:
+    source = Map(between(Map(records(), add_noise)), again)
+    with feed_of(source, **({"num_lanes": 4} if hasattr(source, "open") else {})) as feed:
+        batch = next(feed)
+    assert not set(batch["noise"].tolist()) & set(batch["again"].tolist())
 
 
 def refill(buffer: np.ndarray, records: list[dict[str, Any]]) -> dict[str, Any]:
@@ -481,3 +503,27 @@ def test_lists_of_fixed_size_of_a_hugging_face_dataset_are_arrays() -> None:
     batch = doubled.read_batch([0, 2])
     assert batch["x"].dtype == np.uint8
     assert batch["x"].tolist() == [[10, 12], [6, 8]]
+
+
+def test_an_error_names_the_file(tmp_path: pathlib.Path) -> None:
+    for name in "abc":
+        (tmp_path / name).write_bytes(name.encode())
+
+    def fail(record: Any) -> Any:
+        assert record["path"] != "b"
+        return None if record["path"] == "c" else np.int32(0)
+
+    source: Any = Map(Folder(tmp_path), fail)
+    with pytest.raises(AssertionError) as raised:
+        source.read_batch([0, 1])
+    assert raised.value.__notes__ == [f"while mapping record 1 of {tmp_path / 'b'}"]
+    with pytest.raises(SourceError, match=rf"returned None for record 2 of {tmp_path / 'c'}\. Records"):
+        source.read_batch([2])
+
+    def fail_at_once(records: Any) -> Any:
+        raise ValueError("no image")
+
+    of_all: Any = Map(Folder(tmp_path), fail_at_once, batched=True)
+    with pytest.raises(ValueError, match="no image") as at_once:
+        of_all.read_batch([1, 2])
+    assert at_once.value.__notes__ == [f"while mapping 2 records (first: record 1 of {tmp_path / 'b'})"]

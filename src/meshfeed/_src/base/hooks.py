@@ -132,6 +132,18 @@ class DeclaresRng(Protocol):
     wants_rng: bool
 
 
+class DrawsNumbers(Protocol):
+    """A stream whose records pass functions with ``rng=``; those of functions above must not get the same numbers."""
+
+    num_drawing: int
+
+
+def num_drawing(source: object) -> int:
+    """Returns how many functions with ``rng=`` the records of a stream pass, one after the other."""
+    drawing = find(source, DrawsNumbers)
+    return 0 if drawing is None else drawing.num_drawing
+
+
 class LocatesRecords(Protocol):
     """Names the file that holds a record, for error messages and logs."""
 

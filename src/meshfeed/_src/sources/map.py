@@ -27,7 +27,7 @@ from meshfeed._src.base.types import (
 from meshfeed._src.order.permutation import derive_key
 from meshfeed._src.reading.host_batch import num_rows, spec_of_batch
 from meshfeed._src.reading.identity import content_digest, source_identity
-from meshfeed._src.reading.records import SourceReader, wants_rng
+from meshfeed._src.reading.records import SourceReader, describe_record, wants_rng
 from meshfeed._src.reading.stacking import RecordStack
 from meshfeed._src.sources.checks import stopped
 from meshfeed._src.sources.documents import RowError, in_record, read_items
@@ -189,6 +189,12 @@ class MappedRecords(_Mapped):
             return self._apply(records, rngs)
         except RowError as error:
             raise in_record(self._source, int(record_ids[error.row]), error.reason) from error.reason
+        except SourceError:
+            raise
+        except Exception as error:
+            what, number = describe_record(self._source, int(record_ids[0])), len(records)
+            error.add_note(f"while mapping {what if number == 1 else f'{number} records (first: {what})'}")
+            raise
 
     def _one(self, record: Record, record_id: int, rng: np.random.Generator | None) -> Record:
         try:
@@ -198,12 +204,12 @@ class MappedRecords(_Mapped):
         except SourceError:
             raise
         except Exception as error:
-            error.add_note(f"while mapping record {record_id}")
+            error.add_note(f"while mapping {describe_record(self._source, record_id)}")
             raise
         if mapped is None:
             raise SourceError(
-                f"the function of Map returned None for record {record_id}. Records can be dropped from streams only, "
-                "since the number of random-access records is fixed. Return a record.",
+                f"the function of Map returned None for {describe_record(self._source, record_id)}. Records can be dropped "
+                "from streams only, since the number of random-access records is fixed. Return a record.",
                 record_id=record_id,
             )
         return _with_arrays(mapped)
@@ -257,8 +263,14 @@ class MappedStream(_Mapped):
         """Lane ``lane_index`` of ``num_lanes`` of the source, mapped."""
         lane = hooks.open_lane(self._source, lane_index, num_lanes, epoch=epoch, seed=seed)
         decode = getattr(self._source, "decode", None)
-        key = derive_key(seed, lane_index, _FUNCTION_KEY)
+        below = hooks.num_drawing(self._source)
+        key = derive_key(seed, lane_index, _FUNCTION_KEY, *([below] if below else []))
         return (StackedMappedLane if self._batched else MappedLane)(self, lane, decode, (seed, lane_index, epoch), key)
+
+    @property
+    def num_drawing(self) -> int:
+        """See :class:`meshfeed._src.base.hooks.DrawsNumbers`."""
+        return hooks.num_drawing(self._source) + self._passes_rng
 
     def bind(self, **settings: Any) -> MappedStream:
         """A copy with a feed's settings, over a mixture of streams; other streams lack the rest of ``StagedStream``."""
@@ -444,8 +456,9 @@ _NUMBERS = (bool, int, float, complex, np.number, np.bool_)
 
 
 def _own_rng(rng: np.random.Generator) -> np.random.Generator:
-    """A generator for the function that shares no number with the one that the source's decoder gets."""
-    return np.random.Generator(rng.bit_generator.jumped())  # type: ignore[attr-defined] # Philox has it
+    """The generator, past all numbers that the source's decoder and the functions of Maps below draw from it."""
+    rng.bit_generator.advance(1 << 128)  # type: ignore[attr-defined] # Philox has it
+    return rng
 
 
 def _rows(batch: PyTree) -> list[Record]:

@@ -17,7 +17,7 @@ from meshfeed._src.sources.host_batches import HostBatches
 from meshfeed._src.sources.recognize import as_source
 from meshfeed._src.sources.window_shuffle import WindowShuffle, shuffle_windows, window_of
 
-_HOOKS = ("decode", "check_lanes", "file_names", "cut_version", "lane_lengths", "read_threads")
+_HOOKS = ("decode", "check_lanes", "file_names", "cut_version", "lane_lengths", "num_drawing", "read_threads")
 
 
 @public("meshfeed.sources")

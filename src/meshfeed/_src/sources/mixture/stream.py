@@ -76,6 +76,11 @@ class StreamMixture(MixedSource):
             if limited is not None:
                 limited.check_lanes(num_lanes)
 
+    @property
+    def num_drawing(self) -> int:
+        """See :class:`meshfeed._src.base.hooks.DrawsNumbers`: the most of a component."""
+        return max(map(hooks.num_drawing, self.components.sources.values()))
+
     def cut_version(self, num_lanes: int) -> int:
         """See :class:`meshfeed._src.base.hooks.CutsLanes`: the latest of the components."""
         found = (hooks.find(source, hooks.CutsLanes) for source in self.components.sources.values())
