@@ -90,6 +90,50 @@ def test_other_formats(kind: str, codec: str) -> None:
     assert numbers(DecodeVideo(6, (SIDE, SIDE + 16))(data)) == [5, 15, 25, 35, 45, 55], "all of it"
 
 
+@pytest.mark.parametrize("start", [0.0, 0.1, 0.4, 0.8, 1.1, 1.2, 3.1])
+@pytest.mark.parametrize("kind", ["mpegts", "flv"])
+def test_a_format_that_seeks_to_later_frames(kind: str, start: float) -> None:
+    data, first = video(kind=kind), round(start * 10)
+    assert numbers(DecodeVideo(3, (SIDE, SIDE + 16), seconds=0.3, start=start)(data)) == [first, first + 1, first + 2]
+
+
+def with_sound(kind: str, begin: int, seconds: int, path: pathlib.Path | None = None) -> bytes:
+    """A video of 6 s that begins at ``begin`` s, beside sound of ``seconds``."""
+    out = io.BytesIO()
+    with av.open(out if path is None else str(path), "w", format=kind) as container:
+        stream = container.add_stream("libvpx", rate=10)
+        stream.width, stream.height, stream.pix_fmt = SIDE + 16, SIDE, "yuv420p"
+        stream.codec_context.time_base = Fraction(1, 1000)
+        sound = container.add_stream("libopus", rate=48000, layout="mono") if seconds else None
+        packets = []
+        for number in range(60):
+            frame = av.VideoFrame.from_ndarray(picture(number), format="rgb24")
+            frame.pts, frame.time_base = begin * 1000 + number * 100, Fraction(1, 1000)
+            packets += stream.encode(frame)
+        packets += stream.encode()
+        for number in range(seconds * 50):
+            heard = av.AudioFrame.from_ndarray(np.zeros((1, 960), np.float32), format="fltp", layout="mono")
+            heard.sample_rate, heard.pts, heard.time_base = 48000, number * 960, Fraction(1, 48000)
+            packets += sound.encode(heard)
+        packets += sound.encode() if sound else []
+        for packet in sorted(packets, key=lambda packet: packet.pts * packet.time_base):
+            container.mux(packet)
+    return out.getvalue()
+
+
+@pytest.mark.parametrize(("begin", "seconds"), [(0, 9), (0, 3), (5, 0), (5, 11), (2, 20)])
+@pytest.mark.parametrize("kind", ["webm", "matroska"])
+def test_a_duration_that_is_not_that_of_the_frames(kind: str, begin: int, seconds: int, tmp_path: pathlib.Path) -> None:
+    data, size = with_sound(kind, begin, seconds), (SIDE, SIDE + 16)
+    assert numbers(DecodeVideo(6, size)(data)) == [5, 15, 25, 35, 45, 55]
+    assert numbers(DecodeVideo(2, size, seconds=2, start="center")(data)) == [25, 35]
+    assert numbers(DecodeVideo(2, size, seconds=4, start=5.3)(data)) == [59, 59]
+    with_sound(kind, begin, seconds, tmp_path / "video")
+    assert numbers(DecodeVideo(1, size)(str(tmp_path / "video"))) == [30]
+    with pytest.raises(ValueError, match=r"is cut short|cannot be decoded"):
+        DecodeVideo(6, size)(data[: len(data) // 2])
+
+
 def test_pixels_are_those_of_a_decoder_that_reads_the_whole_file() -> None:
     with av.open(io.BytesIO(VIDEO)) as container:
         whole = np.stack([frame.to_ndarray(format="rgb24") for frame in container.decode(video=0)])

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 import io
+import itertools
 import math
 import operator
 import os
@@ -140,15 +142,15 @@ class DecodeVideo:
         what, opened = _as_file(video)
         clip = memory.empty((self.num_frames, self.height, self.width, 3), np.uint8)
         try:
-            # Titles may be of any encoding; PyAV 19 ignores that itself.
-            options: dict[str, Any] = {"metadata_errors": "ignore"} if int(av.__version__.split(".")[0]) < 19 else {}
-            with av.open(opened, **options) as container:
-                if not container.streams.video:
-                    raise ValueError(f"{what} has no video stream. Expected a video.")
-                stream = container.streams.video[0]
-                stream.codec_context.thread_count = 1  # the feed reads several clips at the same time
-                times = self._times(stream, start, rng, what)
-                self._fill(cv2, _frames(container, stream, times, what), rng, clip)
+            with contextlib.ExitStack() as containers:
+                stream = containers.enter_context(_open(av, opened, what)).streams.video[0]
+                length = _length(av, stream, opened, what)
+                times = self._times(stream, length, start, rng, what)
+                decoded = _from_key_frame(stream, times[0])
+                if decoded is None:
+                    stream = containers.enter_context(_open(av, opened, what)).streams.video[0]
+                    decoded = _decoded(stream)
+                self._fill(cv2, _shown(decoded, stream, length, times, what), rng, clip)
         except av.FFmpegError as error:
             if isinstance(error, OSError) and isinstance(opened, str):
                 raise
@@ -156,11 +158,10 @@ class DecodeVideo:
         return clip
 
     def _times(
-        self, stream: av.VideoStream, start: float | str, rng: np.random.Generator | None, what: str
+        self, stream: av.VideoStream, length: int | None, start: float | str, rng: np.random.Generator | None, what: str
     ) -> list[int]:
         """When the frames of a clip are shown, in the stream's units of time."""
-        unit = float(stream.time_base or 0)
-        first, length = stream.start_time or 0, _length(stream)
+        unit, first = float(stream.time_base or 0), stream.start_time or 0
         if length is None and (isinstance(start, str) or self.seconds is None):
             raise ValueError(f"{what} does not state its duration. Pass start= and seconds= as numbers.")
         begin = 0.0
@@ -198,30 +199,72 @@ class DecodeVideo:
                 cv2.flip(clip[number], 1, dst=clip[number])
 
 
-def _length(stream: av.VideoStream) -> int | None:
+def _length(av: types.ModuleType, stream: av.VideoStream, video: Any, what: str) -> int | None:
     """The duration in units of the stream; None if the file does not state it."""
     container: Any = stream.container
     if stream.duration is not None or container.duration is None or not stream.time_base:
         return stream.duration
-    return round(container.duration / 1e6 / stream.time_base)  # in microseconds, as in WebM
+    unit, first, frame = float(stream.time_base), stream.start_time or 0, 1 / float(stream.average_rate or 1)
+    stated = container.duration / 1e6
+    if "matroska" not in container.format.name or (len(container.streams) == 1 and not first):
+        return round(stated / unit)
+    # In Matroska and WebM it may be that of the sound, and count from 0: the last packets have the times.
+    ends: dict[int, float] = {}
+    with contextlib.suppress(av.FFmpegError), _open(av, video, what) as other:
+        other.seek(container.duration)
+        for packet in other.demux():
+            if packet.pts is not None:
+                end = float((packet.pts + (packet.duration or 0)) * packet.time_base)
+                ends[packet.stream.index] = max(end, ends.get(packet.stream.index, end))
+    is_whole = max(ends.values(), default=0.0) + frame >= stated
+    shown = ends.get(stream.index, math.inf) - first * unit
+    return round((shown if is_whole and shown + frame < stated else stated) / unit)
 
 
-def _frames(container: Any, stream: av.VideoStream, times: list[int], what: str) -> Iterator[av.VideoFrame]:
-    """Yields the frame that is shown at each of ascending times."""
-    first, length, unit = stream.start_time or 0, _length(stream), float(stream.time_base or 1)
-    back = 0.0
-    while True:
+def _open(av: types.ModuleType, video: Any, what: str) -> Any:
+    """Opens a video at its beginning."""
+    # Titles may be of any encoding; PyAV 19 ignores that itself.
+    options: dict[str, Any] = {"metadata_errors": "ignore"} if int(av.__version__.split(".")[0]) < 19 else {}
+    container = av.open(io.BytesIO(video) if isinstance(video, bytes) else video, **options)
+    if not container.streams.video:
+        container.close()
+        raise ValueError(f"{what} has no video stream. Expected a video.")
+    container.streams.video[0].codec_context.thread_count = 1  # the feed reads several clips at the same time
+    return container
+
+
+def _decoded(stream: av.VideoStream) -> Iterator[Any]:
+    container: Any = stream.container
+    return (frame for frame in container.decode(stream) if frame.pts is not None)
+
+
+def _from_key_frame(stream: av.VideoStream, time: int) -> Iterator[Any] | None:
+    """Yields the frames from a key frame on that is shown at ``time`` or before.
+
+    Returns None if there is none after the first frame: to seek there may lead to a later frame (MPEG-TS, FLV).
+    """
+    container: Any = stream.container
+    target, back = time, 0
+    while target > (stream.start_time or 0):
         # An index may hold the times of decoding, so the key frame that it leads to may be shown after the time.
-        target = max(times[0] - round(back / unit), first)
         container.seek(target, stream=stream)
-        decoded = (frame for frame in container.decode(stream) if frame.pts is not None)
+        decoded = _decoded(stream)
         before = next(decoded, None)
-        if target == first or (before is not None and before.pts <= times[0]):
-            break
+        if before is not None and before.pts <= time:
+            return itertools.chain([before], decoded)
         back = 4 * back + 1
+        target = time - round(back / (stream.time_base or 1))
+    return None if back else _decoded(stream)
+
+
+def _shown(
+    decoded: Iterator[Any], stream: av.VideoStream, length: int | None, times: list[int], what: str
+) -> Iterator[av.VideoFrame]:
+    """Yields the frame that is shown at each of ascending times."""
+    first, unit = stream.start_time or 0, float(stream.time_base or 1)
+    before, after = next(decoded, None), next(decoded, None)
     if before is None:
         raise ValueError(f"{what} has no frame with a time. Write it as MP4 or WebM.")
-    after = next(decoded, None)
     for time in times:
         while after is not None and after.pts <= time:
             before, after = after, next(decoded, None)
@@ -259,7 +302,7 @@ def _as_file(video: Any) -> tuple[str, Any]:
         video = video.tobytes()
     if isinstance(video, bytes | bytearray | memoryview):
         data = bytes(video)
-        return f"a record of {len(data):,} bytes that begins with {data[:8]!r}", io.BytesIO(data)
+        return f"a record of {len(data):,} bytes that begins with {data[:8]!r}", data
     raise ValueError(
         f"DecodeVideo got {type(video).__name__}, which is not a video. Pass bytes, a uint8 array of one dimension, or the "
         "path of a file; if the record has several leaves, name the one with the video by key=."
