@@ -173,6 +173,32 @@ def test_map_keeps_the_other_leaves(tmp_path: pathlib.Path) -> None:
                 np.testing.assert_array_equal(batch["image"][row], decode(records[record_id])["image"])
 
 
+@pytest.mark.parametrize(
+    ("first", "second"),
+    [
+        ({"label": np.float32(1)}, {"label": np.int64(2**60 + 1)}),  # which no float represents
+        ({}, {"label": 1}),
+        ({"label": 1}, {}),
+        ({"label": np.zeros(2)}, {"label": np.zeros(3)}),
+        ({"label": "a"}, {"label": "b"}),
+    ],
+)
+def test_other_leaves_that_differ_are_refused(first: dict[str, Any], second: dict[str, Any]) -> None:
+    image = saved(picture(20, 20))
+    decode, records = DecodeImage(16, key="image"), [{"image": image, **first}, {"image": image, **second}]
+    for found in (lambda: decode(records), lambda: Map(records, decode, batched=True).read_batch([0, 1])):
+        with pytest.raises(meshfeed.SourceError, match=r"\['label'\]"):
+            found()
+
+
+def test_other_leaves_may_be_lists_and_dicts() -> None:
+    image = saved(picture(20, 20))
+    decode = DecodeImage(16, key="image")
+    found = decode([{"image": image, "box": [number, 2], "more": {"x": number}} for number in range(2)])
+    assert (found["box"].tolist(), found["more"]["x"].tolist()) == ([[0, 2], [1, 2]], [0, 1])
+    assert decode([])["image"].shape == (0, 16, 16, 3)
+
+
 def test_in_an_example() -> None:
     (record,) = encode_examples([("x", pyarrow.array([saved(picture(20, 20), "PNG")]))], 1, 0)
     found = DecodeExample({"x": DecodeImage(20)})(record)

@@ -19,6 +19,7 @@ import numpy as np
 from meshfeed._src.base import memory
 from meshfeed._src.base.errors import SettingsError, hides_own_frames, missing_package
 from meshfeed._src.base.types import public
+from meshfeed._src.reading.stacking import RecordStack
 
 _REDUCTIONS = (8, 4, 2)  # libjpeg-turbo has fast code for these; other fractions take longer than the whole image
 _AREA = (0.08, 1.0)
@@ -39,8 +40,8 @@ class DecodeImage:
         Map(Parquet(paths), DecodeImage((480, 640), key="image"))
 
     The same bytes and random numbers give the same pixels on every machine with the same versions of the libraries. Alpha
-    channels are left out, gray images get three equal channels, and the EXIF orientation is ignored. Needs the extra
-    ``images``.
+    channels are left out, gray images get three equal channels, and the EXIF orientation is ignored. Only in TIFF files,
+    colors are multiplied by alpha and the orientation is applied. Needs the extra ``images``.
 
     Args:
       size: height and width of the result in pixels, or one int for both.
@@ -100,6 +101,7 @@ class DecodeImage:
 
         Raises:
           ValueError: the bytes are no image that can be decoded, or are cut short.
+          SourceError: other leaves of the records of a list differ in structure, shape or dtype.
         """
         if self._random and rng is None:
             raise ValueError(
@@ -111,13 +113,18 @@ class DecodeImage:
             image = memory.empty((self.height, self.width, 3), np.uint8)
             self._decode(self._find(record), rng if self._random else None, image)
             return image if self.key is None else {**(record if isinstance(record, Mapping) else {}), self.key: image}
+        if self.key is not None and record:
+            stack = RecordStack(len(record))  # refuses other leaves that differ between records
+            for row, one in enumerate(record):
+                decoded = self(one, rng[row] if self._random else None)
+                stack.add(
+                    {name: np.asarray(leaf) if isinstance(leaf, list) else leaf for name, leaf in decoded.items()}
+                )
+            return stack.take()[0]
         images = memory.empty((len(record), self.height, self.width, 3), np.uint8)
         for row, one in enumerate(record):
             self._decode(self._find(one), rng[row] if self._random else None, images[row])
-        if self.key is None:
-            return images
-        others = [name for name in record[0] if name != self.key] if record and isinstance(record[0], Mapping) else []
-        return {**{name: np.stack([one[name] for one in record]) for name in others}, self.key: images}
+        return images if self.key is None else {self.key: images}
 
     def _find(self, record: Any) -> Any:
         """The image's bytes in a record."""
