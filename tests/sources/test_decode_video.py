@@ -151,6 +151,34 @@ def test_a_frame_rate_that_varies() -> None:
     assert found == [0, 1, 2, 4, 4, 5]
 
 
+@pytest.mark.parametrize("scale", [0.25, 2])
+def test_frames_whose_size_changes_show_the_same(scale: float) -> None:
+    file = io.BytesIO()
+    with av.open(file, "w", format="webm") as container:
+        stream = container.add_stream("libvpx", rate=10)
+        coder = other = stream.codec_context
+        for number in range(40):
+            if number == 20:
+                container.mux(stream.encode())
+                other = av.CodecContext.create("libvpx", "w")
+                other.framerate = 10
+            factor = 1 if number < 20 else scale
+            if number in (0, 20):
+                other.width, other.height, other.pix_fmt = round((SIDE + 16) * factor), round(SIDE * factor), "yuv420p"
+                other.time_base = Fraction(1, 1000)
+            frame = av.VideoFrame.from_ndarray(picture(number), format="rgb24")
+            frame = frame.reformat(other.width, other.height)
+            frame.pts, frame.time_base = number * 100, Fraction(1, 1000)
+            for packet in stream.encode(frame) if other is coder else other.encode(frame):
+                packet.stream = stream
+                container.mux(packet)
+        for packet in other.encode(None):
+            packet.stream = stream
+            container.mux(packet)
+    for width in (16, SIDE + 16):
+        assert numbers(DecodeVideo(8, (SIDE, width))(file.getvalue())) == [2, 7, 12, 17, 22, 27, 32, 37]
+
+
 def test_a_path_a_dict_and_an_array(tmp_path: pathlib.Path) -> None:
     (tmp_path / "a.mp4").write_bytes(VIDEO)
     decode = DecodeVideo(2, SIDE, seconds=1)

@@ -182,14 +182,14 @@ class DecodeVideo:
         self, cv2: types.ModuleType, frames: Iterator[av.VideoFrame], rng: np.random.Generator | None, clip: np.ndarray
     ) -> None:
         """Writes frames, cropped and resized alike, to their places in the clip."""
-        box, flips, last = None, False, None
+        box, flips, last, shape = None, False, None, (None, None)
         for number, frame in enumerate(frames):
             if frame is last:
                 clip[number] = clip[number - 1]
                 continue
-            last, pixels = frame, _rgb(frame)
+            last, pixels = frame, _rgb(frame, *shape)
             if box is None:
-                height, width = pixels.shape[:2]
+                height, width = shape = pixels.shape[:2]
                 aspect = self.width / self.height
                 is_random = self.crop == "random" and rng is not None
                 box = random_box(height, width, aspect, rng) if is_random else center_box(height, width, aspect)  # type: ignore[arg-type]
@@ -309,7 +309,10 @@ def _as_file(video: Any) -> tuple[str, Any]:
     )
 
 
-def _rgb(frame: av.VideoFrame) -> np.ndarray:
-    """Returns the pixels of a frame, uint8 ``[height, width, 3]``, by the color matrix that the stream names."""
+def _rgb(frame: av.VideoFrame, height: int | None, width: int | None) -> np.ndarray:
+    """Returns the pixels of a frame, uint8 ``[height, width, 3]``, by the color matrix that the stream names.
+
+    A frame of a different size, as in recorded calls, is resized; None keeps that of the frame.
+    """
     matrix = _MATRICES.get(int(frame.colorspace), "DEFAULT")
-    return frame.reformat(format="rgb24", src_colorspace=matrix).to_ndarray()
+    return frame.reformat(width, height, format="rgb24", src_colorspace=matrix).to_ndarray()
