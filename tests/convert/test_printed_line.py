@@ -93,7 +93,14 @@ def test_every_format(
     batch = batch_of(expression)
     assert {name: (str(leaf.dtype), leaf.shape[1:]) for name, leaf in batch.items()} == leaves
     assert ("Left out" in output) == (left_out is not None)
-    assert left_out is None or f"  Left out: {left_out}.\n" in output
+    if left_out is not None:
+        assert f"  Left out: {left_out}.\n" in output
+        example = output.partition("such as ")[2].partition(" with numpy imported")[0]
+        (name,) = eval(example, {"numpy": numpy})
+        pattern = expression.partition(", decode=")[0]
+        decoded = batch_of(f"{pattern}, decode=meshfeed.sources.DecodeExample({example}))")[name]
+        assert decoded.any(), "the values, padded"
+        assert decoded.ndim == 2
 
 
 def test_mds_with_arrays(tmp_path: pathlib.Path) -> None:

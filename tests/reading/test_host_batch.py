@@ -105,6 +105,11 @@ RAGGED = np.array([[1, 2], [3]], object)
     [
         ({}, "record 7 has no leaves: {}; a record must be a pytree of arrays."),
         (
+            None,
+            "record 7 has no leaves: None; a record must be a pytree of arrays. Return the record from the function that "
+            "makes it.",
+        ),
+        (
             {"x": RAGGED},
             "ragged rows: leaf ['x'] of record 7 holds 2 lists of unequal lengths. Pad or cut them to one length before the "
             "feed.",
@@ -194,6 +199,11 @@ TEXT = f"leaf ['x'] of the batch is ndarray (dtype <U1) of shape (2,); {NO_DTYPE
     [
         ({}, "the source returned no leaves: {}; a batch must be a pytree of arrays."),
         ({"x": np.zeros((3, 2))}, ROWS.format("['x']", "float64", "(3, 2)")),
+        (
+            [np.zeros(3), np.ones(3)],
+            ROWS.format("[0]", "float64", "(3,)")
+            + " A list is a pytree with a leaf for each item: return numpy.stack(records).",
+        ),
         (np.float32(1), ROWS.format("(the batch)", "float32", "()")),
         ({"x": np.array(["a", "b"])}, TEXT),
     ],

@@ -83,6 +83,14 @@ def test_names_with_braces(tmp_path: pathlib.Path) -> None:
     store.rm("/braces", recursive=True)
 
 
+def test_an_open_file_is_no_list_of_names(tmp_path: pathlib.Path) -> None:
+    (tmp_path / "a.csv").write_text("a\nb\n")
+    with open(tmp_path / "a.csv") as opened:
+        for paths in (opened, [opened]):
+            with pytest.raises(meshfeed.SourceError, match="Pass the name of the file, not the open file"):
+                meshfeed.sources.Parquet(paths)  # type: ignore[arg-type]
+
+
 def test_links(tmp_path: pathlib.Path) -> None:
     make_files(tmp_path, "data/a.x", "data/deep/b.x", "data/.hidden/c.x", "elsewhere/d.x")
     for link in ("one", "two", "deep/up", "deep/top"):  # glob follows each of them 40 times, in every order

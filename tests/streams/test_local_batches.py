@@ -561,7 +561,10 @@ def test_an_iterable_that_does_not_start_again_has_one_epoch() -> None:
     )
 
 
-EMPTY = "the host batches are empty: no host has a batch. Check the data, and the code that makes the batches."
+EMPTY = (
+    "the host batches are empty: no host has a batch. Check the data, and the code that makes the batches; a generator can "
+    "be read only once."
+)
 
 
 FROM_OTHERS = (

@@ -186,7 +186,8 @@ def _notes(reading: Reading) -> Iterator[str]:
     if not reading.fits:
         yield "  A feed batches arrays of one shape: give a decoder that makes them, such as a function for DecodeExample."
     elif reading.left_out:
-        yield "  To read them too, give DecodeExample a function of their values that returns arrays of one shape."
+        example = f", such as {{{reading.example}}} with numpy imported" if reading.example else ""
+        yield f"  To read them too, give DecodeExample a function of their values that returns arrays of one shape{example}."
 
 
 def _shown() -> Show:

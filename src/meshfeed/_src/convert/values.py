@@ -119,11 +119,13 @@ class Reading(NamedTuple):
       expression: a Python expression of the source, given ``meshfeed`` and, if it is used, ``numpy``.
       left_out: feature → why it is not read.
       fits: whether a feed can batch what the expression gives.
+      example: an entry of DecodeExample that reads one of the features left out, or an empty text.
     """
 
     expression: str
     left_out: Mapping[str, str]
     fits: bool
+    example: str = ""
 
 
 def reading_of_tokens(pattern: str, num_tokens: int, num_files: int) -> Reading:
@@ -168,9 +170,10 @@ def reading_of_examples(pattern: str, kinds: Mapping[str, Mapping[str, Any]], fo
     if not read:
         read = padded
         left_out = {name: why for name, why in left_out.items() if name not in read}
+    example = next((f"{_quote(name)}: {padded[name]}" for name in left_out if name in padded), "")
     entries = ", ".join(f"{_quote(name)}: {value}" for name, value in read.items())
     decode = f"meshfeed.sources.DecodeExample({f'{{{entries}}}' if entries else ''})"
-    return Reading(f"meshfeed.sources.ArrayRecord({_quote(pattern)}, decode={decode})", left_out, bool(read))
+    return Reading(f"meshfeed.sources.ArrayRecord({_quote(pattern)}, decode={decode})", left_out, bool(read), example)
 
 
 def _is_shape(name: str, found: Mapping[str, Measure]) -> bool:

@@ -33,9 +33,11 @@ def spec_of_batch(batch: PyTree, num_rows: int, *, what: str) -> RecordSpec:
     for path, leaf in paths:
         array = as_leaf(leaf, path, "the batch")
         if not array.ndim or array.shape[0] != num_rows:
+            is_records = isinstance(batch, list) and len(batch) == num_rows
             raise SourceError(
                 f"leaf {path or '(the batch)'} of {what} is {array.dtype} of shape {array.shape}; "
                 f"its first dimension must be the {num_rows} rows of the batch."
+                + (" A list is a pytree with a leaf for each item: return numpy.stack(records)." if is_records else "")
             )
         leaves.append(LeafSpec(path, array.shape[1:], array.dtype))
     return RecordSpec(treedef, tuple(leaves))

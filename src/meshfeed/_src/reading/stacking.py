@@ -117,7 +117,10 @@ def flatten_record(
     location = {"record_id": record_id, "lane_index": lane_index}
     paths, treedef = _flattened(record, where, **location)
     if not paths:
-        raise SourceError(f"{where} has no leaves: {record!r}; a record must be a pytree of arrays.", **location)
+        forgot = " Return the record from the function that makes it." if record is None else ""
+        raise SourceError(
+            f"{where} has no leaves: {record!r}; a record must be a pytree of arrays.{forgot}", **location
+        )
     arrays, leaves = [], []
     for path, leaf in paths:
         array = as_leaf(leaf, path, where, **location)

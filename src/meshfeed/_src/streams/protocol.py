@@ -22,7 +22,10 @@ from meshfeed._src.reading.stacking import RecordSpec
 from meshfeed._src.state.state import FeedState, Ledgers, compare_fingerprints
 
 EMPTY_STREAM = "the stream is empty: none of its lanes has a record. Check the files, and any filter before the feed."
-EMPTY_BATCHES = "the host batches are empty: no host has a batch. Check the data, and the code that makes the batches."
+EMPTY_BATCHES = (
+    "the host batches are empty: no host has a batch. Check the data, and the code that makes the batches; a generator can "
+    "be read only once."
+)
 
 
 def _nothing() -> dict[Any, Any]:

@@ -10,6 +10,7 @@ import base64
 import contextlib
 import errno
 import glob
+import io
 import os
 import re
 import time
@@ -110,7 +111,8 @@ def format_name(path: str) -> str:
 
 def as_list(paths: Paths) -> list[str | os.PathLike[str]]:
     """Returns what a user passed for the files as a list, whose items are not checked."""
-    return [paths] if isinstance(paths, str | os.PathLike) or not isinstance(paths, Iterable) else list(paths)
+    is_one = isinstance(paths, str | os.PathLike) or not isinstance(paths, Iterable)
+    return [paths] if is_one or isinstance(paths, io.IOBase) else list(paths)  # an open file iterates over its lines
 
 
 def expand_paths(paths: Paths, *, source: str) -> list[str]:
@@ -131,8 +133,9 @@ def expand_paths(paths: Paths, *, source: str) -> list[str]:
         raise SourceError(f"{source} got an empty list of files. Expected at least one path, glob or URL.")
     for path in given:
         if not isinstance(path, str | os.PathLike):
+            opened = " Pass the name of the file, not the open file." if isinstance(path, io.IOBase) else ""
             raise SourceError(
-                f"{source} got {path!r} for its files. Expected a path, a glob, a URL, or a list of them."
+                f"{source} got {path!r} for its files. Expected a path, a glob, a URL, or a list of them.{opened}"
             )
     _forget_listings({os.fspath(path) for path in given}, source)
     names = [name for path in given for name in _expand_braces(os.fspath(path), source)]
