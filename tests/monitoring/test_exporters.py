@@ -67,13 +67,26 @@ def test_a_second_run_appends_and_stays_apart(tmp_path: pathlib.Path) -> None:
     assert [log.samples[-1].stats.batches for log in read_logs([tmp_path])] == [3, 3]
 
 
+def test_feeds_of_one_name_at_the_same_time_are_two_runs(tmp_path: pathlib.Path) -> None:
+    log = meshfeed.monitoring.log
+    with make_feed("train") as one, make_feed("train") as two:
+        for number in range(1, 4):
+            with log(one, tmp_path, seconds=1000), log(two, tmp_path, seconds=1000):
+                take(one, 1)
+                take(two, number)
+    assert [log.samples[-1].stats.batches for log in read_logs([tmp_path])] == [3, 6]
+
+
 def test_half_a_line_of_a_killed_process_is_left_out_and_other_damage_is_named(tmp_path: pathlib.Path) -> None:
     with make_feed("train") as feed, meshfeed.monitoring.log(feed, tmp_path, seconds=1000):
         take(feed, 3)
     (path,) = tmp_path.iterdir()
     whole = path.read_text()
-    path.write_text(whole + whole.splitlines()[-1][:40])
-    assert [log.samples[-1].stats.batches for log in read_logs([path])] == [3]
+    last = whole.splitlines()[-1]
+    stall = json.dumps({**json.loads(last), "stalls": [vars(Stall(1.0, 3, 9.0, "host 1 is late", "{x}"))]})
+    for half in (last[:40], last[:-1], stall[:-2]):
+        path.write_text(whole + half)
+        assert [log.samples[-1].stats.batches for log in read_logs([path])] == [3]
     with make_feed("train") as feed, meshfeed.monitoring.log(feed, tmp_path, seconds=1000):  # after a restart
         take(feed, 2)
     assert [log.samples[-1].stats.batches for log in read_logs([path])] == [3, 2]
@@ -167,6 +180,14 @@ def test_prometheus_scrapes_the_figures_of_several_feeds(feed: meshfeed.Feed) ->
     with pytest.raises(OSError, match="refused"):
         scrape(exporter.port)
     exporter.close()
+
+
+def test_prometheus_refuses_two_feeds_of_one_name(feed: meshfeed.Feed) -> None:
+    pytest.importorskip("prometheus_client")
+    with make_feed("train") as other, pytest.raises(meshfeed.SettingsError, match="Two feeds are called 'train'"):
+        meshfeed.monitoring.prometheus(feed, other, port=0)
+    with meshfeed.monitoring.prometheus(feed, feed, port=0):
+        pass
 
 
 def test_prometheus_in_a_registry_that_the_program_serves(feed: meshfeed.Feed) -> None:

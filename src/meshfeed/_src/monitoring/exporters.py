@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import itertools
 import json
 import logging
 import math
@@ -38,6 +37,7 @@ _CLOSE_SECONDS = 10.0
 _RUN = re.compile(r'"run": "(\w*)"')  # groups lines by run without parsing them: most are not chosen
 _STATS = tuple(field.name for field in dataclasses.fields(FeedStats) if field.name not in ("tuned", "feed_id"))
 _STALLS = '"stalls": ['
+_CUT = re.compile(r'"cache": \{[^{}]*\}$')  # the last value of a line, without the brace that closes the line
 _COUNTERS = {
     "batches": "Global batches delivered.",
     "records": "Records delivered on all hosts, without padding.",
@@ -266,10 +266,13 @@ def _logs_of(path: str, content: bytes) -> list[HostLog]:
         text = content.decode()
     except UnicodeDecodeError as error:
         raise _not_a_log(f"{path} is not text in UTF-8") from error
-    lines = [(number, line) for number, line in enumerate(text.splitlines(), 1) if _is_whole(line)]
+    # By run, not by neighboring lines: feeds of one name that run at the same time write in turns.
+    runs: dict[tuple[str, ...], list[tuple[int, str]]] = {}
+    for number, line in enumerate(text.splitlines(), 1):
+        if _is_whole(line):
+            runs.setdefault(tuple(_RUN.findall(line)), []).append((number, line))
     logs: list[HostLog] = []
-    for _, group in itertools.groupby(lines, key=lambda line: _RUN.findall(line[1])):
-        run = list(group)
+    for run in runs.values():
         # About 1,000 of them, with the first and the last: totals stay exact, and a day's log is read in a moment.
         every = -(-len(run) // 1000)
         chosen = [line for at, line in enumerate(run[:-1]) if at % every == 0 or _STALLS in line[1]] + run[-1:]
@@ -279,7 +282,10 @@ def _logs_of(path: str, content: bytes) -> list[HostLog]:
 
 
 def _is_whole(line: str) -> bool:
-    return not line.startswith("{") or line.endswith("}")  # a full disk or a kill may leave half a line
+    """Whether a line is not the first part of one, as a full disk or a kill leaves it; the part may end with a value."""
+    if not line.startswith("{"):
+        return True
+    return line.endswith("]}") if _STALLS in line else line.endswith("}") and not _CUT.search(line)
 
 
 def _parsed(path: str, number: int, text: str) -> tuple[str, int, Sample]:
@@ -350,7 +356,8 @@ def prometheus(
       The running exporter, with its ``port``.
 
     Raises:
-      SettingsError: the port is in use, an argument is invalid, or ``prometheus_client`` is not installed.
+      SettingsError: the port is in use, an argument is invalid, two feeds have the same name, or ``prometheus_client`` is
+        not installed.
     """
     try:
         import prometheus_client
@@ -359,7 +366,14 @@ def prometheus(
     if not feeds or (registry is None and port is None):
         raise SettingsError("prometheus takes at least one feed, and a port or a registry.", setting="feeds")
     served = prometheus_client.CollectorRegistry() if registry is None else registry
-    collector = _Collector([check_feed(feed) for feed in feeds])
+    known: dict[str, Feed] = {}
+    for feed in map(check_feed, feeds):
+        if known.setdefault(feed.name, feed) is not feed:
+            raise SettingsError(
+                f"Two feeds are called {feed.name!r}, which would be the same label. Give each feed a name= of its own.",
+                setting="feeds",
+            )
+    collector = _Collector(list(known.values()))
     with contextlib.ExitStack() as closing:  # closes the port again if the registry refuses the collector
         if port is not None:
             try:
