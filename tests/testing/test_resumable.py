@@ -137,6 +137,12 @@ class OtherLeaves(OtherDtype):
         return {"x": Counter.make(self, k)["x"]} if self.resumed else Counter.make(self, k)
 
 
+class OtherStructure(OtherDtype):
+    def make(self, k: int) -> Any:
+        rows = list(Counter.make(self, k).values())
+        return tuple(rows) if self.resumed else rows
+
+
 class OneBit(OtherDtype):
     def make(self, k: int) -> Any:
         batch = Counter.make(self, k)
@@ -211,6 +217,10 @@ class NoState:
         (KeepsReadAhead, r"set to step 3 while it was running behind step 0: batch 3 differs.* row 0 of batch 4 of"),
         (OtherDtype, r"Leaf \"\['y'\]\" is float64\[4\] at the host, expected float32\[4\]"),
         (OtherLeaves, r"Its leaves are \[\"\['x'\]\"\], expected \[\"\['x'\]\", \"\['y'\]\"\]"),
+        (
+            OtherStructure,
+            r"batch 0 differs\. Its structure is PyTreeDef\(\(\*, \*\)\), expected PyTreeDef\(\[\*, \*\]\)",
+        ),
         (OneBit, r"batch 5 differs. Leaf \"\['x'\]\", row 2 is the first of 1 rows .* The row is not in the uninter"),
         (NegativeZero, r"batch 0 differs. Leaf \"\['y'\]\", row 0 is the first of 1 rows"),
         (EndsEarly, r"it ended before batch 5; the uninterrupted run has 6 batches"),

@@ -38,7 +38,12 @@ class _Block:
     rows: tuple[int, ...]  # one digest per row
 
 
-_Batch = dict[str, list[_Block]]  # leaf path → its blocks, in a fixed order
+@dataclasses.dataclass(frozen=True)
+class _Batch:
+    """The contents of a batch."""
+
+    structure: Any  # the treedef
+    leaves: dict[str, list[_Block]]  # leaf path → its blocks, in a fixed order
 
 
 @public("meshfeed.testing")
@@ -128,7 +133,7 @@ class _Run:
         return {
             (leaf, row): (step, block.first_row + number)
             for step, batch in enumerate(self.batches)
-            for leaf, blocks in batch.items()
+            for leaf, blocks in batch.leaves.items()
             for block in blocks
             for number, row in enumerate(block.rows)
         }
@@ -205,18 +210,20 @@ class _Run:
             text = (
                 "it continued after StopIteration" if attempt else f"it did not end after {len(self.batches)} batches"
             )
-            rows = ((leaf, row) for leaf, blocks in batch.items() for block in blocks for row in block.rows)
+            rows = ((leaf, row) for leaf, blocks in batch.leaves.items() for block in blocks for row in block.rows)
             raise AssertionError(
                 " ".join([f"{how}: {text}.", *(self._origin(*row) for row in itertools.islice(rows, 1))])
             )
 
     def _difference(self, got: _Batch, expected: _Batch) -> str:
-        if got.keys() != expected.keys():
-            return f"Its leaves are {sorted(got)}, expected {sorted(expected)}"
-        for leaf in expected:
-            if len(got[leaf]) != len(expected[leaf]):
-                return f"Leaf {leaf!r} has {len(got[leaf])} shards here, expected {len(expected[leaf])}"
-            for new, old in zip(got[leaf], expected[leaf], strict=True):
+        if got.leaves.keys() != expected.leaves.keys():
+            return f"Its leaves are {sorted(got.leaves)}, expected {sorted(expected.leaves)}"
+        if got.structure != expected.structure:
+            return f"Its structure is {got.structure}, expected {expected.structure}"
+        for leaf, blocks in expected.leaves.items():
+            if len(got.leaves[leaf]) != len(blocks):
+                return f"Leaf {leaf!r} has {len(got.leaves[leaf])} shards here, expected {len(blocks)}"
+            for new, old in zip(got.leaves[leaf], blocks, strict=True):
                 if dataclasses.replace(new, rows=()) != dataclasses.replace(old, rows=()):
                     return (
                         f"Leaf {leaf!r} is {new.dtype}{list(new.shape)} at {new.where}, "
@@ -257,8 +264,8 @@ def _restore(feed: ResumableBatches, text: str) -> None:
 
 
 def _digest(batch: PyTree) -> _Batch:
-    leaves = jax.tree_util.tree_flatten_with_path(batch)[0]
-    return {jax.tree_util.keystr(path): _blocks(leaf) for path, leaf in leaves}
+    leaves, structure = jax.tree_util.tree_flatten_with_path(batch)
+    return _Batch(structure, {jax.tree_util.keystr(path): _blocks(leaf) for path, leaf in leaves})
 
 
 def _blocks(leaf: object) -> list[_Block]:
