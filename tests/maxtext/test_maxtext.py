@@ -50,6 +50,28 @@ class Restartable:
         return (batch_of(number) for number in range(self.count))
 
 
+class WithLiveState:
+    """Read once; its state is the object that it changes."""
+
+    def __init__(self, count: int) -> None:
+        self.count, self.state = count, {"at": 0}
+
+    def __iter__(self) -> Any:
+        return self
+
+    def __next__(self) -> Any:
+        if self.state["at"] == self.count:
+            raise StopIteration
+        self.state["at"] += 1
+        return batch_of(self.state["at"] - 1)
+
+    def get_state(self) -> dict[str, int]:
+        return self.state
+
+    def set_state(self, state: dict[str, int]) -> None:
+        self.state = state
+
+
 class WithState:
     """An iterator like Grain's: read once, with a state; tuples in it must come back as tuples."""
 
@@ -95,6 +117,15 @@ def test_iter_resets_a_loader_that_starts_again(mesh: Mesh) -> None:
     assert numbers(loader) == [0, 1, 2, 3]
     loader.reset()
     assert numbers([next(loader)]) == [0]
+
+
+def test_a_reset_before_the_first_batch_drops_the_read_ahead_only(mesh: Mesh) -> None:
+    source = WithLiveState(6)
+    with MultiHostDataLoadIterator(source, mesh) as loader:
+        loader.start()
+        while not source.state["at"]:
+            time.sleep(0.01)
+        assert numbers(loader) == [0, 1, 2, 3, 4, 5]
 
 
 @pytest.mark.parametrize("kind", ["generator", "with state"])

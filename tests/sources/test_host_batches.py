@@ -118,6 +118,33 @@ def test_iterator_starts_again(make):
     assert values(source.iterator()) == list(range(7))
 
 
+class WithLiveState(Stateful):
+    """Its state is the object that it changes."""
+
+    def __init__(self):
+        super().__init__()
+        self.place = {"at": [0]}
+
+    def __next__(self):
+        if self.place["at"][0] == 7:
+            raise StopIteration
+        self.place["at"][0] += 1
+        return {"y": np.full(2, self.place["at"][0] - 1)}
+
+    def get_state(self):
+        return self.place
+
+    def set_state(self, state):
+        self.place = state
+
+
+def test_a_state_that_the_iterator_changes_stays_the_one_before_the_first_batch():
+    source = HostBatches(WithLiveState())
+    for taken in (3, 7, 7):
+        assert values(itertools.islice(source.iterator(), taken)) == list(range(taken))
+    assert source.first_batch()["y"][0] == 0
+
+
 def test_a_generator_is_read_once_and_cannot_be_resumed():
     source = HostBatches(batch for batch in batches())
     assert not source.resumable

@@ -48,7 +48,7 @@ from meshfeed._src.base.types import JsonValue, PyTree, public
 from meshfeed._src.feed.iterator import Feed
 from meshfeed._src.plan.plan import normalize_sharding, participants
 from meshfeed._src.remote.client import zeros
-from meshfeed._src.sources.host_batches import HostBatches, is_grain, is_one_shot, start
+from meshfeed._src.sources.host_batches import HostBatches, copy_state, is_grain, is_one_shot, start
 from meshfeed._src.state import grain_files
 from meshfeed._src.state import state as feed_state
 from meshfeed._src.state.files import Checkpointable, Directory, PathAwaitingCreation, write_text
@@ -535,7 +535,7 @@ class HostLoaders:
         self.one_shot = all(_is_one_shot(loader) for loader in self._loaders)
         self.recent: dict[int, PyTree] = {}
         self._unread: LoaderIterator | None = self._open()  # opened for its state; the first reader takes it
-        self.beginning = self._unread.get_state()
+        self.beginning = copy_state(self._unread.get_state())
         self.source = HostBatches(self._unread if self.one_shot else self)
 
     @property

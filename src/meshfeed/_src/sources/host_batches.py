@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import inspect
 import logging
 import threading
@@ -90,7 +91,7 @@ class HostBatches:
         self._one_shot = is_one_shot(iterable)
         # Restoring the state before the first batch rewinds a resumable iterator.
         self._first_state = (
-            self.iterable.get_state() if self._one_shot and find(iterable, Resumable) is not None else None
+            copy_state(self.iterable.get_state()) if self._one_shot and find(iterable, Resumable) is not None else None
         )
         self._taken = False
         # Every iterator() call on a one-shot shares the same underlying iterator: only the latest reader may use it.
@@ -129,7 +130,7 @@ class HostBatches:
             return fresh
         with self._turn_of(None):
             owner, resumes = self._owner, self._first_state is not None
-            before = self.iterable.get_state() if resumes and owner is not None else None
+            before = copy_state(self.iterable.get_state()) if resumes and owner is not None else None
             try:
                 opened = self._open_again(rewind=state is None)
                 if state is not None:
@@ -156,9 +157,9 @@ class HostBatches:
             finally:
                 fresh.close()
         with self._turn_of(None):
-            before = self.iterable.get_state()
+            before = copy_state(self.iterable.get_state())
             try:
-                self.iterable.set_state(self._first_state)
+                self.iterable.set_state(copy_state(self._first_state))
                 return next(self.iterable)
             finally:
                 self.iterable.set_state(before)
@@ -172,7 +173,7 @@ class HostBatches:
                     "generator."
                 )
             if rewind:
-                self.iterable.set_state(self._first_state)
+                self.iterable.set_state(copy_state(self._first_state))
         self._taken = True
         self._owner = HostBatchIterator(self)
         return self._owner
@@ -451,6 +452,14 @@ def _digest_ends(batch: PyTree) -> str | None:
         for row in (array[:1], array[-1:]) if array.ndim else (array,):
             hasher.update(row.reshape(-1)[:_DIGESTED].tobytes())
     return hasher.hexdigest()
+
+
+def copy_state(state: Any) -> Any:
+    """Returns a copy of an iterator's state, which the iterator may go on to change; what cannot be copied as it is."""
+    try:
+        return copy.deepcopy(state)
+    except Exception:
+        return state
 
 
 def is_one_shot(iterable: Any) -> bool:
