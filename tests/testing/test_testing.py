@@ -82,6 +82,11 @@ def _gone(pid: int) -> bool:
         return True
 
 
+def _slowly(value: str, seconds: float) -> str:
+    time.sleep(seconds)
+    return value
+
+
 @pytest.fixture(scope="module")
 def pool() -> Iterator[testing.HostPool]:
     with testing.HostPool(2, 2, timeout_seconds=60) as pool:
@@ -133,6 +138,26 @@ def test_an_exception_comes_back_with_its_traceback_and_log(pool: testing.HostPo
     fresh = [r.value["pid"] for r in pool.run(_sum_over_hosts, 1)]
     assert not set(fresh) & set(pids)
     assert all(_gone(pid) for pid in pids)
+
+
+@pytest.mark.multihost
+def test_results_are_those_of_the_last_function(pool: testing.HostPool) -> None:
+    pool.start(functools.partial(_slowly, "first", 0.2))  # no one waits for it
+    pool.start(functools.partial(_slowly, "second", 1.0))
+    assert [r.value for r in pool.wait()] == ["second", "second"]
+    assert [r.value for r in pool.run(_helper, 4)] == [40, 40]
+
+
+class _Unpicklable:
+    def __reduce__(self) -> tuple[type, tuple[str]]:
+        return int, ("x",)
+
+
+@pytest.mark.multihost
+def test_a_value_that_cannot_be_unpickled_is_an_error_of_its_host(pool: testing.HostPool) -> None:
+    with pytest.raises(testing.HostRunError, match="the value of host 1 cannot be unpickled here: ValueError: invalid"):
+        pool.run(_Unpicklable)
+    assert [r.value for r in pool.run(_helper, 4)] == [40, 40]
 
 
 @pytest.mark.multihost

@@ -165,6 +165,7 @@ class Host:
         self.ready = False
         self.open = True
         self._log_start = 0
+        self._unanswered = 0  # functions that it was sent and has not finished
         self._send(child_process.SETUP, (pickle.dumps(task.join), 0))
 
     def _send(self, kind: int, value: object) -> None:
@@ -174,6 +175,7 @@ class Host:
     def start(self, payload: bytes) -> None:
         self.result = None
         self._log_start = self.child.log_bytes
+        self._unanswered += 1
         self._send(child_process.REQUEST, payload)
 
     def stop(self) -> None:
@@ -200,14 +202,25 @@ class Host:
     def _handle(self, frame: Frame) -> None:
         if frame.kind == serving.READY:
             self.ready = True
-        elif frame.kind == serving.RESULT:
-            self.finish(pickle.loads(frame.value))
-        elif frame.kind == serving.ERROR:
-            error: serving.ErrorDescription = frame.value
-            pickled, text = error["pickled"], f"{error['type']}: {error['message']}"
-            self.finish(
-                error=RuntimeError(text) if pickled is None else pickle.loads(pickled), traceback=error["traceback"]
-            )
+        elif frame.kind in (serving.RESULT, serving.ERROR):
+            self._unanswered = max(0, self._unanswered - 1)  # the set-up may fail, too
+            if not self._unanswered:  # otherwise of an earlier function: no one waited, or the wait was interrupted
+                self._finish_with(frame)
+
+    def _finish_with(self, frame: Frame) -> None:
+        if frame.kind == serving.RESULT:
+            try:
+                self.finish(pickle.loads(frame.value))
+            except Exception as error:  # whatever the classes in it raise
+                what = f"the value of host {self.index} cannot be unpickled here: {type(error).__name__}: {error}"
+                self.finish(error=RuntimeError(what))
+            return
+        description: serving.ErrorDescription = frame.value
+        raised: BaseException = RuntimeError(f"{description['type']}: {description['message']}")
+        if description["pickled"] is not None:
+            with contextlib.suppress(Exception):  # the host can load it, but this process cannot
+                raised = pickle.loads(description["pickled"])
+        self.finish(error=raised, traceback=description["traceback"])
 
 
 def free_port() -> int:
