@@ -77,12 +77,16 @@ def test_hosts_may_see_the_folder_under_different_paths(
 
 
 def test_a_folder_that_hosts_do_not_share(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(directory, "_SEEN_SECONDS", 0.3)
     mine, other = epath.Path(tmp_path / "a"), epath.Path(tmp_path / "b")
     mark = directory.put_mark(mine)
-    directory.check_shared(mine, mark)
-    with pytest.raises(agreement.CheckpointError, match="b: this host does not see what host 0 has written there"):
-        directory.check_shared(other, mark)
+    directory.check_shared(mine, mark, 1800)
+    with pytest.raises(
+        agreement.CheckpointError, match=r"b: this host does not see what host 0 wrote there 0\.4 s ago"
+    ):
+        directory.check_shared(other, mark, 0.5)  # before the other hosts stop waiting for this one
+    monkeypatch.setattr(directory, "_SEEN_SECONDS", 0.3)
+    with pytest.raises(agreement.CheckpointError, match=r"wrote there 0\.3 s ago, so hosts do not share this folder"):
+        directory.check_shared(other, mark, 1800)
     directory.remove_unfinished(mine)  # a killed host has not removed it
     assert not list(mine.iterdir())
     directory.remove_mark(mine, mark)

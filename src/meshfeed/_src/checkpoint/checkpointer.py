@@ -585,7 +585,7 @@ class Checkpointer(NotCopied):
         with Agreement("preparing the folder to save", self._timeout_seconds) as agreement:
             mark = agreement.publish(prepare)
             try:
-                agreement.attempt(lambda: check_shared(self._directory, mark))
+                agreement.attempt(lambda: check_shared(self._directory, mark, self._timeout_seconds))
             finally:
                 if process_index() == 0:
                     remove_mark(self._directory, mark)

@@ -28,6 +28,7 @@ _NAMES_OF_STEPS = ("step_prefix", "step_format_fixed_length", "step_name_format"
 _UNFINISHED = ".orbax-checkpoint-tmp"
 SHARED = ".shared-with-all-hosts-"
 _BEGIN_SECONDS = 10.0  # in which a folder is made, also on a busy machine
+_SEEN_PART = 0.8  # of the time that hosts wait for each other
 _SEEN_SECONDS, _PAUSE_SECONDS = 60.0, 0.1  # network file systems may show a new name only after a minute
 _ATTEMPTS = 10
 _TRIAL_BYTES = 1 << 16  # more than a file system stores in an inode
@@ -225,20 +226,26 @@ def check_writable(directory: epath.Path) -> None:
         ) from error
 
 
-def check_shared(directory: epath.Path, mark: str | None) -> None:
+def check_shared(directory: epath.Path, mark: str | None, timeout_seconds: float) -> None:
     """Waits until this host sees what host 0 has written to the folder.
+
+    Args:
+      directory: the folder.
+      mark: the result of :func:`put_mark` on host 0.
+      timeout_seconds: how long the other hosts wait for this one, which must tell them in time what it does not see.
 
     Raises:
       CheckpointError: it does not, so the folder is on a disk of each host. Orbax would wait 10 minutes for the folders of
         the first save, and then name those only.
     """
-    deadline = time.monotonic() + _SEEN_SECONDS
+    seconds = min(_SEEN_SECONDS, _SEEN_PART * timeout_seconds)
+    deadline = time.monotonic() + seconds
     while mark is not None and not (directory / mark).exists():
         if time.monotonic() >= deadline:
             raise CheckpointError(
-                f"{directory}: this host does not see what host 0 has written there, so hosts do not share this folder, or "
-                "were given different ones. Pass the same folder of a file system that all hosts mount, or a URL such as "
-                "s3://bucket/run."
+                f"{directory}: this host does not see what host 0 wrote there {seconds:.3g} s ago, so hosts do not share "
+                "this folder, or were given different ones. Pass the same folder of a file system that all hosts mount, or "
+                "a URL such as s3://bucket/run."
             )
         time.sleep(_PAUSE_SECONDS)
 
