@@ -119,7 +119,8 @@ class Feed(Inspection, Checkpointable, NotCopied):
       source: a source of :mod:`meshfeed.sources`; a Grain, Hugging Face, TFDS or tf.data object; a sequence, a pytree
         of numpy arrays of equal length, or an iterable of host-local batches.
       sharding: the sharding of the batches: a NamedSharding, a Mesh (rows over all its axes), or a pytree prefix of
-        NamedShardings. A single NamedSharding applies to all leaves, with its spec truncated to each leaf's rank.
+        NamedShardings. A single NamedSharding applies to all leaves, each of which takes as many entries of its spec as it
+        has dimensions and is replicated over the mesh axes of the others, even if no leaf has that many dimensions.
       global_batch_size: rows per step over all hosts, or a :class:`BatchSchedule`. Optional for HostBatches.
       shuffle: False; True (uniform over the epoch); an int, the records per block of a two-level shuffle of blocks and of
         the records in each block; or ``"shards"``, for sources over files, and ``Map``, ``Padded``, ``Packed``, ``Buckets``,
