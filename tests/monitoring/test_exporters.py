@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import gc
 import json
+import math
+import os
 import pathlib
+import signal
 import urllib.request
 import weakref
 from collections.abc import Iterator
@@ -127,8 +130,36 @@ def test_exporters_refuse_what_they_cannot_export(feed: meshfeed.Feed, tmp_path:
     with pytest.raises(meshfeed.SettingsError, match=r"is not a meshfeed\.Feed\. For a RemoteFeed, call its stats"):
         meshfeed.monitoring.log([1, 2], tmp_path)
     pytest.importorskip("tensorboardX")
+    with pytest.raises(meshfeed.SettingsError, match=r"directory=.*file' cannot be written"):
+        meshfeed.monitoring.tensorboard(feed, tmp_path / "file")
     with pytest.raises(meshfeed.SettingsError, match="directory='s3://bucket/logs' is a URL"):
         meshfeed.monitoring.tensorboard(feed, "s3://bucket/logs")
+
+
+def test_a_forked_child_closes_no_exporter(feed: meshfeed.Feed, tmp_path: pathlib.Path) -> None:
+    pytest.importorskip("prometheus_client")
+    with (
+        meshfeed.monitoring.log(feed, tmp_path, seconds=1000) as log,
+        meshfeed.monitoring.prometheus(feed, port=0) as served,
+    ):
+        take(feed, 1)
+        child = os.fork()
+        if not child:
+            signal.alarm(10)  # the thread of the endpoint, for which its shutdown waits, is not here
+            log.close()
+            served.close()
+            os._exit(0)
+        assert os.waitpid(child, 0)[1] == 0
+        take(feed, 1)
+        assert scrape(served.port)["meshfeed_batches_total['0', 'train']"] == 2
+    (found,) = read_logs([tmp_path])
+    assert [sample.stats.batches for sample in found.samples] == [0, 2]
+
+
+def test_seconds_may_be_longer_than_any_run(feed: meshfeed.Feed, tmp_path: pathlib.Path) -> None:
+    with meshfeed.monitoring.log(feed, tmp_path, seconds=math.inf):
+        take(feed, 1)
+    assert [sample.stats.batches for sample in read_logs([tmp_path])[0].samples] == [0, 1]
 
 
 def test_an_exporter_does_not_keep_its_feed_alive(tmp_path: pathlib.Path) -> None:
@@ -177,6 +208,8 @@ def test_prometheus_scrapes_the_figures_of_several_feeds(feed: meshfeed.Feed) ->
         assert scrape(exporter.port)["meshfeed_batches_total['0', 'train']"] == 5
         with pytest.raises(meshfeed.SettingsError, match="several processes on one machine need one each"):
             meshfeed.monitoring.prometheus(other, port=exporter.port, address="127.0.0.1")
+        with pytest.raises(meshfeed.SettingsError, match="port=70000"):
+            meshfeed.monitoring.prometheus(other, port=70000)
     with pytest.raises(OSError, match="refused"):
         scrape(exporter.port)
     exporter.close()

@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING
 
 from meshfeed._src.base import coordination
 from meshfeed._src.base.errors import SettingsError, SourceError, missing_package
-from meshfeed._src.base.fork import NotCopied, finalize
+from meshfeed._src.base.fork import NotCopied, Owner, finalize
 from meshfeed._src.base.settings import local_path
 from meshfeed._src.base.stats import CACHES, FeedStats, Sample, Stall, rates
 from meshfeed._src.base.stores import is_url
@@ -101,11 +101,12 @@ class Exporter(NotCopied):
 
     def __init__(self, close: Callable[[], object], port: int | None = None) -> None:
         self._close = close
+        self._owner = Owner()
         self.port = port
 
     def close(self) -> None:
-        """Writes the last figures and ends the exporter. Safe to call again."""
-        self._close()
+        """Writes the last figures and ends the exporter. Safe to call again; no-op in a forked child."""
+        self._owner.call(self._close)
 
     def __enter__(self) -> Exporter:
         return self
@@ -129,7 +130,7 @@ class Sampler:
         end: Callable[[], None] = lambda: None,
     ) -> None:
         # Weak, here and in the collector: an exporter that nobody closes must not keep a dropped feed and its threads.
-        self._feed, self._seconds = weakref.ref(feed), seconds
+        self._feed, self._seconds = weakref.ref(feed), min(seconds, threading.TIMEOUT_MAX)
         self._write, self._end = write, end
         self._name = feed.name
         self._last: Sample | None = None
@@ -207,9 +208,16 @@ def log(feed: object, directory: str | os.PathLike[str], *, seconds: float = 10.
                 line = line if file.read() == b"\n" else f"\n{line}"  # a full disk or a kill may leave half a line
             file.write(f"{line}\n".encode())
 
-    try:
+    with _writable(directory):
         folder.mkdir(parents=True, exist_ok=True)
         return Exporter(Sampler(feed, check_seconds(seconds), write).close)
+
+
+@contextlib.contextmanager
+def _writable(directory: str | os.PathLike[str]) -> Iterator[None]:
+    """Raises a SettingsError for an OSError of the block, which writes to a folder."""
+    try:
+        yield
     except OSError as error:
         raise SettingsError(
             f"directory={str(directory)!r} cannot be written: {error}. Give a folder on a disk that this host can write.",
@@ -378,7 +386,7 @@ def prometheus(
         if port is not None:
             try:
                 server, thread = prometheus_client.start_http_server(port, address, served)
-            except OSError as error:
+            except (OSError, OverflowError) as error:  # the latter for a port above 65535
                 raise SettingsError(
                     f"port={port!r} on {address!r} cannot be opened: {error}. Use another port; several processes on one "
                     "machine need one each, such as port=9400 + jax.process_index().",
@@ -435,7 +443,7 @@ def tensorboard(feed: object, directory: str | os.PathLike[str], *, seconds: flo
       The running exporter. The last point is written when it is closed, or when the process exits.
 
     Raises:
-      SettingsError: the folder is a URL, an argument is invalid, or tensorboardX is not installed.
+      SettingsError: the folder is a URL or cannot be written, an argument is invalid, or tensorboardX is not installed.
     """
     try:
         from tensorboardX import SummaryWriter
@@ -443,7 +451,8 @@ def tensorboard(feed: object, directory: str | os.PathLike[str], *, seconds: flo
         raise missing_package("tensorboard", error, "tensorboard", setting="feed") from None
     feed, seconds, folder = check_feed(feed), check_seconds(seconds), local_path("directory", directory)
     name = feed.name
-    writer = SummaryWriter(str(folder / f"host-{coordination.process_index():05d}"))
+    with _writable(directory):
+        writer = SummaryWriter(str(folder / f"host-{coordination.process_index():05d}"))
 
     def write(before: Sample | None, sample: Sample) -> None:
         if before is not None and sample.stats.batches > before.stats.batches:
