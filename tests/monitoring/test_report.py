@@ -93,6 +93,15 @@ def test_runs_of_one_host_are_added_up() -> None:
     assert None in feed["over_time"]["stall_fraction"]["0"]  # between the runs nothing is known
 
 
+def test_a_later_run_of_a_process_adds_the_use_of_caches_after_its_start() -> None:
+    def run(first: int, last: int) -> HostLog:
+        samples = [Sample(float(hits), hits, hits, FeedStats(feed_id="r"), {"hits": hits}) for hits in (first, last)]
+        return HostLog("train", 0, samples)
+
+    (feed,) = report_figures([run(2, 10), run(10, 25)])["feeds"]
+    assert feed["hosts"][0]["cache"] == {"hits": 25}
+
+
 def test_a_stall_belongs_to_the_batch_that_ended_it() -> None:
     def sample(seconds: float, batches: int, wait: float, elapsed: float) -> Sample:
         stats = FeedStats(batches=batches, wait_seconds=wait, elapsed_seconds=elapsed, feed_id="r")

@@ -60,7 +60,12 @@ def _host_figures(host: int, runs: Sequence[HostLog]) -> dict[str, JsonValue]:
     ends = [run.samples[-1] for run in runs]
     figures = dataclasses.asdict(total_stats(end.stats for end in ends))
     del figures["feed_id"], figures["tuned"]
-    cache = {name: sum(end.cache.get(name, 0) for end in ends) for end in ends for name in end.cache}
+    # Caches belong to the process, which may have had earlier runs: of later ones, only what came after their start.
+    known = [{}, *(run.samples[0].cache for run in runs[1:])]
+    cache = {
+        name: sum(end.cache.get(name, 0) - start.get(name, 0) for start, end in zip(known, ends, strict=True))
+        for name in dict.fromkeys(name for end in ends for name in end.cache)
+    }
     last = {"step": ends[-1].step, "position": ends[-1].position}
     stalls = dict.fromkeys(stall for run in runs for sample in run.samples for stall in sample.stalls)
     waits = [dataclasses.asdict(stall) for stall in stalls]
