@@ -324,10 +324,21 @@ def test_a_list_of_iterators_as_maxtext_keeps_it(mesh: Mesh) -> None:
     assert [numbers([next(loaders[turn % 2])])[0] for turn in range(6)] == [0, 0, 1, 1, 2, 2]
 
 
-@pytest.mark.parametrize("factor", [2.5, "2", True, None])
+@pytest.mark.parametrize("factor", [2.5, "2", True, None, math.nan])
 def test_a_factor_that_cannot_be_used_is_refused(mesh: Mesh, factor: Any) -> None:
     with pytest.raises(meshfeed.SettingsError, match="expansion_loading_factor_for_grain"):
         MultiHostDataLoadIterator(Restartable(1), mesh, expansion_loading_factor_for_grain=factor)
+
+
+def test_what_is_not_a_mesh_is_refused_by_its_name(mesh: Mesh) -> None:
+    for wrong in (None, NamedSharding(mesh, PartitionSpec("data"))):
+        with pytest.raises(meshfeed.SettingsError, match=r"global_mesh=.*\. Expected a Mesh"):
+            MultiHostDataLoadIterator(Restartable(1), wrong)  # type: ignore[arg-type]
+
+
+def test_a_batch_that_is_one_number_is_named(mesh: Mesh) -> None:
+    with pytest.raises(ValueError, match=r"shape \(\) with local device count 8 at the only leaf: its rows must be a"):
+        next(MultiHostDataLoadIterator([3], mesh))
 
 
 def test_a_factor_below_one_says_how_many_loaders_it_wants(mesh: Mesh) -> None:

@@ -82,7 +82,7 @@ class MultiHostDataLoadIterator(Checkpointable, NotCopied):
         between hosts. Floats with an integer value are accepted.
 
     Raises:
-      SettingsError: (a ValueError) ``dataloader`` is not iterable or the factor is invalid.
+      SettingsError: (a ValueError) ``dataloader`` is not iterable, ``global_mesh`` is not a Mesh, or the factor is invalid.
     """
 
     def __init__(
@@ -92,6 +92,11 @@ class MultiHostDataLoadIterator(Checkpointable, NotCopied):
         generate_padding_batch: bool = False,
         expansion_loading_factor_for_grain: float = -1,
     ) -> None:
+        if not isinstance(global_mesh, Mesh):
+            raise SettingsError(
+                f"global_mesh={global_mesh!r}. Expected a Mesh of the devices that receive the batches.",
+                setting="global_mesh",
+            )
         self.global_mesh = global_mesh
         self.dataloader = dataloader
         self.generate_padding_batch = generate_padding_batch
@@ -571,9 +576,10 @@ class HostLoaders:
             elif self._rows not in (None, shape[0]):
                 problem = f"global_shape requires {self._rows} rows of this host"
             if problem:
+                where = jax.tree_util.keystr(path) or "the only leaf"
                 raise PlanError(
-                    f"Unable to put to devices shape {shape} with local device count {self._local_devices} at "
-                    f"{jax.tree_util.keystr(path)}: {problem}."
+                    f"Unable to put to devices shape {shape} with local device count {self._local_devices} at {where}: "
+                    f"{problem}."
                 )
         self._checked = shapes
 
@@ -745,7 +751,7 @@ def _parts(dataloader: object, factor: object) -> tuple[int, bool]:
     if (
         isinstance(factor, bool)
         or not isinstance(factor, int | float | np.number)
-        or (factor > 1 and float(factor) % 1)
+        or not (factor <= 1 or float(factor) % 1 == 0)  # neither holds for NaN
     ):
         raise SettingsError(f"{setting}={factor!r}; it takes {what}.", setting=setting)
     if not isinstance(dataloader, Iterable) and not hasattr(dataloader, "as_numpy_iterator"):
