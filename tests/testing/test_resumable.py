@@ -73,6 +73,10 @@ def test_given_save_points_are_joined_by_the_first_and_the_last() -> None:
         check_resumable(Counter, max_steps=0)
 
 
+def test_batches_of_random_keys_pass() -> None:
+    assert check_resumable(Keys) == STEPS + 1
+
+
 def test_an_empty_feed_passes() -> None:
     assert check_resumable(lambda: Counter(0)) == 1
 
@@ -81,6 +85,25 @@ class Jax(Counter):
     def make(self, k: int) -> Any:
         mesh = jax.make_mesh((4,), ("data",), axis_types=(AxisType.Auto,))
         return jax.device_put(super().make(k), NamedSharding(mesh, PartitionSpec("data")))
+
+
+class Keys(Counter):
+    def make(self, k: int) -> Any:
+        return jax.random.split(jax.random.key(k, impl=self.impl(k)), ROWS)
+
+    def impl(self, k: int) -> str:
+        return "threefry2x32"
+
+
+class OtherKeys(Keys):
+    resumed = False
+
+    def set_state(self, state: Any) -> None:
+        super().set_state(state)
+        self.resumed = True
+
+    def impl(self, k: int) -> str:
+        return "rbg" if self.resumed else "threefry2x32"
 
 
 class Skips(Counter):

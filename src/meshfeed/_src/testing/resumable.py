@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import Any, Protocol
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import xxhash
 
@@ -272,11 +273,14 @@ def _blocks(leaf: object) -> list[_Block]:
     if not isinstance(leaf, jax.Array):
         return [_block(leaf, 0, "the host")]
     blocks = []
+    dtype = str(leaf.dtype)
+    if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
+        leaf = jax.random.key_data(leaf)
     for shard in sorted(leaf.addressable_shards, key=lambda shard: shard.device.id):
         first = (shard.index[0].start or 0) if shard.index else 0
         ends = (["" if end is None else end for end in (part.start, part.stop)] for part in shard.index)
         where = f"{shard.device} {list(leaf.shape)}[{', '.join(f'{start}:{stop}' for start, stop in ends)}]"
-        blocks.append(_block(np.asarray(shard.data), first, where))
+        blocks.append(dataclasses.replace(_block(np.asarray(shard.data), first, where), dtype=dtype))
     return blocks
 
 
