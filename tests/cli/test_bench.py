@@ -69,6 +69,12 @@ def test_wrong_values_are_refused(tmp_path: pathlib.Path) -> None:
     assert "none-" in missing.output
 
 
+@pytest.mark.parametrize("milliseconds", ["nan", "inf", "3600001"])
+def test_a_step_that_never_ends_is_refused(milliseconds: str) -> None:
+    result = CliRunner().invoke(main.main, ["bench", "--step-ms", milliseconds])
+    assert (result.exit_code, "Expected at most 3,600,000, an hour" in result.output) == (2, True)
+
+
 def test_the_report_of_made_up_figures() -> None:
     figures = {
         "records": 1000, "record_bytes": 2048, "global_batch_size": 64, "devices": 4, "platform": "cpu",

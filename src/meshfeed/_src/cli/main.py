@@ -31,6 +31,8 @@ from meshfeed._src.cli.text import (
     show,
 )
 
+_MAX_STEP_MS = 3_600_000
+
 
 class _Commands(click.Group):
     def invoke(self, ctx: click.Context) -> object:
@@ -144,6 +146,8 @@ def bench(
     """
     from meshfeed._src.cli import bench as cli_bench
 
+    if not step_ms <= _MAX_STEP_MS:  # neither for NaN
+        raise SettingsError(f"--step-ms {step_ms:g}. Expected at most {_MAX_STEP_MS:,}, an hour.", setting="step_ms")
     with contextlib.ExitStack() as stack:
         files = list(paths) or stack.enter_context(cli_bench.example_files(20_000, record_bytes or 4096))
         result = cli_bench.bench(files, steps=steps, step_seconds=step_ms / 1e3, record_bytes=record_bytes, **settings)
