@@ -247,6 +247,23 @@ def test_a_loader_that_ends_before_its_length_is_logged(caplog):
     assert (values(resumed), caplog.text) == ([4, 5, 6], "")
 
 
+def test_two_readers_of_one_iterator_are_warned_of(caplog):
+    shared = Stateful()
+    first, second = HostBatches(shared), HostBatches(shared)
+    for _ in range(2):
+        first.iterator()
+    assert caplog.text == ""
+    second.iterator()
+    assert "two feeds that are open read the same Stateful of host batches, so each batch goes to one" in caplog.text
+    caplog.clear()
+    second.close()
+    HostBatches(shared).iterator()
+    lists = batches()
+    for _ in range(2):
+        HostBatches(lists).iterator()
+    assert caplog.text == ""
+
+
 def test_a_restore_after_an_error_that_raises_stop_iteration_does_not_look_like_the_end():
     class Flaky(Stateful):
         def __next__(self):

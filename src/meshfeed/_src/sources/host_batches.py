@@ -7,6 +7,7 @@ import copy
 import inspect
 import logging
 import threading
+import weakref
 from collections.abc import Iterable, Iterator
 from types import TracebackType
 from typing import Any
@@ -33,6 +34,9 @@ from meshfeed._src.sources.files.formats import reader_hint
 _logger = logging.getLogger("meshfeed.sources")
 _FIELD = "hosts"
 _DIGESTED = 1 << 14  # values of a row
+_reading: weakref.WeakValueDictionary[int, HostBatches] = (
+    weakref.WeakValueDictionary()
+)  # id of an iterator → its reader
 _TURN_SECONDS = 300.0  # a next() that takes longer counts as stalled
 
 
@@ -174,6 +178,14 @@ class HostBatches:
                 )
             if rewind:
                 self.iterable.set_state(copy_state(self._first_state))
+        other = _reading.get(id(self.iterable), self)
+        if other is not self:
+            _logger.warning(
+                "two feeds that are open read the same %s of host batches, so each batch goes to one of them only. Close the "
+                "other feed first, or pass each feed an iterator of its own.",
+                type(self.iterable).__name__,
+            )
+        _reading[id(self.iterable)] = self
         self._taken = True
         self._owner = HostBatchIterator(self)
         return self._owner
@@ -208,6 +220,8 @@ class HostBatches:
         """Closes the iterable if it is a one-shot iterator that has been read."""
         if self._one_shot and self._taken:
             close_within(self.iterable)
+            if _reading.get(id(self.iterable)) is self:
+                del _reading[id(self.iterable)]
 
     def fingerprint(self) -> JsonValue:
         """Identity: only the kind, since the content of the batches is up to the user."""

@@ -15,7 +15,7 @@ import os
 import re
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, NamedTuple, TypeAlias, cast
 
 import xxhash
 
@@ -111,8 +111,9 @@ def format_name(path: str) -> str:
 
 def as_list(paths: Paths) -> list[str | os.PathLike[str]]:
     """Returns what a user passed for the files as a list, whose items are not checked."""
-    is_one = isinstance(paths, str | os.PathLike) or not isinstance(paths, Iterable)
-    return [paths] if is_one or isinstance(paths, io.IOBase) else list(paths)  # an open file iterates over its lines
+    if isinstance(paths, str | os.PathLike) or not isinstance(paths, Iterable):
+        return [paths]
+    return [cast("str", paths)] if isinstance(paths, io.IOBase) else list(paths)  # an open file iterates over its lines
 
 
 def expand_paths(paths: Paths, *, source: str) -> list[str]:
