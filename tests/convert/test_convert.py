@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import csv
 import functools
 import json
 import pathlib
@@ -85,6 +86,20 @@ def test_blank_lines_before_the_header_of_a_csv(tmp_path: pathlib.Path) -> None:
     (tmp_path / "a.csv").write_bytes(b"\r\n\na,b\n1,2\n")
     run(tmp_path / "a.csv", tmp_path / "out")
     assert features_of(tmp_path / "out") == [{"a": [1], "b": [2]}]
+
+
+def test_a_header_of_csv_with_quotes_and_line_breaks(tmp_path: pathlib.Path) -> None:
+    """A line break within a quoted name belongs to the name; after an even number of quotes, it ends the header."""
+    for number, names in enumerate([["a,b", "c"], ["a", 'the "b"'], ["two\nlines", "c"], ['a "b"\n', "c\nd"]]):
+        with (tmp_path / f"{number}.csv").open("w", newline="") as file:
+            csv.writer(file, quoting=csv.QUOTE_ALL if number == 1 else csv.QUOTE_MINIMAL).writerows(
+                [names, [1, 2], [3, 4]]
+            )
+        run(tmp_path / f"{number}.csv", tmp_path / f"out-{number}")
+        assert features_of(tmp_path / f"out-{number}") == [
+            {names[0]: [1], names[1]: [2]},
+            {names[0]: [3], names[1]: [4]},
+        ]
 
 
 def test_csv_with_line_breaks_in_values(tmp_path: pathlib.Path) -> None:
@@ -258,7 +273,8 @@ def test_arrays_of_mds_with_several_dtypes(
         run(tmp_path / "data", tmp_path / "out")
         assert [one["x"] for one in features_of(tmp_path / "out")] == [first.tolist(), second.tolist()]
         return
-    message = rf"records 0 to 1 hold values that differ .* one holds {second.dtype}, and record 0 holds {first.dtype}"
+    dtypes = f"one holds {second.dtype}, and record 0 holds {first.dtype}"
+    message = rf"column 'x' of the records 0 to 1 holds values that differ .* {dtypes}"
     with pytest.raises(meshfeed.SourceError, match=message):
         run(tmp_path / "data", tmp_path / "out")
 
@@ -355,12 +371,24 @@ def test_types_of_columns(tmp_path: pathlib.Path) -> None:
     assert third == always | {"struct/b": b"", "day": [days], "half": [3.0], "fixed": [5, 6], "code": b"x"}
 
 
+def test_a_hugging_face_dataset_of_splits_names_one_of_them(tmp_path: pathlib.Path) -> None:
+    import datasets
+
+    part = datasets.Dataset.from_dict({"a": [1]})
+    datasets.DatasetDict({"test": part, "train": part}).save_to_disk(tmp_path / "data")
+    message = rf"splits \['test', 'train'\]. Convert one at a time, such as {tmp_path}/data/test\.$"
+    with pytest.raises(meshfeed.SourceError, match=message):
+        run(tmp_path / "data", tmp_path / "out")
+
+
 @pytest.mark.parametrize(
     ("column", "message"),
     [
         ([[[1], [2, 3]]], "record 0: column 'x' holds lists of lists of different lengths"),
         ([[1, None]], "record 0: column 'x' holds a list with a null"),
         (pa.array([1], pa.decimal128(5)), r"column 'x' has the type decimal128\(5, 0\)"),
+        ([[{"a": 1}]], r"column 'x' has the type list<.*struct<a: int64>>"),
+        ([[[{"a": 1}]]], r"column 'x' has the type list<.*list<.*struct<a: int64>>>"),
         ([1e300], "record 0: column 'x' holds 1e\\+300"),
         (pa.array([2**63], pa.uint64()), "record 0: column 'x' holds 9223372036854775808"),
     ],

@@ -46,10 +46,11 @@ def bucket(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
 
 
 @pytest.mark.slow
-def test_over_http(store: Store, tmp_path: pathlib.Path) -> None:
+@pytest.mark.parametrize("compressed", ["b.jsonl.gz?signature=x/y", "get?name=b.jsonl.gz"])
+def test_over_http(compressed: str, store: Store, tmp_path: pathlib.Path) -> None:
     local = formats.jsonl(tmp_path)
     convert(local, str(tmp_path / "whole"), Settings(shards=3), run_here)
-    names = ["a.jsonl", "b.jsonl.gz?signature=x/y"]
+    names = ["a.jsonl", compressed]
     urls = [store.put(name, pathlib.Path(path).read_bytes()) for name, path in zip(names, local, strict=True)]
     store.broken[("a.jsonl", 0)] = "cut"
     result = convert(urls, str(tmp_path / "out"), Settings(shards=3), functools.partial(run_in_workers, num_workers=2))

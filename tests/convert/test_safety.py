@@ -325,13 +325,15 @@ def test_views_of_text_and_bytes(tmp_path: pathlib.Path) -> None:
         "text": pa.array(["a", None, "long enough for a buffer"], pa.string_view()),
         "bytes": pa.array([None, b"b", b"c"], pa.binary_view()),
         "list": pa.array([["a"], None, ["b", "c"]], pa.list_(pa.string_view())),
+        "large": pa.array([None, ["a"], ["b", "c"]], pa.large_list(pa.binary_view())),
+        "fixed": pa.array([["a", ""], ["b", "c"], None], pa.list_(pa.string_view(), 2)),
         "inside": pa.array([{"x": "a"}, None, {"x": None}], pa.struct({"x": pa.string_view()})),
     }
     pq.write_table(pa.table(columns), tmp_path / "a.parquet")
     assert features(tmp_path / "a.parquet", tmp_path / "out") == [
-        {"text": b"a", "list": b"a", "inside/x": b"a"},
-        {"bytes": b"b"},
-        {"text": b"long enough for a buffer", "bytes": b"c", "list": [b"b", b"c"]},
+        {"text": b"a", "list": b"a", "fixed": [b"a", b""], "inside/x": b"a"},
+        {"bytes": b"b", "large": b"a", "fixed": [b"b", b"c"]},
+        {"text": b"long enough for a buffer", "bytes": b"c", "list": [b"b", b"c"], "large": [b"b", b"c"]},
     ]
 
 
@@ -489,11 +491,41 @@ def test_conversions_of_the_previous_version(
 # ------------------------------------------------------------------------ errors
 
 
-def test_values_that_arrow_cannot_cast(tmp_path: pathlib.Path) -> None:
-    pq.write_table(pa.table({"n": [1, -1]}), tmp_path / "a.parquet")
-    pq.write_table(pa.table({"n": pa.array([2**63 + 5], pa.uint64())}), tmp_path / "b.parquet")
-    with pytest.raises(meshfeed.SourceError, match=r"b.parquet cannot be converted: .*--columns"):
-        features(f"{tmp_path}/*.parquet", tmp_path / "out")
+@pytest.mark.parametrize(
+    ("first", "second", "message"),
+    [
+        (
+            pa.array([1, -1, 3]),
+            pa.array([1, 2**63 + 5, 2**63 + 6], pa.uint64()),
+            r"int64, .*: Integer value 92\d+3 not in",
+        ),
+        (
+            pa.array([0.5]),
+            pa.array([1, 2**53 + 1, 2**60], pa.int64()),
+            r"double, .*: Integer value 9007199254740993 not in",
+        ),
+        (
+            pa.array([[0.5]]),
+            pa.array([[1], [2, 2**53 + 1]]),
+            r"list<.*double>, .*: Integer value 9007199254740993 not in",
+        ),
+        (
+            pa.array([0], pa.timestamp("ns")),
+            pa.array([0, 2**60], pa.timestamp("ms")),
+            r"timestamp\[ns\], .*: Casting from",
+        ),
+    ],
+)
+@pytest.mark.parametrize("shards", [1, 3])
+def test_values_that_do_not_fit_the_type_of_all_files(
+    first: pa.Array, second: pa.Array, message: str, shards: int, tmp_path: pathlib.Path
+) -> None:
+    pq.write_table(pa.table({"n": first}), tmp_path / "a.parquet")
+    pq.write_table(pa.table({"n": second}), tmp_path / "b.parquet")
+    with pytest.raises(
+        meshfeed.SourceError, match=rf"b.parquet, record 1: column 'n' has a value that {message}.*--columns"
+    ):
+        features(f"{tmp_path}/*.parquet", tmp_path / "out", shards=shards)
 
 
 def test_columns_of_one_name(tmp_path: pathlib.Path) -> None:

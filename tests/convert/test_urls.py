@@ -183,6 +183,20 @@ def test_the_run_that_started_last_owns_the_job(memory: Any, tmp_path: pathlib.P
     assert stored(memory, "/bucket/out") == wanted
 
 
+def test_a_local_folder_of_another_user_is_not_used(
+    memory: Any, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A link with the name of the folder: anybody may create one in a temporary folder that all users share."""
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    (tmp_path / "elsewhere").mkdir()
+    link = tmp_path / f"meshfeed-convert-{os.getuid()}"
+    link.symlink_to(tmp_path / "elsewhere")
+    with pytest.raises(meshfeed.SettingsError, match=rf"^{link} belongs to another user\. Set TMPDIR to") as caught:
+        convert(formats.parquet(tmp_path), "memory://bucket/out", Settings(), run_here)
+    assert caught.value.setting == "to"
+    assert not any((tmp_path / "elsewhere").iterdir())
+
+
 def test_copies_of_inputs_are_those_of_the_job(memory: Any, tmp_path: pathlib.Path) -> None:
     """A killed job's local copies are not taken for the input of the next job at the same URL."""
     for count in (10, 20):

@@ -123,7 +123,7 @@ def _flatten(name: str, array: pa.Array, first_record: int) -> Iterator[_Column]
     else:
         if is_list(array.type) and pa.types.is_null(array.type.value_type):
             array = array.cast(pa.large_list(pa.large_binary()))  # no list has a value
-        kind_of(name, array.type.value_type if is_list(array.type) else array.type)
+        kind_of(name, array.type.value_type if is_list(array.type) else array.type, array.type)
         yield name, array
 
 
@@ -177,7 +177,7 @@ def _flatten_nested(name: str, array: pa.Array, first_record: int) -> Iterator[_
         values = values.flatten()
     if pa.types.is_null(values.type):
         values = values.cast(pa.large_binary())
-    kind_of(name, values.type)
+    kind_of(name, values.type, array.type)
     offsets = np.concatenate([[0], np.cumsum(counts)])
     yield name, pa.LargeListArray.from_arrays(integers(offsets), values, mask=nulls)
     ranks = np.arange(len(array) + 1) * len(sizes)
@@ -205,7 +205,17 @@ def is_list(kind: pa.DataType) -> bool:
     return pa.types.is_list(kind) or pa.types.is_large_list(kind) or pa.types.is_fixed_size_list(kind)
 
 
-def kind_of(name: str, kind: pa.DataType) -> int:
+def kind_of(name: str, kind: pa.DataType, column: pa.DataType | None = None) -> int:
+    """Returns the kind of the values of a feature.
+
+    Args:
+      name: the column.
+      kind: the type of its values.
+      column: its type, for the message, unless the column holds single values.
+
+    Raises:
+      SourceError: an Example cannot hold them; names the column.
+    """
     import pyarrow.types as types
 
     if is_text_or_bytes(kind):
@@ -215,8 +225,8 @@ def kind_of(name: str, kind: pa.DataType) -> int:
     if types.is_integer(kind) or types.is_boolean(kind) or (types.is_temporal(kind) and not types.is_interval(kind)):
         return INT64
     raise SourceError(
-        f"column {name!r} has the type {kind}, which an Example cannot hold. Expected text, binary, numbers, dates, or lists "
-        f"and structs of them. {_CHOOSE}"
+        f"column {name!r} has the type {column or kind}, which an Example cannot hold. Expected text, binary, numbers, "
+        f"dates, lists of them, or structs of those. {_CHOOSE}"
     )
 
 

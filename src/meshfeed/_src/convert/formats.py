@@ -12,7 +12,6 @@ import glob
 import os
 import pathlib
 import re
-import urllib.parse
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
@@ -36,11 +35,12 @@ from meshfeed._src.sources.files.paths import (
     absolute,
     expand_paths,
     file_info,
-    is_http,
+    format_name,
     is_url,
     open_file_system,
     remote_errors,
     version_of,
+    without_query,
 )
 
 _TIMEOUT_SECONDS = 30.0  # without an answer, before the request is sent again
@@ -127,9 +127,10 @@ def _expand_files(name: str, named: str | None) -> list[tuple[str, str]]:
 
 
 def _expand_url(url: str, named: str | None) -> list[tuple[str, str]]:
-    if _MAGIC.search(path_of(url)):
+    path = without_query(url)
+    if _MAGIC.search(path.split("/", 3)[-1]):  # without the host, which may be an IPv6 address in brackets
         return _expand_files(url, named)
-    if path_of(url).endswith("/index.json"):
+    if path.endswith("/index.json"):
         url = url.rpartition("/")[0]
     names = list(remote_files(url))
     if names == [""]:
@@ -163,7 +164,7 @@ def _local_folder(path: str) -> _Folder:
 
 
 def _format_of(path: str) -> str:
-    if _POSITION.fullmatch(os.path.basename(path_of(path))):
+    if _POSITION.fullmatch(os.path.basename(without_query(path))):
         raise SourceError(f"{path} is a position that another loader saved. Use: meshfeed import-position.")
     extension = _extension(path)
     if extension in ("array_record", "arrayrecord"):
@@ -183,7 +184,7 @@ def _format_of(path: str) -> str:
 
 def _extension(path: str) -> str:
     """Returns the extension that names the format: that of the content if the file is compressed."""
-    name = uncompressed_name(os.path.basename(path_of(path)).lower())
+    name = os.path.basename(format_name(uncompressed_name(path))).lower()
     sharded = _SHARDED.search(name)
     return sharded[1] if sharded else name.rpartition(".")[2]
 
@@ -237,11 +238,6 @@ class RemoteInput(NamedTuple):
     url: str
     num_bytes: int
     version: str
-
-
-def path_of(name: str) -> str:
-    """Returns the path of a URL, without a query such as a signature; a local path as it is."""
-    return urllib.parse.urlsplit(name).path if is_http(name) else name
 
 
 def remote_files(url: str) -> dict[str, RemoteInput]:

@@ -203,21 +203,51 @@ def choose(schema: pa.Schema, columns: Sequence[str] | None) -> pa.Schema:
     return schema if columns is None else pa.schema([field for field in schema if field.name in columns])
 
 
-def align(batch: pa.RecordBatch, schema: pa.Schema) -> pa.RecordBatch:
-    """Returns a batch with the columns and types of ``schema``; a missing column is null."""
+def align(batch: pa.RecordBatch, schema: pa.Schema, first_record: int) -> pa.RecordBatch:
+    """Returns a batch with the columns and types of ``schema``; a missing column is null.
+
+    Raises:
+      SourceError: a value does not fit its type, which is that of several files; names the column and the record.
+    """
     import pyarrow as pa
 
     if batch.schema.equals(schema):
         return batch
     return pa.RecordBatch.from_arrays(
         [
-            batch.column(field.name).cast(field.type)
+            _cast(batch.column(field.name), field, first_record)
             if field.name in batch.schema.names
             else pa.nulls(batch.num_rows, field.type)
             for field in schema
         ],
         schema=schema,
     )
+
+
+def _cast(array: pa.Array, field: pa.Field, first_record: int) -> pa.Array:
+    import pyarrow as pa
+
+    def cast(rows: range) -> pa.Array:
+        return array.take(integers(np.array(rows))).cast(field.type)
+
+    def is_refused(row: int) -> bool:
+        try:
+            cast(range(row, row + 1))
+        except pa.ArrowInvalid:
+            return True
+        return False
+
+    try:
+        return array.cast(field.type)
+    except pa.ArrowInvalid as error:
+        row = next(filter(is_refused, range(len(array))), None)
+        if row is None:  # the value is in a list of a row before or after this part of the column
+            return cast(range(len(array)))
+        raise SourceError(
+            f"record {first_record + row}: column {field.name!r} has a value that {field.type}, its type in all files "
+            f"together, cannot hold: {str(error).rstrip('.')}. Store the column with one type in all files, or leave it out "
+            "with --columns."
+        ) from error
 
 
 def null_mask(array: pa.Array) -> np.ndarray | None:
@@ -282,8 +312,11 @@ def with_types(schema: pa.Schema, change: Callable[[pa.DataType], pa.DataType]) 
     import pyarrow as pa
 
     def changed(kind: pa.DataType) -> pa.DataType:
-        if pa.types.is_list(kind):
-            return pa.list_(kind.value_field.with_type(changed(kind.value_type)))
+        if pa.types.is_fixed_size_list(kind):
+            return pa.list_(kind.value_field.with_type(changed(kind.value_type)), kind.list_size)
+        if pa.types.is_list(kind) or pa.types.is_large_list(kind):
+            make = pa.large_list if pa.types.is_large_list(kind) else pa.list_
+            return make(kind.value_field.with_type(changed(kind.value_type)))
         return pa.struct(list(with_types(pa.schema(list(kind)), change))) if pa.types.is_struct(kind) else change(kind)
 
     return pa.schema([field.with_type(changed(field.type)) for field in schema])

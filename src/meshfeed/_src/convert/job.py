@@ -36,13 +36,13 @@ import numpy as np
 from meshfeed._src.base.errors import MeshfeedError, SettingsError, SourceError
 from meshfeed._src.convert.destination import JOB, destination_of, replacing, sync, temporary
 from meshfeed._src.convert.example import feature_kinds
-from meshfeed._src.convert.formats import FORMATS, download, path_of, remote_files
+from meshfeed._src.convert.formats import FORMATS, download, remote_files
 from meshfeed._src.convert.inputs import Input, Scan, TypesChanged, align, choose, read_schema, schema_text, stamp
 from meshfeed._src.convert.values import Measure, merge
 from meshfeed._src.convert.writers import ArrayRecordFile, OutputFile, Settings, TokenWriter, check_column
 from meshfeed._src.sources.files.formats import compression_of, decompress, uncompressed_name
 from meshfeed._src.sources.files.manifest import FileEntry, describe_file, digest_of
-from meshfeed._src.sources.files.paths import in_threads, is_url, name_bytes
+from meshfeed._src.sources.files.paths import format_name, in_threads, is_url, name_bytes
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -189,8 +189,7 @@ class Conversion:
         return str(copy)
 
     def _copy(self, number: int) -> pathlib.Path:
-        path = path_of(self.paths[number]).rstrip("/")
-        name = os.path.basename(path)
+        name = os.path.basename(format_name(self.paths[number]).rstrip("/"))
         return self.folder / "inputs" / f"{number:05}-{uncompressed_name(name)[-_NAME_CHARACTERS:]}"
 
     def check_read(self) -> None:
@@ -410,7 +409,9 @@ class Conversion:
             with self._naming(number):
                 path = self._local(number)
                 for batch in self.input.read(path, self.load_scan(number), start, stop, schema):
-                    for piece in _pieces(align(batch, schema)):
+                    with self._placing():
+                        aligned = align(batch, schema, record)
+                    for piece in _pieces(aligned):
                         yield record, piece
                         record += piece.num_rows
             if record != begin + stop:
@@ -480,7 +481,7 @@ def _is_disk_full(error: BaseException) -> bool:
 
 
 def _compression(path: str) -> str | None:
-    return compression_of(path_of(path)) if is_url(path) or os.path.isfile(path) else None
+    return compression_of(path) if is_url(path) or os.path.isfile(path) else None
 
 
 def _pieces(batch: pa.RecordBatch) -> Iterator[pa.RecordBatch]:

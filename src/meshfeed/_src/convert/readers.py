@@ -310,16 +310,17 @@ class Mds(Input):
         with self._opened(path, [name for name in schema.names if name in scan.more]) as source:
             for block in _row_blocks(start, stop, 256):
                 rows = source.__getitems__(block)
-                columns = [[_mds_value(row.get(name), scan.more.get(name)) for row in rows] for name in schema.names]
-                try:
-                    for name, kind in zip(schema.names, schema.types, strict=True):
+                arrays = []
+                for name, kind in zip(schema.names, schema.types, strict=True):
+                    values = [_mds_value(row.get(name), scan.more.get(name)) for row in rows]
+                    try:
                         _check_dtypes([row[name].dtype for row in rows if isinstance(row.get(name), np.ndarray)], kind)
-                    arrays = [pa.array(column, kind) for column, kind in zip(columns, schema.types, strict=True)]
-                except (pa.ArrowInvalid, pa.ArrowTypeError, OverflowError) as error:
-                    raise SourceError(
-                        f"{path}: records {block[0]} to {block[-1]} hold values that differ from record 0 in type or rank: "
-                        f"{error}. Leave the column out with --columns."
-                    ) from error
+                        arrays.append(pa.array(values, kind))
+                    except (pa.ArrowInvalid, pa.ArrowTypeError, OverflowError) as error:
+                        raise SourceError(
+                            f"{path}: column {name!r} of the records {block[0]} to {block[-1]} holds values that differ from "
+                            f"record 0 in type or rank: {error}. Leave the column out with --columns."
+                        ) from error
                 yield pa.RecordBatch.from_arrays(arrays, schema=schema)
 
     @contextlib.contextmanager
