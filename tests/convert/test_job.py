@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 import pathlib
@@ -12,6 +13,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Sequence
+from typing import Any
 
 import formats
 import pyarrow as pa
@@ -19,6 +21,7 @@ import pyarrow.parquet as pq
 import pytest
 
 import meshfeed
+from meshfeed._src.convert import destination
 from meshfeed._src.convert import run as convert_run
 from meshfeed._src.convert.destination import Disk, _count
 from meshfeed._src.convert.job import JOB, Conversion, Phase
@@ -128,6 +131,45 @@ def test_a_folder_belongs_to_one_conversion(tmp_path: pathlib.Path) -> None:
         assert convert(data, out, Settings(shards=3), StopAfter(0)).was_complete
     with pytest.raises(meshfeed.SettingsError, match=r"holds \d+ other files"):
         convert(data, str(tmp_path), Settings(), run_here)
+
+
+@pytest.mark.parametrize("place", ["disk", "bucket"])
+@pytest.mark.parametrize("shards", [1, 2])
+def test_another_run_that_completes_just_before_this_one_begins(
+    shards: int, place: str, memory: Any, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Records of both would otherwise be in the folder."""
+    kind, to = {
+        "disk": (destination.Disk, str(tmp_path / "out")),
+        "bucket": (destination.Bucket, "memory://bucket/out"),
+    }[place]
+    data, lock = formats.jsonl(tmp_path), kind.lock
+
+    def lock_late(self: Any) -> Any:
+        monkeypatch.setattr(kind, "lock", lock)
+        convert(data, to, Settings(shards=1), run_here)
+        return self.lock()
+
+    monkeypatch.setattr(kind, "lock", lock_late)
+    if shards == 1:
+        assert convert(data, to, Settings(shards=1), run_here).was_complete
+    else:
+        with pytest.raises(meshfeed.SettingsError, match="the result of a conversion with --shards 1, and this one is"):
+            convert(data, to, Settings(shards=shards), run_here)
+    assert sorted(destination.destination_of(to).sizes()) == ["data-00000-of-00001.array_record", "manifest.json"]
+
+
+def test_a_lock_of_a_folder_that_was_removed_is_none(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A process that has opened the state of another one, which then completes and removes it."""
+    flock = fcntl.flock
+
+    def complete_first(number: int, how: int) -> None:
+        os.rmdir(tmp_path / "out" / destination.FOLDER)
+        flock(number, how)
+
+    monkeypatch.setattr(fcntl, "flock", complete_first)
+    with pytest.raises(meshfeed.SettingsError, match="another process is converting to"):
+        convert(formats.jsonl(tmp_path), str(tmp_path / "out"), Settings(), run_here)
 
 
 def test_a_full_disk(tmp_path: pathlib.Path) -> None:

@@ -181,7 +181,6 @@ class Disk(Destination):
     def lock(self) -> Iterator[None]:
         """See :class:`Destination`. Removes folders that stay empty."""
         is_new = not self._directory.exists()
-        self.work.mkdir(parents=True, exist_ok=True)
         try:
             with _locked(self.work, self.name):
                 yield
@@ -263,15 +262,23 @@ class Disk(Destination):
 
 @contextlib.contextmanager
 def _locked(folder: pathlib.Path, name: str) -> Iterator[None]:
+    """Locks a folder, which is created, and removed if it stays empty."""
+    folder.mkdir(parents=True, exist_ok=True)
     number = os.open(folder, os.O_RDONLY)
     try:
         try:  # a lock of the kernel, because it ends with the process, even after SIGKILL
             fcntl.flock(number, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
+            if not os.path.samestat(os.fstat(number), os.stat(folder)):
+                raise BlockingIOError  # of a folder that the other process has removed since
+        except (BlockingIOError, FileNotFoundError):
             raise SettingsError(
                 f"another process is converting to {name}. Wait for it, or name another folder.", setting="to"
             ) from None
-        yield
+        try:
+            yield
+        finally:
+            with contextlib.suppress(OSError):
+                os.rmdir(folder)  # fails if there is anything in it
     finally:
         os.close(number)
 
@@ -397,13 +404,8 @@ class Bucket(Destination):
     @contextlib.contextmanager
     def lock(self) -> Iterator[None]:
         """See :class:`Destination`."""
-        folder = self._local()
-        try:
-            with _locked(folder, self.name):
-                yield
-        finally:
-            with contextlib.suppress(OSError):
-                os.rmdir(folder)  # fails if there is anything in it
+        with _locked(self._local(), self.name):
+            yield
 
     def begin(self, job: bytes, *, is_new: bool) -> None:
         """See :class:`Destination`."""

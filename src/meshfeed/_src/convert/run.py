@@ -131,6 +131,9 @@ def convert(
     if finished is not None:
         return finished
     with destination.lock():
+        finished = _finished(destination, directory, description)  # another process may have completed it since
+        if finished is not None:
+            return finished
         job = _prepare(destination, directory, description, tokenizer)
         try:
             _run(directory, engine, show)
