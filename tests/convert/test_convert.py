@@ -371,6 +371,18 @@ def test_types_of_columns(tmp_path: pathlib.Path) -> None:
     assert third == always | {"struct/b": b"", "day": [days], "half": [3.0], "fixed": [5, 6], "code": b"x"}
 
 
+def test_an_arrow_file_that_is_no_stream(tmp_path: pathlib.Path) -> None:
+    table = pa.table({"a": [1, 2]})
+    with pa.OSFile(str(tmp_path / "file.arrow"), "wb") as file, pa.ipc.new_file(file, table.schema) as writer:
+        writer.write_table(table)
+    with pytest.raises(meshfeed.SourceError, match=r"file\.arrow is an Arrow file with a footer.* as Parquet: "):
+        run(tmp_path / "file.arrow", tmp_path / "out")
+    with pa.OSFile(str(tmp_path / "stream.arrow"), "wb") as file, pa.ipc.new_stream(file, table.schema) as writer:
+        writer.write_table(table)
+    run(tmp_path / "stream.arrow", tmp_path / "out")
+    assert features_of(tmp_path / "out") == [{"a": [1]}, {"a": [2]}]
+
+
 def test_a_hugging_face_dataset_of_splits_names_one_of_them(tmp_path: pathlib.Path) -> None:
     import datasets
 

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import bz2
 import csv
 import gzip
 import io
 import json
+import lzma
 import pathlib
+from collections.abc import Callable
 
 import pytest
 from hypothesis import example, given
@@ -164,11 +167,7 @@ def test_a_byte_order_mark_belongs_to_no_record(name: str, content: str, wanted:
             b"[1, 2]",
             "begins with one JSON array. Expected one JSON object per line. Convert it: jq -c '.[]' FILE",
         ),
-        (
-            "a.jsonl",
-            b"\x1f\x8b\x08",
-            r"begins with b'\x1f\x8b\x08'. Expected one JSON object per line. Correct the file",
-        ),
+        ("a.jsonl", b"key: 1", r"begins with b'key: 1'. Expected one JSON object per line. Correct the file"),
     ],
 )
 def test_what_is_no_text_of_lines_is_refused(name: str, content: bytes, message: str, tmp_path: pathlib.Path) -> None:
@@ -177,6 +176,21 @@ def test_what_is_no_text_of_lines_is_refused(name: str, content: bytes, message:
         convert([str(tmp_path / name)], str(tmp_path / "out"), Settings(), run_here)
     assert str(caught.value).startswith(f"{tmp_path / name} begins with ")
     assert message in str(caught.value)
+
+
+@pytest.mark.parametrize("name", ["a.txt", "a.csv", "a.jsonl", "a.tfrecord"])
+@pytest.mark.parametrize(
+    ("compress", "found"),
+    [(gzip.compress, r"gzip \(.gz\)"), (bz2.compress, r"bzip2 \(.bz2\)"), (lzma.compress, r"xz \(.xz\)")],
+)
+def test_a_compressed_file_whose_name_does_not_state_it(
+    name: str, compress: Callable[[bytes], bytes], found: str, tmp_path: pathlib.Path
+) -> None:
+    (tmp_path / name).write_bytes(compress(b"one\ntwo\n"))
+    with pytest.raises(meshfeed.SourceError, match=rf"{name} is compressed with {found}, .* Rename"):
+        convert([str(tmp_path / name)], str(tmp_path / "out"), Settings(), run_here)
+    (tmp_path / "b.txt").write_bytes(b"BZh is text")
+    assert convert([str(tmp_path / "b.txt")], str(tmp_path / "out"), Settings(), run_here).num_records == 1
 
 
 def test_types_that_differ_between_blocks_name_the_line(tmp_path: pathlib.Path) -> None:

@@ -26,7 +26,17 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 import numpy as np
 
 from meshfeed._src.base.errors import CorruptDataError, SourceError, missing_package
-from meshfeed._src.convert.inputs import Input, Scan, binary, flags, integers, null_mask, numbers, to_bytes
+from meshfeed._src.convert.inputs import (
+    Input,
+    Scan,
+    binary,
+    flags,
+    integers,
+    null_mask,
+    numbers,
+    refuse_compressed,
+    to_bytes,
+)
 from meshfeed._src.sources.decode import BYTES, FLOAT, INT64
 
 if TYPE_CHECKING:
@@ -457,6 +467,8 @@ def _tf_records(path: str, offset: int, *, with_content: bool = True) -> Iterato
                 raise _cut_tf_record(path, offset)
             length, check = _HEAD.unpack(head)
             if _mask(checksum(head[:8])) != check:
+                if not offset:
+                    refuse_compressed(path)
                 raise _damaged_tf_record(path, f"no record begins at byte {offset:,}")
             end = offset + _HEAD.size + length + _CHECK.size
             if end > size:

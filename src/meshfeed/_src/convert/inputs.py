@@ -18,10 +18,14 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from meshfeed._src.base.errors import SettingsError, SourceError
+from meshfeed._src.sources.files.formats import compression_in
 from meshfeed._src.sources.files.paths import is_folder
 
 if TYPE_CHECKING:
     import pyarrow as pa
+
+
+_HEAD_BYTES = 16
 
 
 class TypesChanged(Exception):
@@ -160,6 +164,18 @@ def stamp(path: str) -> str:
     """Returns the size of a file, and the time when it was last written."""
     status = os.stat(path)
     return f"{status.st_size}:{status.st_mtime_ns}"
+
+
+def refuse_compressed(path: str) -> None:
+    """Raises SourceError if a file begins as compressed ones do. One whose name states it is decompressed before."""
+    with open(path, "rb") as file:
+        head = file.read(_HEAD_BYTES)
+    found = None if head.isascii() else compression_in(head)  # text may begin with BZh
+    if found is not None:
+        raise SourceError(
+            f"{path} is compressed with {found}, which its name does not state. Expected plain content, or a name with the "
+            "extension of the compression. Rename the file, or decompress it."
+        )
 
 
 def walk(path: str) -> Iterator[str]:

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, BinaryIO, TypeVar
 import numpy as np
 
 from meshfeed._src.base.errors import CorruptDataError, SourceError
-from meshfeed._src.convert.inputs import Input, Scan, TypesChanged, spans, to_bytes, with_types
+from meshfeed._src.convert.inputs import Input, Scan, TypesChanged, refuse_compressed, spans, to_bytes, with_types
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -56,6 +56,7 @@ class LineInput(Input, abc.ABC):
 
     def scan(self, path: str, *, all_types: bool) -> Scan:
         """See :class:`Input`. Types are those of the first block, or of all blocks with ``all_types``."""
+        refuse_compressed(path)
         marks, num_records, next_mark = [], 0, 0
         schema = None
         with open(path, "rb") as file:

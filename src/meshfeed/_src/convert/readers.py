@@ -28,6 +28,7 @@ if TYPE_CHECKING:
 
     from meshfeed._src.sources.mds import MDS
 
+_ARROW_FILE = b"ARROW1"
 _IMAGES = (".jpg", ".jpeg", ".png", ".webp", ".gif", ".bmp", ".tif", ".tiff")
 
 
@@ -85,6 +86,7 @@ class Datasets(Input):
         except ImportError as error:
             raise missing_package(f"reading {path}", error, "hf") from error
         _check_state(path)
+        _check_stream(path)
         try:
             found = datasets.Dataset.from_file(path) if os.path.isfile(path) else datasets.load_from_disk(path)
         except Exception as error:  # whatever Arrow, json and datasets raise for a damaged folder
@@ -111,6 +113,19 @@ class Datasets(Input):
             for batch in table.select([name for name in schema.names if name in table.column_names]).to_batches():
                 yield content_of_files(batch, declared, path, first, folder)
                 first += batch.num_rows
+
+
+def _check_stream(path: str) -> None:
+    """Raises SourceError for a file of Arrow that is no stream, which is all that the library reads."""
+    if not os.path.isfile(path):
+        return
+    with open(path, "rb") as file:
+        if file.read(len(_ARROW_FILE)) == _ARROW_FILE:
+            raise SourceError(
+                f"{path} is an Arrow file with a footer, as Feather is. Expected a stream of Arrow, as Hugging Face datasets "
+                "writes it. Write the table as Parquet: "
+                "pyarrow.parquet.write_table(pyarrow.feather.read_table(FILE), 'FILE.parquet')."
+            )
 
 
 def _check_state(path: str) -> None:

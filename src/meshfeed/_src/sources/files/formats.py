@@ -139,6 +139,13 @@ def folder_hint(path: str | os.PathLike[str]) -> str:
 _FOLDERS_LOOKED_AT = 100
 _CHUNK_BYTES = 1 << 20
 _COMPRESSIONS = {"gz": "gz", "bz2": "bz2", "xz": "xz", "zst": "zstd", "zstd": "zstd", "br": "br", "snappy": "snappy"}
+_MAGIC_BYTES = {
+    b"\x1f\x8b": "gzip (.gz)",
+    b"BZh": "bzip2 (.bz2)",
+    b"\xfd7zXZ\0": "xz (.xz)",
+    b"\x28\xb5\x2f\xfd": "zstd (.zst)",
+    b"\x04\x22\x4d\x18": "lz4",
+}
 _TARS = {"tgz": "gz", "tbz": "bz2", "tbz2": "bz2", "txz": "xz", "tzst": "zstd"}  # extensions of compressed archives
 
 
@@ -146,6 +153,11 @@ def compression_of(name: str) -> str | None:
     """Returns the compression that the last extension of a file name denotes, or None."""
     extension = format_name(name).rsplit(".", 1)[-1].lower()
     return _COMPRESSIONS.get(extension) or _TARS.get(extension)
+
+
+def compression_in(head: bytes) -> str | None:
+    """Returns the compression of a file that begins with ``head``, for messages; None if there is none."""
+    return next((name for magic, name in _MAGIC_BYTES.items() if head.startswith(magic)), None)
 
 
 def uncompressed_name(name: str) -> str:

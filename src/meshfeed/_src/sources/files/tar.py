@@ -21,7 +21,7 @@ import xxhash
 
 from meshfeed._src.base.errors import CorruptDataError, MeshfeedError, SourceError
 from meshfeed._src.sources.files.direct import RemoteBytes
-from meshfeed._src.sources.files.formats import reader_hint
+from meshfeed._src.sources.files.formats import compression_in, reader_hint
 from meshfeed._src.sources.files.open_files import Descriptor
 
 SUFFIX = ".meshfeed-index"
@@ -253,7 +253,7 @@ def _files(archive: Descriptor | RemoteBytes, path: str) -> Iterator[tuple[str, 
     except (MeshfeedError, OSError):
         raise
     except Exception as error:  # tarfile raises its own errors, and others for some damaged headers
-        compression = _compression(archive.read(0, 6))
+        compression = compression_in(archive.read(0, 6))
         if compression:
             what = f"it is compressed with {compression}, which its name does not say. Rename it, or decompress it"
             raise _damaged(path, what) from error
@@ -283,19 +283,6 @@ def _check_member(member: tarfile.TarInfo, path: str, num_bytes: int) -> None:
     # tarfile would go back, without an end, or accept a file that the archive cannot hold.
     if member.size < 0 or (member.isreg() and member.offset_data + member.size > num_bytes):
         raise _damaged(path, f"the header of {member.name!r} lists {member.size:,} bytes")
-
-
-_MAGIC_BYTES = {
-    b"\x1f\x8b": "gzip (.gz)",
-    b"BZh": "bzip2 (.bz2)",
-    b"\xfd7zXZ\0": "xz (.xz)",
-    b"\x28\xb5\x2f\xfd": "zstd (.zst)",
-    b"\x04\x22\x4d\x18": "lz4",
-}
-
-
-def _compression(head: bytes) -> str | None:
-    return next((name for magic, name in _MAGIC_BYTES.items() if head.startswith(magic)), None)
 
 
 class _At(io.RawIOBase):
