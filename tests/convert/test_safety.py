@@ -337,6 +337,21 @@ def test_views_of_text_and_bytes(tmp_path: pathlib.Path) -> None:
     ]
 
 
+def test_dictionaries_are_the_values_in_them(tmp_path: pathlib.Path) -> None:
+    """As pandas writes categories, in one file and not in another."""
+    codes = pa.array(["a", None, "b"]).dictionary_encode()
+    words = pa.array([["a"], [], ["b", "a"]], pa.list_(pa.dictionary(pa.int8(), pa.string())))
+    pairs = pa.array([[1, 2], [3, 4], [5, 6]], pa.list_(pa.int32(), 2))
+    pq.write_table(pa.table({"code": codes, "words": words, "pair": pairs}), tmp_path / "a.parquet")
+    pq.write_table(pa.table({"code": ["c"], "words": [["c"]], "pair": pairs[:1]}), tmp_path / "b.parquet")
+    assert features(f"{tmp_path}/*.parquet", tmp_path / "out", shards=3) == [
+        {"code": b"a", "words": b"a", "pair": [1, 2]},
+        {"words": [], "pair": [3, 4]},
+        {"code": b"b", "words": [b"b", b"a"], "pair": [5, 6]},
+        {"code": b"c", "words": b"c", "pair": [1, 2]},
+    ]
+
+
 # ------------------------------------------------------------------------ one input
 
 

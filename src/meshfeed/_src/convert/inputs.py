@@ -253,11 +253,13 @@ def _cast(array: pa.Array, field: pa.Field, first_record: int) -> pa.Array:
             return True
         return False
 
+    if array.type == field.type:
+        return array
     try:
         return array.cast(field.type)
     except pa.ArrowInvalid as error:
         row = next(filter(is_refused, range(len(array))), None)
-        if row is None:  # the value is in a list of a row before or after this part of the column
+        if row is None:  # Arrow cast the lists of rows before or after this part of the column too
             return cast(range(len(array)))
         raise SourceError(
             f"record {first_record + row}: column {field.name!r} has a value that {field.type}, its type in all files "

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from meshfeed._src.base.errors import CorruptDataError, SourceError, missing_package
-from meshfeed._src.convert.inputs import Input, Scan, binary, flags, integers, stamp, to_bytes, walk, with_types
+from meshfeed._src.convert.inputs import Input, Scan, align, binary, flags, integers, stamp, to_bytes, walk, with_types
 from meshfeed._src.sources.files import tar
 from meshfeed._src.sources.files.manifest import digest_of
 from meshfeed._src.sources.files.open_files import Descriptor
@@ -44,7 +44,7 @@ class ParquetFiles(Input):
     def scan(self, path: str, *, all_types: bool) -> Scan:
         """See :class:`Input`."""
         with ParquetFile(path) as file:
-            return Scan(file.metadata.num_rows, with_types(with_content(file.schema), _without_view))
+            return Scan(file.metadata.num_rows, with_types(with_content(file.schema), _plain))
 
     def read(self, path: str, scan: Scan, start: int, stop: int, schema: pa.Schema) -> Iterator[pa.RecordBatch]:
         """See :class:`Input`."""
@@ -52,14 +52,18 @@ class ParquetFiles(Input):
             names = [name for name in schema.names if name in file.schema.names]
             for first, batch in file.batches(start, stop, names):
                 batch = content_of_files(batch, file.schema, path, first, None)
-                kinds = with_types(batch.schema, _without_view)
-                yield batch if kinds == batch.schema else batch.cast(kinds)
+                yield align(batch, with_types(batch.schema, _plain), first)
 
 
-def _without_view(kind: pa.DataType) -> pa.DataType:
-    """Plain text and bytes in place of views, for which Arrow lacks many functions."""
+def _plain(kind: pa.DataType) -> pa.DataType:
+    """The type of the values of a dictionary, and plain text and bytes in place of views.
+
+    Arrow lacks many functions of both, and joins neither with the plain type of another file.
+    """
     import pyarrow as pa
 
+    if pa.types.is_dictionary(kind):
+        kind = kind.value_type
     if pa.types.is_string_view(kind):
         return pa.large_string()
     return pa.large_binary() if pa.types.is_binary_view(kind) else kind
