@@ -62,6 +62,7 @@ LAZY = {
     "meshfeed.__main__": "the command line, once Ctrl-C is handled",
     "meshfeed.checkpoint": "public names",
     "meshfeed.sources": "public names",
+    "meshfeed._src.base.ended": "the key-value store, at exit: `import meshfeed` loads this module",
     "meshfeed._src.cli.main": "commands",
     "meshfeed._src.cli.doctor": "what a process is, which imports JAX",
     "meshfeed._src.cli.bench": "sources of the user's choice",

@@ -8,6 +8,8 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
+from meshfeed._src.base.ended import tell_at_exit as _tell_at_exit
+
 if TYPE_CHECKING:
     from meshfeed import checkpoint, maxtext, monitoring, remote, sources, testing
     from meshfeed._src.base.errors import (
@@ -30,6 +32,8 @@ if TYPE_CHECKING:
     from meshfeed._src.state.state import merge_states
 
 __version__ = "0.1.0"
+
+_tell_at_exit()
 
 _HOME = {
     "AgreementError": "meshfeed._src.base.errors",

@@ -372,6 +372,41 @@ def test_an_announcement_after_the_deadline_is_still_taken(monkeypatch: pytest.M
     assert job.on(1, reduce, 0, range(3), 0.05) == 5
 
 
+@pytest.mark.parametrize("gone", [0, 1])
+def test_a_host_whose_program_has_ended_is_not_waited_for(gone: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(reduction, "_FIRST_LOOK_SECONDS", 0.0)
+    monkeypatch.setattr(reduction, "_ANNOUNCING_SECONDS", 0.05)
+    job = Job(CountingStore(), monkeypatch)
+    job.store.set(f"meshfeed/ended/{gone}", "gone: its program has ended by OSError: no disk")
+    first, last = sorted({0, 1, 2} - {gone})
+
+    def run(host: int) -> Any:
+        if host == first:  # it looks at once for hosts that have ended
+            assert job.store.get(f"meshfeed/test/0/in/{last}", 60) is not None
+        return reduce(host, range(3), seconds=60)
+
+    start = time.monotonic()
+    for error in job.run((first, last), run):
+        assert isinstance(error, StalledError)
+        assert error.hosts == (gone,)
+        assert f"host {gone} is gone: its program has ended by OSError: no disk" in str(error)
+    assert time.monotonic() - start < 30
+
+
+def test_a_host_that_has_published_before_its_program_ended_is_not_missed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(reduction, "_FIRST_LOOK_SECONDS", 0.0)
+    job = Job(CountingStore(), monkeypatch)
+    job.store.set("meshfeed/test/0/in/1", "1")
+    job.store.set("meshfeed/ended/1", "gone: its program has ended")
+
+    def run(host: int) -> Any:
+        if host == 2:
+            time.sleep(0.3)
+        return reduce(host, range(3), seconds=60)
+
+    assert job.run((0, 2), run) == [3, 3]
+
+
 def test_a_reducer_that_hangs_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(reduction, "_ANNOUNCING_SECONDS", 0.05)
     job = Job(CountingStore(), monkeypatch)
@@ -518,7 +553,7 @@ def test_patience_looks_at_eight_hosts() -> None:
     store = CountingStore()
     store.set("meshfeed/resuming/9", "resuming")
     assert not Patience(store, 1.0).renew(range(100))
-    assert store.calls["try_get"] == 8
+    assert store.calls["try_get"] == 16  # whether it has ended, and its progress
 
 
 def test_progress_is_published_where_there_is_some_and_taken_away(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,11 +8,11 @@ reducer. A reduction has these keys in the key-value store, below a prefix of it
     late        while the reducer waits: the stragglers, for the messages of the hosts that wait for the result
 
 In a reduction without stragglers, each host makes two requests, and the reducer a few more. A host whose timeout
-expires raises an error that names the stragglers. Keys are deleted once no host can read them again: by the reducer as
-soon as every host has reached a later reduction, or by the last of all hosts to :func:`leave`. A killed host does
-neither. The values of a reduction that it left unfinished are then deleted when the failure is announced. The
-announcement itself stays: survivors cannot distinguish a killed host from a slow one, which must still be able to read
-why the others did not wait.
+expires, or that waits for one whose program has ended, raises an error that names the stragglers. Keys are deleted once
+no host can read them again: by the reducer as soon as every host has reached a later reduction, or by the last of all
+hosts to :func:`leave`. A killed host does neither. The values of a reduction that it left unfinished are then deleted
+when the failure is announced. The announcement itself stays: survivors cannot distinguish a killed host from a slow one,
+which must still be able to read why the others did not wait.
 """
 
 from __future__ import annotations
@@ -20,12 +20,14 @@ from __future__ import annotations
 import contextlib
 import json
 import logging
+import math
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import NamedTuple, Self
 
 from meshfeed._src.base import coordination
 from meshfeed._src.base.coordination import NAMED_HOSTS, KeyValueStore, call_briefly, call_in_background, format_hosts
+from meshfeed._src.base.ended import find_ended
 from meshfeed._src.base.errors import StalledError
 from meshfeed._src.base.progress import PROGRESS
 from meshfeed._src.base.types import JsonValue
@@ -43,6 +45,8 @@ _MAX_PAUSE_SECONDS = 0.1
 _FIRST_NOTE_SECONDS = 0.2
 _NOTE_SECONDS = 1.0
 _REPORT_SECONDS = 5.0
+_FIRST_LOOK_SECONDS = 1.0  # for hosts that have ended
+_LOOK_SECONDS = 2.0
 _ANNOUNCING_SECONDS = 2.0  # longer than a reducer with all values takes to announce, and than the age of a note
 
 
@@ -125,13 +129,14 @@ class Reduction:
         return self._stored(f"{self.prefix}/out")
 
     def wait(self, deadline: float, tick: Callable[[float], None] | None = None) -> dict[str, JsonValue] | None:
-        """Waits for the announcement, in slices; returns None if it does not come in time.
+        """Waits for the announcement, in slices; returns None if it does not come in time, or the reducer has ended.
 
         Args:
           deadline: in seconds of ``time.monotonic()``.
           tick: called between slices with the seconds waited so far; may raise.
         """
         start = time.monotonic()
+        next_look = start + _FIRST_LOOK_SECONDS
         while True:
             now = time.monotonic()
             slice_seconds = min(_MAX_SLICE_SECONDS, _slice_seconds(now - start, len(self._participants)))
@@ -139,10 +144,15 @@ class Reduction:
             text = self._store.get(f"{self.prefix}/out", min(slice_seconds, max(deadline - now, 0.001)))
             if text is not None:
                 return json.loads(text)
-            if time.monotonic() >= deadline:
+            now = time.monotonic()
+            if now >= deadline:
                 return None
+            if now >= next_look:
+                if find_ended(self._store, [self.reducer]):
+                    return None
+                next_look = now + _LOOK_SECONDS
             if tick is not None:
-                tick(time.monotonic() - start)
+                tick(now - start)
 
     def wait_or_find_stragglers(
         self, deadline: float, tick: Callable[[float], None] | None = None
@@ -188,7 +198,7 @@ class Reduction:
         others arrive, and lists again. This takes few requests with thousands of hosts and adds no delay with few.
 
         Args:
-          deadline: in seconds of ``time.monotonic()``.
+          deadline: in seconds of ``time.monotonic()``. If it is finite, a missing host whose program has ended ends the wait.
           done: whether to stop collecting, given the values so far; default: stop when all have arrived.
           tick: see :meth:`wait`.
 
@@ -196,7 +206,7 @@ class Reduction:
           Host → value, ascending, of the hosts that arrived.
         """
         start = time.monotonic()
-        next_note = start + _FIRST_NOTE_SECONDS
+        next_note, next_look = start + _FIRST_NOTE_SECONDS, start + _FIRST_LOOK_SECONDS
         pause = min(_MAX_PAUSE_SECONDS, len(self._participants) * _PAUSE_SECONDS_PER_HOST)
         while True:
             values = self._list()
@@ -208,6 +218,10 @@ class Reduction:
                 self._noted, next_note = late, now + _NOTE_SECONDS
             if (done(values) if done is not None else not late) or now >= deadline:
                 return values
+            if late and now >= next_look and deadline < math.inf:
+                if find_ended(self._store, sorted(late)[:NAMED_HOSTS]):
+                    return values
+                next_look = now + _LOOK_SECONDS
             if tick is not None:
                 tick(now - start)
             slice_seconds = _slice_seconds(now - start, len(self._participants))
@@ -284,7 +298,8 @@ class Reduction:
                 stragglers = self.stragglers()
             else:
                 announcement, stragglers = self.wait_or_find_stragglers(patience.deadline, tick)
-            if announcement is None and not patience.renew(stragglers.hosts):
+            late = stragglers.hosts or (() if self.is_reducer else (self.reducer,))
+            if announcement is None and not patience.renew(late):
                 announcement = {"stalled": [stragglers, time.monotonic() - start, *patience.notes()]}
                 if self.is_reducer:
                     self._announce(announcement)
@@ -438,11 +453,15 @@ class Patience:
         self._store, self._seconds = store, seconds
         self.deadline = time.monotonic() + seconds
         self.resuming: dict[int, str] = {}
+        self._ended: dict[int, str] = {}
         self._late: tuple[int, ...] = ()
 
     def renew(self, late: Sequence[int]) -> bool:
         """Extends the deadline if there was progress since the last call; returns whether there was."""
         before, self._late = self.resuming, tuple(late[:NAMED_HOSTS])
+        self._ended = find_ended(self._store, self._late)
+        if self._ended:
+            return False
         found = {host: self._store.try_get(_resuming_key(host)) for host in late[:NAMED_HOSTS]}
         self.resuming = {host: text for host, text in found.items() if text is not None}
         moved = any(before.get(host) != text for host, text in self.resuming.items()) or not (
@@ -455,7 +474,8 @@ class Patience:
     def notes(self) -> tuple[str, str]:
         """Returns what the stragglers were doing, in brackets, for messages, and their stacks; empty if unknown."""
         opening = {host: self._store.try_get(_opening_key(host)) or "" for host in self._late}
-        doing = {host: text.partition("\n")[0] for host, text in opening.items() if text} | self.resuming
+        doing = {host: text.partition("\n")[0] for host, text in opening.items() if text}
+        doing |= self.resuming | self._ended
         what = "; ".join(f"host {host} is {text}" for host, text in doing.items())
         shown = {host: text.partition("\n")[2] for host, text in opening.items()}
         return f" ({what})" if what else "", "\n".join(f"host {host}:\n{text}" for host, text in shown.items() if text)

@@ -1,0 +1,35 @@
+"""One of three hosts: the first waits for a feed, the second for a checkpoint, the third fails before it has either."""
+
+from __future__ import annotations
+
+import sys
+import time
+
+import meshfeed
+
+
+def main(host: int, port: str, victim: int, folder: str) -> None:
+    """Prints how long this host has waited, and the error."""
+    import jax
+    import numpy as np
+
+    jax.distributed.initialize(f"127.0.0.1:{port}", 3, host)
+    mesh = jax.make_mesh((jax.device_count(),), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
+    if host == victim:
+        raise FileNotFoundError("no data on this host")
+    start = time.monotonic()
+    try:
+        with meshfeed.Feed(np.arange(300), mesh, global_batch_size=jax.device_count(), timeout_seconds=120) as feed:
+            next(feed)
+    except meshfeed.StalledError as error:
+        print(f"feed {time.monotonic() - start:.1f} {error}", flush=True)
+    start = time.monotonic()
+    try:
+        with meshfeed.checkpoint.Checkpointer(folder, timeout_seconds=120) as ckpt:
+            ckpt.save(1, {"w": np.ones(3)})
+    except meshfeed.MeshfeedError as error:
+        print(f"checkpoint {time.monotonic() - start:.1f} {error}", flush=True)
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]), sys.argv[2], int(sys.argv[3]), sys.argv[4])
