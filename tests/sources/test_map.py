@@ -3,19 +3,40 @@
 from __future__ import annotations
 
 import functools
+import io
 import pathlib
+import tarfile
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import grain
 import jax
 import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
+from array_record.python.array_record_module import ArrayRecordWriter
 from jax.sharding import AxisType
 
 import meshfeed
 from meshfeed import SourceError
 from meshfeed._src.reading.records import SourceReader
-from meshfeed.sources import Folder, Map, Memory, Mixture, ShuffleBuffer, Stream, Subset
+from meshfeed.sources import (
+    ArrayRecord,
+    Concat,
+    Folder,
+    Map,
+    Memory,
+    Mixture,
+    Packed,
+    Padded,
+    Parquet,
+    ShuffleBuffer,
+    Stream,
+    Subset,
+    WebDataset,
+    Zip,
+)
 from meshfeed.testing import check_resumable
 
 NUM = 96
@@ -208,6 +229,117 @@ def test_a_function_may_refill_its_arrays() -> None:
         assert sorted(
             values(feed_of(mapped, prefetch=4, **({} if source.__class__ is Memory else {"num_lanes": 2})))
         ) == [*range(NUM)]
+
+
+class Refills:
+    """Records in an array that is refilled for the next one, of a function of records or a decoder of bytes."""
+
+    def __init__(self) -> None:
+        self.array = np.zeros(1, np.int64)
+
+    def __call__(self, record: Any) -> dict[str, np.ndarray]:
+        self.array[0] = np.frombuffer(record, np.int64)[0] if isinstance(record, bytes) else int(record["x"])
+        return {"x": self.array}
+
+
+class RefillsItems:
+    """Records in an array that is refilled by the next call."""
+
+    def __init__(self) -> None:
+        self.array = np.zeros((NUM, 1), np.int64)
+
+    def __len__(self) -> int:
+        return NUM
+
+    def __getitem__(self, record_id: int) -> dict[str, np.ndarray]:
+        return self.__getitems__([record_id])[0]
+
+    def __getitems__(self, record_ids: list[int]) -> list[dict[str, np.ndarray]]:
+        self.array[: len(record_ids), 0] = record_ids
+        return [{"x": row} for row in self.array[: len(record_ids)]]
+
+
+def refilled_files(folder: pathlib.Path) -> Any:
+    writer = ArrayRecordWriter(str(folder / "a.array_record"), "group_size:1")
+    for number in range(NUM):
+        writer.write(np.int64(number).tobytes())
+    writer.close()
+    return ArrayRecord(str(folder / "a.array_record"), decode=Refills())
+
+
+def refilled_archive(folder: pathlib.Path) -> Any:
+    with tarfile.open(folder / "a.tar", "w") as archive:
+        for number in range(NUM):
+            member, content = tarfile.TarInfo(f"{number:03}.x"), str(number).encode()
+            member.size = len(content)
+            archive.addfile(member, io.BytesIO(content))
+    return WebDataset(str(folder / "a.tar"), decode=Refills())
+
+
+@pytest.mark.parametrize(
+    "around",
+    [
+        lambda source: Map(source, lambda record: {"x": record["x"]}),
+        lambda source: Map(source, lambda records: {"x": np.stack([r["x"] for r in records])}, batched=True),
+        lambda source: Map(Zip({"a": source, "b": Subset(source, range(NUM - 1, -1, -1))}), lambda record: record["a"]),
+        lambda source: Map(Concat([Subset(source, slice(8)), Subset(source, slice(8, None))]), lambda record: record),
+        lambda source: Padded(source, 1, key="x"),
+        lambda source: Packed(source, 1, key="x"),
+    ],
+)
+@pytest.mark.parametrize(
+    "make",
+    [lambda _: Map(memory(), Refills()), lambda _: RefillsItems(), refilled_files, refilled_archive],
+    ids=["map", "items", "files", "archive"],
+)
+def test_records_below_may_be_in_arrays_that_are_refilled(tmp_path: pathlib.Path, make: Any, around: Any) -> None:
+    assert values(feed_of(around(make(tmp_path)))) == [*range(NUM)]
+
+
+def numbers() -> np.ndarray:
+    return np.arange(NUM).reshape(NUM, 1)
+
+
+def parquet(folder: pathlib.Path) -> Any:
+    pq.write_table(pa.table({"x": numbers().tolist()}), str(folder / "a.parquet"), row_group_size=10)
+    return Parquet(str(folder / "a.parquet"))
+
+
+def open_rows(rows: np.ndarray) -> Any:
+    return Stream(lambda lane_index, num_lanes: iter([{"x": row} for row in rows[lane_index::num_lanes]]))
+
+
+@pytest.mark.parametrize("batched", [False, True])
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda _: Memory({"x": numbers()}),
+        lambda _: Subset(Memory({"x": numbers()}), slice(None)),
+        lambda _: Concat([Memory({"x": numbers()[:40]}), Memory({"x": numbers()[40:]})]),
+        lambda _: grain.MapDataset.source([{"x": row} for row in numbers()]),
+        lambda _: [{"x": row} for row in numbers()],
+        lambda _: open_rows(numbers()),
+        parquet,
+    ],
+    ids=["memory", "subset", "concat", "grain", "list", "stream", "parquet"],
+)
+def test_a_function_may_change_its_records(tmp_path: pathlib.Path, make: Any, batched: bool) -> None:
+    def change(record: dict[str, Any]) -> dict[str, Any]:
+        record["x"] += 1000
+        return record
+
+    def change_all(records: list[dict[str, Any]]) -> dict[str, Any]:
+        return {"x": np.stack([change(record)["x"] for record in records])}
+
+    mapped = Map(make(tmp_path), change_all if batched else change, batched=batched)
+    lanes = {"num_lanes": 4} if hasattr(mapped, "open") else {}
+    assert sorted(values(feed_of(mapped, num_epochs=2, **lanes))) == sorted(2 * [*range(1000, 1000 + NUM)])
+
+
+def test_a_function_gets_the_leaves_in_their_order() -> None:
+    records = [{"b": np.int32(number), "a": np.int32(-number)} for number in range(NUM)]
+    for source in (records, grain.MapDataset.source(records)):
+        assert Map(source, lambda record: np.stack([*record.values()]))[3].tolist() == [3, -3]
 
 
 @pytest.mark.parametrize(

@@ -32,6 +32,18 @@ def own_leaves(batch: PyTree) -> PyTree:
     return treedef.unflatten([own(leaf) for leaf in leaves])
 
 
+def own_record(record: PyTree) -> PyTree:
+    """Returns a record with its arrays copied, and its containers too, in their order; other leaves are the same objects."""
+    if isinstance(record, np.ndarray):
+        return record.copy()
+    if type(record) is dict:  # faster than flattening, which also sorts the keys
+        return {name: own_record(value) for name, value in record.items()}
+    if isinstance(record, str | bytes | np.generic):
+        return record
+    leaves, treedef = flatten(record)
+    return treedef.unflatten([leaf.copy() if isinstance(leaf, np.ndarray) else leaf for leaf in leaves])
+
+
 def returns_fresh(maker: object, method: str) -> bool:
     """Whether arrays returned by ``maker.method()`` are never written again."""
     return declared_with(type(maker), method, "fresh_arrays") and method not in getattr(maker, "__dict__", ())

@@ -13,10 +13,10 @@ import xxhash
 
 from meshfeed._src.base import hooks
 from meshfeed._src.base.errors import SettingsError, SourceError
+from meshfeed._src.base.ownership import own_record, returns_fresh
 from meshfeed._src.base.progress import Dropping
 from meshfeed._src.base.retry import call_with_retry
 from meshfeed._src.base.settings import Retry
-from meshfeed._src.base.trees import flatten
 from meshfeed._src.base.types import RandomAccessSource, Record
 from meshfeed._src.reading.items import get_item, get_items
 from meshfeed._src.reading.records import checked_lengths, describe_record, wants_rng
@@ -128,11 +128,12 @@ def digest_of_lengths(lengths: np.ndarray) -> str:
 
 
 def read_items(source: RandomAccessSource, ids: np.ndarray) -> Sequence[Record]:
-    """Reads records, which may differ in shape; an error names the record."""
+    """Reads records, which may differ in shape, into memory that the source does not reuse; an error names the record."""
     reader, name = hooks.find(source, hooks.ItemsReader), functools.partial(describe_record, source)
-    if reader is not None:
-        return get_items(reader, ids.tolist(), name)
-    return [_copied(get_item(source, record_id, name)) for record_id in ids.tolist()]
+    if reader is None:
+        return [own_record(get_item(source, record_id, name)) for record_id in ids.tolist()]
+    records = get_items(reader, ids.tolist(), name)
+    return records if returns_fresh(source, "__getitems__") else [own_record(record) for record in records]
 
 
 def leaves_by_name(record: object, key: str) -> Mapping[str, object]:
@@ -162,12 +163,6 @@ def as_array(leaf: object, what: str) -> np.ndarray:
         return np.asarray(leaf)
     except ValueError as error:
         raise SourceError(f"{RAGGED}{what} cannot be an array: {error}") from error
-
-
-def _copied(record: Record) -> Record:
-    """The record with its arrays copied, whose memory the source may reuse for the next one."""
-    leaves, structure = flatten(record)
-    return structure.unflatten([leaf.copy() if isinstance(leaf, np.ndarray) else leaf for leaf in leaves])
 
 
 class RowError(Exception):

@@ -178,6 +178,7 @@ class JoinedRecords:
     """A :func:`Join` of random-access records; made by that function."""
 
     kind = "join"
+    fresh_arrays = True  # read_items copies memory that a source may reuse
 
     def __init__(self, source: RandomAccessSource, lookup: _Lookup) -> None:
         self._source, self._lookup = source, lookup

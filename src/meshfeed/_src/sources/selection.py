@@ -26,7 +26,7 @@ from meshfeed._src.order.permutation import derive_key, permute, sorted_permutat
 from meshfeed._src.reading.identity import source_identity
 from meshfeed._src.reading.records import wants_rng
 from meshfeed._src.sources.checks import check_choice, check_ids, checked_count, checked_id, is_count
-from meshfeed._src.sources.documents import empty
+from meshfeed._src.sources.documents import empty, read_items
 from meshfeed._src.sources.lists import plain_records, select
 from meshfeed._src.sources.recognize import as_source, describe_source
 
@@ -202,7 +202,7 @@ class _Same:
 class View:
     """A source whose records are selected from another one; made by :func:`Subset`, :func:`Sample` and ``random_split``."""
 
-    fresh_arrays = True  # of read_batch and read_rows, which own what the source returns
+    fresh_arrays = True  # each read owns what the source returns
     read_batch = _ByIds(owned=True)
     read_raw, cached_files, ask_disk, row_lengths, shard_costs, shape_index, read_slices = (_ByIds() for _ in range(7))
     decode, decode_batch, reads_columns, read_threads, file_names, check_records, element_shapes = (
@@ -227,11 +227,11 @@ class View:
     @property
     def __getitems__(self) -> Callable[[Sequence[int]], Sequence[Record]]:
         """Several records, in the order of ``record_ids``; only if the source reads several: others may reuse memory."""
-        several = cast("hooks.ItemsReader", self._source).__getitems__
+        _ = cast("hooks.ItemsReader", self._source).__getitems__
 
         def of_view(record_ids: Sequence[int]) -> Sequence[Record]:
             check_ids(record_ids, len(self), "view")
-            return several(self._selection.ids(np.asarray(record_ids, np.int64)).tolist())
+            return read_items(self._source, self._selection.ids(np.asarray(record_ids, np.int64)))
 
         return of_view
 

@@ -21,6 +21,7 @@ import xxhash
 
 from meshfeed._src.base import hooks
 from meshfeed._src.base.errors import MeshfeedError, hides_own_frames
+from meshfeed._src.base.ownership import own_record
 from meshfeed._src.base.types import Decode, JsonValue, Record, RecordIds, public
 from meshfeed._src.reading.identity import digest_raw
 from meshfeed._src.sources.decode import refuse_as_decode
@@ -111,7 +112,7 @@ class WebDataset(ShardReader[TarShard, tar.TarIndex]):
     def __getitems__(self, record_ids: Sequence[int]) -> list[Record]:
         """Returns several decoded records, in the order of ``record_ids``."""
         records = self.read_raw(np.asarray(record_ids, np.int64))
-        return list(records) if self.decode is None else [self.decode(record) for record in records]
+        return list(records) if self.decode is None else [own_record(self.decode(record)) for record in records]
 
     def read_raw(self, record_ids: np.ndarray | Sequence[int]) -> list[dict[str, Any]]:
         """Reads records without decoding them.

@@ -14,6 +14,7 @@ import numpy as np
 
 from meshfeed._src.base import hooks, trees
 from meshfeed._src.base.errors import SettingsError, hides_own_frames
+from meshfeed._src.base.ownership import own_batch, own_record
 from meshfeed._src.base.types import Decode, DecodeBatch, JsonValue, Record, public
 from meshfeed._src.reading.identity import digest_raw
 from meshfeed._src.sources.array_record.readers import ShardFile, inspect
@@ -62,6 +63,8 @@ class ArrayRecord(RecordFiles):
       >>> source[5]["tokens"].tolist()
       [5, 5, 5, 5]
     """
+
+    fresh_arrays = True
 
     @hides_own_frames
     def __init__(
@@ -128,9 +131,9 @@ class ArrayRecord(RecordFiles):
         """Returns several decoded records, in the order of ``record_ids``."""
         raw = self.read_raw(np.asarray(record_ids, np.int64))
         if self.decode is not None:
-            return [self.decode(record) for record in raw]
+            return [own_record(self.decode(record)) for record in raw]
         if self.decode_batch is not None and raw:
-            batch = self.decode_batch(raw)
+            batch = own_batch(self.decode_batch(raw), self.decode_batch, "__call__")
             return [trees.map_leaves(lambda leaf, row=row: leaf[row], batch) for row in range(len(raw))]
         return list(raw)
 

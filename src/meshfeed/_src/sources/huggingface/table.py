@@ -15,6 +15,7 @@ from datasets.table import MemoryMappedTable
 
 from meshfeed._src.base import memory, trees
 from meshfeed._src.base.errors import SourceError
+from meshfeed._src.base.ownership import own_record
 from meshfeed._src.base.types import JsonValue, PyTree
 from meshfeed._src.reading.identity import probe_digest
 from meshfeed._src.sources.checks import check_ids
@@ -73,6 +74,8 @@ class StoredRows(_Records):
     Numbers are numpy scalars and lists of numbers are arrays; text, nulls and all else are Python objects. The identity
     is that of ``source``, which converts the same records.
     """
+
+    fresh_arrays = True
 
     def __init__(self, source: _Records) -> None:
         self._dataset, self.read_stored, self.fingerprint = source._dataset, source.read_stored, source.fingerprint
@@ -260,7 +263,7 @@ class HuggingFaceRows(_Records):
 
     def read_stored(self, record_ids: Sequence[int]) -> list[dict[str, Any]]:
         """Reads records as the transform makes them."""
-        return [chosen(record, self._columns) for record in self._dataset.__getitems__(list(record_ids))]
+        return [own_record(chosen(record, self._columns)) for record in self._dataset.__getitems__(list(record_ids))]
 
     def __getitems__(self, record_ids: Sequence[int]) -> list[dict[str, PyTree]]:
         """Several records, in the order of ``record_ids``: dicts of numpy values.
