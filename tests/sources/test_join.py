@@ -219,6 +219,31 @@ def test_an_index_file_saves_reading_the_records_again(tmp_path: pathlib.Path) -
     assert [file.name for file in tmp_path.iterdir()] == ["index"]
 
 
+def test_an_index_of_records_that_have_changed_is_noticed(tmp_path: pathlib.Path) -> None:
+    others = [{"id": number, "x": number} for number in range(64)]
+    texts = [{"k": [number, 9]} for number in range(64)]
+    settings: dict[str, Any] = {"key": "k", "other_key": "id", "index_file": tmp_path / "index"}
+    assert [other["x"] for other in Join(texts, others, **settings)[3]["k"]] == [3, 9]
+    others[3], others[4] = others[4], others[3]  # which are not among the 4 that identify a list
+    joined = Join(texts, others, **settings)
+    with pytest.raises(
+        meshfeed.SourceError,
+        match=r"record 3: the record with the key 3 of .* now has the key 'id' 4.* delete the file",
+    ) as error:
+        joined.__getitems__([2, 3])
+    assert error.value.record_id == 3
+    with pytest.raises(meshfeed.SourceError, match="the record with the key 3 "):
+        list(Join(Stream(lambda lane_index, num_lanes: iter(texts)), others, **settings).open(0, 1))
+
+
+@pytest.mark.parametrize("name", ["", "missing/index"])
+def test_an_index_file_without_a_folder_is_refused_before_records_are_read(tmp_path: pathlib.Path, name: str) -> None:
+    others = Counting(["a"])
+    with pytest.raises(meshfeed.SettingsError, match=r"index_file=.* is a folder, or in a folder that does not exist"):
+        Join([{"k": "a"}], others, key="k", other_key="id", index_file=tmp_path / name)
+    assert not others.calls
+
+
 def test_known_keys_are_not_read(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
     sources = [write_folder(tmp_path), write_tars(tmp_path), write_parquet(tmp_path)]
     hugging_face = meshfeed.sources.HuggingFace(write_hugging_face(tmp_path))
@@ -389,6 +414,8 @@ def test_wrong_sources_and_keys_are_refused() -> None:
         Join([{"k": 1.5}], Counting(["a"]), key="k", other_key="id")[0]
     with pytest.raises(meshfeed.SourceError, match="read in order"):
         Join([{"k": "a"}], Stream(open_texts), key="k", other_key="id")
+    with pytest.raises(meshfeed.SourceError, match="Join got others with 0 records, a list"):
+        Join([{"k": "a"}], [], key="k", other_key="id")
     with pytest.raises(meshfeed.SourceError, match="batches of this host"):
         Join(meshfeed.sources.HostBatches([]), Counting(["a"]), key="k", other_key="id")
 

@@ -333,6 +333,7 @@ def test_columns_reach_the_components():
         (lambda: Mixture({"": memory("web")}, {"": 1}), SourceError, "named ''"),
         (lambda: Mixture({"a": 3}, {"a": 1}), SourceError, "cannot feed from a int"),
         (lambda: Mixture({"a": iter([1])}, {"a": 1}), SourceError, "is host batches"),
+        (lambda: Mixture({"a": memory("web"), "b": []}, {"a": 1, "b": 0}), SourceError, "component .b. has 0 records"),
         (lambda: random_mixture(on_end="die"), SettingsError, "'repeat' or 'stop'"),
         (lambda: random_mixture(shuffle=True), SettingsError, "pass shuffle= to the feed"),
         (lambda: Mixture({"a": memory("web")}, {"a": 1}, block=0), SettingsError, "block=0"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import itertools
 import operator
 import os
@@ -19,7 +20,7 @@ from meshfeed._src.reading.records import wants_rng
 from meshfeed._src.sources.checks import check_ids
 from meshfeed._src.sources.documents import in_record, read_items
 from meshfeed._src.sources.host_batches import HostBatches
-from meshfeed._src.sources.key_index import KeyIndex, index_of, key_at, key_leaf, key_of
+from meshfeed._src.sources.key_index import KeyIndex, index_of, key_at, key_leaf, key_of, knows_keys, same_key
 from meshfeed._src.sources.lists import plain_records, select
 from meshfeed._src.sources.map import MappedStream
 from meshfeed._src.sources.recognize import as_source, describe_source
@@ -88,6 +89,8 @@ def Join(
             "Join got batches of this host. Expected a source of records. Join them in your own iterable."
         )
     kept = _stored(plain_records(others, "Join"), "others")
+    if not len(kept):
+        raise SourceError(f"Join got others with 0 records, a {type(kept).__name__}. Expected at least one.")
     leaf = key_leaf(kept, other_key)
     found = _Lookup(kept, leaf, index_of(kept, leaf, index_file), key, key if into is None else into)
     if hooks.is_stream(records):
@@ -111,6 +114,7 @@ class _Lookup:
 
     def __init__(self, others: RandomAccessSource, leaf: str, index: KeyIndex, key: Key, into: Any) -> None:
         self.others, self.leaf, self.index, self.key, self.into = others, leaf, index, key, into
+        self._has_keys = not knows_keys(others, leaf)  # otherwise a decoder may have changed the leaf
 
     def join_one(self, record: Record) -> Record:
         """Returns a record joined to those with its keys."""
@@ -127,6 +131,7 @@ class _Lookup:
           SourceError: a key is missing.
         """
         ids: list[np.ndarray] = []  # of the other records, for each record
+        keys: list[list[Any]] = []
         alone: list[bool] = []  # whether its key was not in a list
         for row, record in enumerate(records):
             try:
@@ -139,11 +144,15 @@ class _Lookup:
             except ValueError as error:
                 raise name(row, error) from error
             ids.append(found)
+            keys.append(own)
             alone.append(not several)
         others = iter(self._read(np.concatenate(ids)) if sum(map(len, ids)) else [])
         joined: list[Record] = []
-        for record, own_ids, is_alone in zip(records, ids, alone, strict=True):
-            found = list(itertools.islice(others, len(own_ids)))
+        for row, (record, own, is_alone) in enumerate(zip(records, keys, alone, strict=True)):
+            found = list(itertools.islice(others, len(own)))
+            if self._has_keys:
+                for key, other in zip(own, found, strict=True):
+                    self._check(key, other, functools.partial(name, row))
             joined.append({**record, self.into: (found[0] if found else None) if is_alone else found})
         return joined
 
@@ -153,6 +162,19 @@ class _Lookup:
         except Exception as error:
             error.add_note(f"in the records that Join adds, of {self.others!r:.80}")
             raise
+
+    def _check(self, key: object, other: Record, name: Callable[[Exception], SourceError]) -> None:
+        """Checks that a record that was read has the key: the index may be of records that have changed since."""
+        try:
+            has = key_of(other, self.leaf)
+            if same_key(has, key):
+                return
+            raise ValueError(
+                f"the record with the key {key!r:.120} of {self.others!r:.120} now has the key {self.leaf!r} {has!r:.120}. "
+                "Expected records that do not change. If they were changed before this run, delete the file of index_file=."
+            )
+        except ValueError as error:
+            raise name(error) from error
 
     def _missing(self, key: object) -> str:
         example = key_at(self.others, self.leaf, 0)

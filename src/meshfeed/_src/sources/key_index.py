@@ -57,8 +57,7 @@ def key_leaf(source: RandomAccessSource, key: str | None) -> str:
     Raises:
       SettingsError: there is none.
     """
-    stored = hooks.find(source, hooks.StoredKeys)
-    usual = [name for name in _USUAL_KEYS if stored is not None and stored.stored_keys(name) is not None]
+    usual = [name for name in _USUAL_KEYS if knows_keys(source, name)]
     if key is None and not usual:
         raise SettingsError(
             f"other_key=None, and {source!r:.80} has no leaf that identifies its records by itself. Name the leaf that has "
@@ -66,6 +65,17 @@ def key_leaf(source: RandomAccessSource, key: str | None) -> str:
             setting="other_key",
         )
     return usual[0] if key is None else key
+
+
+def knows_keys(source: RandomAccessSource, key: str) -> bool:
+    """Whether a source knows the keys of its records, which are then not read for them."""
+    stored = hooks.find(source, hooks.StoredKeys)
+    return stored is not None and stored.stored_keys(key) is not None
+
+
+def same_key(one: object, other: object) -> bool:
+    """Whether two keys are the same; raises ValueError if one is neither text, bytes nor an int."""
+    return _digest(one) == _digest(other)
 
 
 def index_of(source: RandomAccessSource, key: str, path: str | os.PathLike[str] | None) -> KeyIndex:
@@ -78,8 +88,14 @@ def index_of(source: RandomAccessSource, key: str, path: str | os.PathLike[str] 
 
     Raises:
       SourceError: two records have the same key, or a record lacks the leaf; names them.
-      SettingsError: the file is something else.
+      SettingsError: the file is something else, or has no folder.
     """
+    if path is not None and (os.path.isdir(path) or not os.path.isdir(os.path.dirname(path) or ".")):
+        raise SettingsError(  # now, and not after all records have been read
+            f"index_file={os.fspath(path)!r} is a folder, or in a folder that does not exist. Pass the path of a file in a "
+            "folder that exists.",
+            setting="index_file",
+        )
     identity = None if path is None else json.dumps([key, source_identity(source)], sort_keys=True).encode()
     found = None if path is None or identity is None else _load(path, identity)
     if found is None:

@@ -117,5 +117,7 @@ def _component(name: object, component: object) -> Any:
     source = as_source(component)
     if isinstance(source, HostBatches):
         raise SourceError(f"component {name!r} is host batches. Expected a source of records. Pass records.")
+    if not hooks.is_stream(source) and not len(source):
+        raise SourceError(f"component {name!r} has 0 records. Expected at least one. Leave it out of the mixture.")
     grouped = hooks.find(source, hooks.GroupsRecords) is not None
     return source if grouped or isinstance(source, RandomMixture) else listed(source, "Mixture")
