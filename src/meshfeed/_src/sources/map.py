@@ -101,8 +101,8 @@ class _Mapped:
     def __init__(self, source: Any, function: Callable[..., Any], batched: bool) -> None:
         self._source, self._function, self._batched = source, function, batched
         self._passes_rng = hooks.accepts_keyword(function, "rng")
-        # A user's function may change its record in place; the source keeps its own.
-        self._writes = not returns_fresh(function, "__call__")
+        # Others may change their record in place, or refill the arrays that they return.
+        self._owns_arrays = returns_fresh(function, "__call__")
 
     def __repr__(self) -> str:
         return f"Map({self._source!r}, {getattr(self._function, '__qualname__', type(self._function).__name__)})"
@@ -158,8 +158,9 @@ class MappedRecords(_Mapped):
         """Several mapped records, which may differ in shape; without random numbers."""
         records = self._records(np.asarray(record_ids, np.int64), None)
         if not self._batched:
-            pairs = zip(records, record_ids, strict=True)  # the function may refill its arrays for the next record
-            return [own_record(self._one(record, int(record_id), None)) for record, record_id in pairs]
+            pairs = zip(records, record_ids, strict=True)
+            mapped = (self._one(record, int(record_id), None) for record, record_id in pairs)
+            return [record if self._owns_arrays else own_record(record) for record in mapped]
         return _rows(self._apply_to(record_ids, records, None)) if records else []
 
     def read_batch(self, record_ids: RecordIds | Sequence[int], rngs: Rngs | None = None) -> PyTree:
@@ -226,9 +227,9 @@ class MappedRecords(_Mapped):
         if hooks.find(source, hooks.ItemsReader) is None and hooks.find(source, hooks.BatchReader) is not None:
             return _rows(own_batch(source.read_batch(ids), source, "read_batch"))
         records = read_items(source, ids)
-        if self._writes and returns_fresh(source, "__getitems__"):  # others have been copied
-            return [own_record(record) for record in records]
-        return records
+        if self._owns_arrays or not returns_fresh(source, "__getitems__"):  # those of others have been copied
+            return records
+        return [own_record(record) for record in records]
 
     @property
     def as_list(self) -> Callable[[], MappedRecords]:
@@ -325,7 +326,7 @@ class MappedLane:
         while True:
             record, rng = self._next()
             function = self._mapped._function
-            record = own_record(record) if self._mapped._writes else record
+            record = record if self._mapped._owns_arrays else own_record(record)
             try:
                 mapped = function(record) if rng is None else function(record, rng=rng)
             except StopIteration as error:
