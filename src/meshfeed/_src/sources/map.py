@@ -43,9 +43,9 @@ _FUNCTION_KEY = 105  # purpose of a derived key: the function's numbers differ f
 def Map(source: object, function: Callable[..., Any], *, batched: bool = False) -> MappedRecords | MappedStream:
     """Applies a function to every record of a source.
 
-    The function runs where records are read: in the feed's threads, or in its worker processes. It may return the same
-    arrays from every call and refill them. If it has the parameter ``rng``, it gets a numpy generator that depends only
-    on the feed's seed, the epoch and the record, so random augmentation is part of the stream.
+    The function runs where records are read: in the feed's threads, or in its worker processes. It may change its record in
+    place, and return the same arrays from every call and refill them. If it has the parameter ``rng``, it gets a numpy
+    generator that depends only on the feed's seed, the epoch and the record, so random augmentation is part of the stream.
 
     Args:
       source: a source of records, or any object that the feed accepts as one.
