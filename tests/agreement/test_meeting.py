@@ -243,3 +243,12 @@ def test_a_host_that_comes_again_for_the_right_participants_is_waited_for(
     (joined,) = hosts.meet([0, 1], hosts=[1])
     waiting.join()
     assert found == [joined]
+
+
+def test_a_host_that_leaves_after_a_meeting_without_a_result_takes_back_that_it_came(hosts: Hosts) -> None:
+    (error,) = hosts.meet(hosts=[0], seconds=0.2)
+    assert isinstance(error, StalledError)
+    assert hosts.keys("-calls/")
+    hosts.job.on(0, hosts.meetings[0].leave)
+    assert not hosts.keys("-calls/")
+    hosts.job.on(1, hosts.meetings[1].leave)  # which has never come

@@ -15,6 +15,7 @@ import threading
 import time
 import traceback
 import tracemalloc
+import weakref
 from typing import Any
 
 import jax
@@ -457,6 +458,55 @@ def test_a_feed_that_is_dropped_leaves_no_thread() -> None:
     del feed
     gc.collect()
     assert set(threading.enumerate()) <= before  # threads of other tests may end meanwhile
+
+
+def broken_lane(lane_index: int, num_lanes: int) -> Any:
+    yield {"x": np.zeros(2)}
+    raise ValueError("the disk is on fire")
+
+
+def unopened_lane(lane_index: int, num_lanes: int) -> Any:
+    raise ValueError("the disk is on fire")
+
+
+class BrokenTable:
+    def __len__(self) -> int:
+        return 64
+
+    def __getitem__(self, record_id: int) -> Any:
+        if record_id >= 16:
+            raise ValueError("the disk is on fire")
+        return {"x": np.zeros(2)}
+
+    def fingerprint(self) -> str:
+        return "broken"
+
+
+@pytest.mark.parametrize("options", [{"prefetch": 0}, {"prefetch": 2}, {"num_threads": 2}])
+@pytest.mark.parametrize(
+    "source",
+    [
+        None,
+        BrokenTable(),
+        meshfeed.sources.Stream(broken_lane, fingerprint="lanes"),
+        meshfeed.sources.Stream(unopened_lane, fingerprint="lanes"),
+    ],
+    ids=["end", "records", "stream", "unopened"],
+)
+def test_a_feed_that_is_dropped_after_the_end_or_an_error_is_freed(source: Any, options: dict[str, Any]) -> None:
+    def exhaust(feed: meshfeed.Feed) -> None:
+        while True:
+            next(feed)
+
+    def fail() -> weakref.ref[meshfeed.Feed]:
+        feed = make_feed(source, **options)
+        with pytest.raises((StopIteration, ValueError)):
+            exhaust(feed)
+        return weakref.ref(feed)
+
+    dropped = fail()
+    gc.collect()
+    assert dropped() is None
 
 
 def test_iter_is_the_feed_and_does_not_reset() -> None:

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import gc
 import random
 import sys
 import threading
+import time
+import weakref
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -853,3 +856,63 @@ def test_weights_set_before_and_after_it_hold(make: Callable[[], Any], slots: No
 
         found = job.run(host_job)
     assert join([part[:9] for part in found]) + join([found[host][9:] for host in (0, 2)]) == expected
+
+
+def test_a_feed_that_is_closed_at_the_end_of_the_data_does_not_name_an_error() -> None:
+    with job_of(2) as job:
+        closed = threading.Event()
+
+        def host_job(host: int) -> Any:
+            with meshfeed.Feed(memory(36), job.mesh(host, range(2)), global_batch_size=12, timeout_seconds=20) as feed:
+                assert len(list(feed)) == 3
+                if host == 1:
+                    feed.close()
+                    closed.set()
+                    return None
+                assert closed.wait(20)
+                feed.reset()
+                return error_of(lambda: next(feed))
+
+        error, _ = job.run(host_job)
+        assert isinstance(error, meshfeed.PeerError)
+        assert error.peer_message == "closed its feed at step 3"
+
+
+class Broken:
+    """Records of which host 1 cannot read the second half."""
+
+    def __init__(self, host: int) -> None:
+        self._host = host
+
+    def __len__(self) -> int:
+        return 120
+
+    def __getitem__(self, number: int) -> Any:
+        if number >= 60 and self._host == 1:
+            raise ValueError("the disk is on fire")
+        return {"id": np.int32(number)}
+
+    def fingerprint(self) -> str:
+        return "broken"
+
+
+def test_a_feed_that_is_dropped_after_an_error_is_as_good_as_closed() -> None:
+    with job_of(2) as job:
+
+        def fail(host: int) -> weakref.ref[meshfeed.Feed]:
+            feed = meshfeed.Feed(Broken(host), job.mesh(host, range(2)), global_batch_size=12, timeout_seconds=20)
+            with pytest.raises(ValueError if host else meshfeed.PeerError, match="the disk is on fire"):
+                list(feed)
+            return weakref.ref(feed)
+
+        def host_job(host: int) -> None:
+            dropped, end = fail(host), time.monotonic() + 10
+            while dropped() is not None and time.monotonic() < end:  # its threads may be about to end
+                gc.collect()
+                time.sleep(0.01)
+
+        job.run(host_job)
+        end = time.monotonic() + 10
+        while left := simulated_keys(job) + [thread.name for thread in job.job.threads if thread.is_alive()]:
+            assert time.monotonic() < end, left
+            time.sleep(0.01)

@@ -29,7 +29,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
 from meshfeed._src.base import coordination
-from meshfeed._src.base.coordination import KeyValueStore, format_hosts, label_of
+from meshfeed._src.base.coordination import KeyValueStore, call_briefly, format_hosts, label_of
 from meshfeed._src.base.errors import AgreementError, Failure, MeshfeedError, PeerError, StalledError
 from meshfeed._src.base.reduction import Reduction
 from meshfeed._src.base.types import JsonValue
@@ -89,6 +89,7 @@ class Meetings:
         self._failed: dict[str, int] = {}  # participants → number of the last meeting in which this host failed
         self._past: list[_Past] = []  # in this order; those whose keys this host may have to delete
         self._note: Reduction | None = None  # a meeting without a result in which this host has left a note
+        self._calls: _Calls | None = None  # of a meeting without a result
 
     def meet(
         self, participants: Sequence[int], offer: JsonValue, conclude: Conclude, *, timeout_seconds: float
@@ -114,7 +115,7 @@ class Meetings:
             value = json.loads(json.dumps(offer))
             return Outcome(self._name(label, 0), json.loads(json.dumps(conclude({here: value}))))
         store = coordination.require_store()
-        calls = _Calls(store, self._scope, participants, here)
+        self._calls = calls = _Calls(store, self._scope, participants, here)
         reduction = self._open(store, label, participants)
 
         def tick(_: float) -> None:
@@ -146,6 +147,7 @@ class Meetings:
             raise
         if here in participants:
             calls.retract()
+        self._calls = None
         number = self._next[label]
         self._end(label, "failure" not in outcome)
         if "failure" in outcome:
@@ -155,6 +157,12 @@ class Meetings:
         self._next = _latest([self._next, outcome["next"]])
         self._forget(store if reduction.is_reducer else None, label)
         return Outcome(self._name(label, number), outcome["result"])
+
+    def leave(self) -> None:
+        """Retracts for which participants this host has come, as it will not come again."""
+        calls, self._calls = self._calls, None
+        if calls is not None:
+            call_briefly(calls.retract, name="meshfeed-leave-meeting", at_exit=False)
 
     def _end(self, label: str, succeeded: bool) -> None:
         """Goes on from a meeting that has ended to the next one of its participants."""

@@ -127,6 +127,14 @@ class ReadAhead(Generic[T]):
             pass
         self._room.ring()
 
+    def forget_error(self) -> None:
+        """Lets go of an exception that the caller keeps; :meth:`peek` must not be called again.
+
+        Its traceback gets the frames of all callers that it passes through, and with them whatever owns this read-ahead.
+        """
+        if self._error is not None:
+            self._error, self._traceback = Closed("the feed has failed"), None
+
     def stop(self) -> None:
         """Signals the thread to end, without waiting for it."""
         self._closed = True

@@ -166,6 +166,11 @@ class Call(Generic[R]):
             self._error = MeshfeedError("the feed was closed")
             self._finish()
 
+    def forget_error(self) -> None:
+        """Lets go of an exception that the caller of :meth:`result` keeps; its traceback has the frames of all callers."""
+        if self._error is not None:
+            self._error, self._traceback = MeshfeedError("this call has failed"), None
+
     def done(self) -> bool:
         """Whether :meth:`result` returns without waiting."""
         return self._done
@@ -226,6 +231,10 @@ class SingleCall(Generic[R]):
         """Starts the call if it has not started, and waits for it; see :meth:`Call.result`."""
         self._thread.start()
         return self._call.result(tick)
+
+    def forget_error(self) -> None:
+        """See :meth:`Call.forget_error`."""
+        self._call.forget_error()
 
     def wake(self) -> None:
         """Makes the thread that waits in :meth:`result` call its tick function now."""

@@ -360,9 +360,14 @@ class Feed(Inspection, Checkpointable, NotCopied):
 
     def _fail(self, error: Exception) -> None:
         self._stats.publish(self._cursor.step, self._cursor.position)
-        if not isinstance(error, StopIteration):
+        if isinstance(error, StopIteration):
+            self._end()
+        else:
             self._failed, self._failed_at = error, error.__traceback__
-            return
+        if self._startup is not None:
+            self._startup.forget_error()
+
+    def _end(self) -> None:
         if not self._cursor.step and not self._stream.length_is_known:
             _log.warning(
                 "%s: the data ended before one full batch, so there is no batch. With end='drop' a stream ends with its "
@@ -741,13 +746,15 @@ class Feed(Inspection, Checkpointable, NotCopied):
         self._closed = True
         if not self._owner.is_here:  # in a forked child: threads, files and keys belong to the parent
             return
-        doing, because = "closed its feed", self._failed or _because
+        ended = isinstance(self._failed, StopIteration)  # which is no reason that the other hosts need to look for
+        doing, because = "closed its feed", _because if ended else self._failed or _because
         awaited = isinstance(self._failed, PeerError)
         self._leave(self._cursor, None, doing, because)
         if self._last_opening is not None and not self._last_opening.join(_CLOSE_SECONDS):
             text = "%s: its source is still being opened %.0f s after close; the thread ends when that returns"
             _log.warning(text, self.name, _CLOSE_SECONDS)
         self._membership.leave(leave_notice(doing, self._cursor.step, because), awaited=awaited)
+        self._meetings.leave()
         self._stream.close()
         self._stats.publish(self._cursor.step, self._cursor.position)
         self._released = True

@@ -344,6 +344,12 @@ class Pipeline:
             self._take_off(ready)
         self._delivered = ready.batch.step + 1
 
+    def forget_error(self) -> None:
+        """Lets go of the exception of the last :meth:`peek`, which must not be called again."""
+        for stage in (self._host_stage, self._device_stage):
+            if stage is not None:
+                stage.forget_error()
+
     def close(self, leaving: str | None = None, because: BaseException | None = None) -> None:
         """Stops threads and processes and drops batches read ahead. An interrupted call can be repeated.
 

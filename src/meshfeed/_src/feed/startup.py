@@ -159,6 +159,16 @@ class Startup:
         pipeline.start()
         return pipeline
 
+    def forget_error(self) -> None:
+        """Lets go of the exception of this generation, which the feed keeps and raises again.
+
+        Its traceback refers to the feed, and the finalizer that closes a dropped feed refers to this.
+        """
+        self._opening.forget_error()
+        self._call.forget_error()
+        if self._call.succeeded:
+            self._call.result().forget_error()
+
     def close(self, leaving: str | None = None, because: BaseException | None = None) -> None:
         """Ends the startup or, once it has ended, the pipeline. An interrupted call can be repeated.
 

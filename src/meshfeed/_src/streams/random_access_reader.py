@@ -268,7 +268,11 @@ class RandomAccessReader:
             self._ask_disk(self._disk, max(self._pending) + 1, len(self._pending) - num_pending)
         read = self._pending[step]
         self._doing = ((step, read.joint_ids or [read.record_ids]), time.monotonic())
-        batch = self._finish(step, read)
+        try:
+            batch = self._finish(step, read)
+        except Exception:  # which is final, and must not be kept: its traceback will refer to the feed
+            self._pending.pop(step, None)
+            raise
         self._pending.pop(step, None)  # only now: an interrupt before this line leaves the read to be collected again
         self._next_step = step + 1
         if self._max_joint > 1:
