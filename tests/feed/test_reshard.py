@@ -878,6 +878,54 @@ def test_a_feed_that_is_closed_at_the_end_of_the_data_does_not_name_an_error() -
         assert error.peer_message == "closed its feed at step 3"
 
 
+@pytest.mark.parametrize("extra", [0, 1])
+def test_a_reset_after_different_numbers_of_batches_is_logged_on_every_host(extra: int) -> None:
+    with job_of(3) as job:
+
+        def host_job(host: int) -> None:
+            with meshfeed.Feed(memory(120), job.mesh(host, range(3)), global_batch_size=12, timeout_seconds=20) as feed:
+                if host == 1:
+                    for _ in range(extra):
+                        next(feed)  # a look at a batch
+                for _ in range(4):
+                    next(feed)
+                feed.reset()
+                feed.reset()
+                for _ in range(4):
+                    next(feed)
+                feed.reset()
+                next(feed)
+
+        job.run(host_job)
+        texts = [[entry.getMessage() for entry in job.job.warnings[host]] for host in range(3)]
+        assert [len(found) for found in texts] == [extra] * 3
+        for text in texts[0] if extra else ():
+            assert text.startswith(
+                "feed-0/0 was reset after different numbers of batches (hosts 0, 2: 4; host 1: 5). Unless a step failed,"
+            )
+
+
+def test_a_reset_after_an_error_is_not_compared() -> None:
+    with job_of(2) as job:
+
+        def host_job(host: int) -> None:
+            with meshfeed.Feed(
+                Broken(host), job.mesh(host, range(2)), global_batch_size=12, timeout_seconds=20
+            ) as feed:
+                if host == 1:
+                    next(feed)
+                    next(feed)
+                else:
+                    with pytest.raises(meshfeed.PeerError):
+                        list(feed)
+                feed.reset()
+                next(feed)
+
+        job.run(host_job)
+        texts = [entry.getMessage() for host in range(2) for entry in job.job.warnings[host]]
+        assert not [text for text in texts if "different numbers" in text]
+
+
 class Broken:
     """Records of which host 1 cannot read the second half."""
 

@@ -72,7 +72,8 @@ class Handshake:
         self._scope, self._feed = scope, f"meshfeed/{scope}"
         # Includes the feed's name because hosts that create different feeds, or in a different order, wait on
         # different keys.
-        self._doing = f"agreeing on the settings of {scope.removeprefix('feed/')}"
+        self._name = scope.removeprefix("feed/")
+        self._doing = f"agreeing on the settings of {self._name}"
         self.participants = tuple(sorted(participants))
         self.round = 0
         self.in_force = False
@@ -242,6 +243,8 @@ class Handshake:
         settings: Mapping[str, JsonValue],
         timeout_seconds: float,
         check: Check = lambda: None,
+        *,
+        taken: int | None = None,
     ) -> None:
         """Compares settings between hosts, once in each generation. An interrupted call can be repeated.
 
@@ -249,6 +252,7 @@ class Handshake:
           settings: field → JSON value, flat.
           timeout_seconds: how long to wait for the slowest host; longer while it drops records and makes progress.
           check: called about twice per second while it waits; may raise, which leaves the round without a result.
+          taken: batches that this host had taken when it reset the feed, if no error ended them. A difference is logged.
 
         Raises:
           AgreementError: on every participant, naming the first fields that differ and the hosts.
@@ -261,7 +265,7 @@ class Handshake:
         self.begin()
         try:
             if self.needed:
-                while not self._succeeds(settings, timeout_seconds, check):
+                while not self._succeeds(settings, taken, timeout_seconds, check):
                     self._begun, self.round = self.round, self.round + 1
         except _Abandoned as abandoned:
             raise abandoned.error from None
@@ -280,10 +284,15 @@ class Handshake:
 
     # ------------------------------------------------------------------ one round
 
-    def _succeeds(self, settings: Mapping[str, JsonValue], timeout_seconds: float, check: Check) -> bool:
+    def _succeeds(
+        self, settings: Mapping[str, JsonValue], taken: int | None, timeout_seconds: float, check: Check
+    ) -> bool:
         """Takes part in a round; returns False if the other hosts gave up on this one."""
         reduction = self._reduction(coordination.require_store())
-        outcome = self._outcome(reduction, settings, timeout_seconds, check)
+        value: dict[str, JsonValue] = {"settings": dict(settings), "refused": self._refused_before}
+        if taken is not None:
+            value["taken"] = taken
+        outcome = self._outcome(reduction, value, timeout_seconds, check)
         failure = None if outcome["failure"] is None else Failure.from_json(outcome["failure"])
         if failure is not None:
             if failure.host == coordination.process_index():
@@ -308,15 +317,23 @@ class Handshake:
                 f"hosts differ in {', and in '.join(named)}. {what}Start all hosts with the same source, settings and state"
                 f"{called}."
             )
+        if "taken" in outcome:
+            _log.warning(
+                "%s was reset after different numbers of batches (%s). Unless a step failed, a host has called next more "
+                "often than the others, so global arrays held rows of different steps. Call next equally often on every "
+                "host.",
+                self._name,
+                outcome["taken"],
+            )
         return True
 
     def _outcome(
-        self, reduction: Reduction, settings: Mapping[str, JsonValue], timeout_seconds: float, check: Check
+        self, reduction: Reduction, value: Mapping[str, JsonValue], timeout_seconds: float, check: Check
     ) -> JsonValue:
         early = reduction.announced() if reduction.is_reducer else None  # by hosts that gave up on this one
         if early is not None:
             return reduction.unpack(early, self._doing)
-        reduction.publish({"settings": dict(settings), "refused": self._refused_before})
+        reduction.publish(value)
         try:
             return reduction.result(
                 lambda deadline: self._reduce(reduction, deadline, check),
@@ -459,13 +476,16 @@ def compare(values: Mapping[int, JsonValue]) -> dict[str, JsonValue]:
     """Reduces the values that hosts published.
 
     Args:
-      values: host → ``{"settings": {field: value}, "refused": bool}`` or ``{"failure": …}``.
+      values: host → ``{"settings": {field: value}, "refused": bool}``, also with ``"taken": int``, or ``{"failure": …}``.
 
     Returns:
-      ``failure``: the failure of the first host with one, or None; ``differences``: one text for each field that differs.
+      ``failure``: the failure of the first host with one, or None; ``differences``: one text for each field that differs;
+      ``taken``: a text, only if hosts had taken different numbers of batches.
     """
     for _, value in sorted(values.items()):
         if "failure" in value:
             return {"failure": value["failure"], "differences": []}
     settings: dict[int, dict[str, JsonValue]] = {host: value["settings"] for host, value in sorted(values.items())}
-    return {"failure": None, "differences": differing_fields(settings)}
+    taken = {host: str(value["taken"]) for host, value in sorted(values.items()) if "taken" in value}
+    different = format_differences(taken)
+    return {"failure": None, "differences": differing_fields(settings)} | ({"taken": different} if different else {})

@@ -235,6 +235,7 @@ class Feed(Inspection, Checkpointable, NotCopied):
         self._hosts_agree = self._handshake.needed
         self._follows = False  # a stream that only other hosts read
         self._origin = 0  # step of the state that the feed was last set to
+        self._taken: int | None = None  # batches before a reset, which hosts compare when they begin anew
         try:
             if self._hosts_agree:
                 coordination.require_store()
@@ -443,6 +444,7 @@ class Feed(Inspection, Checkpointable, NotCopied):
         startup = self._startup
         if startup is None:
             self._startup = startup = self._make_startup()
+            self._taken = None
         if self._finalizer is None:
             # A feed that is dropped without close, or lives until exit, must not leave threads behind.
             self._finalizer = finalize(self, startup.close, "dropped its feed")
@@ -492,6 +494,7 @@ class Feed(Inspection, Checkpointable, NotCopied):
             timeout_seconds=settings.timeout_seconds,
             hosts_agree=hosts_agree,
             step=cursor.step,
+            taken=self._taken,
             name=name,
         )
 
@@ -526,7 +529,7 @@ class Feed(Inspection, Checkpointable, NotCopied):
                 opening = self._open(cursor)
                 wait_until_open(opening, self._settings.timeout_seconds, name=self.name, hosts_agree=self._hosts_agree)
             self._begin(cursor, opening, "set a state in its feed")
-            self._origin = cursor.step
+            self._origin, self._taken = cursor.step, None
         except BaseException as error:
             if self._cursor is cursor:  # interrupted after the switch: the new state is in effect
                 raise
@@ -605,8 +608,11 @@ class Feed(Inspection, Checkpointable, NotCopied):
     @in_turn
     def reset(self) -> None:
         """Returns to the first batch of the stream; keeps ``num_lanes`` from a restored state."""
+        taken = self._taken if self._startup is None else self._cursor.step
+        if self._failed is not None and not isinstance(self._failed, StopIteration):
+            taken = None  # the hosts may have failed at different steps
         self._begin(self._stream.start(self._cursor), None, "reset its feed")
-        self._origin = 0
+        self._origin, self._taken = 0, taken
 
     def _begin(self, cursor: Cursor, opening: SingleCall[AnyReader] | None, doing: str) -> None:
         """Starts a new generation of the feed at ``cursor``."""

@@ -93,6 +93,7 @@ class Startup:
       timeout_seconds: longest wait for the data to be opened, and for another host.
       hosts_agree: whether other hosts take part.
       step: the generation's first step.
+      taken: see :meth:`Handshake.agree`.
       name: name of the feed, for the thread's name.
     """
 
@@ -106,12 +107,14 @@ class Startup:
         timeout_seconds: float,
         hosts_agree: bool,
         step: int,
+        taken: int | None,
         name: str,
     ) -> None:
         self._owner = Owner()
         self._opening, self._handshake = opening, handshake
         self._settings, self._make_pipeline = settings, make_pipeline
-        self._timeout_seconds, self._hosts_agree, self._step, self._name = timeout_seconds, hosts_agree, step, name
+        self._timeout_seconds, self._hosts_agree, self._name = timeout_seconds, hosts_agree, name
+        self._step, self._taken = step, taken
         self._begun = self._canceled = False
         self._reader: AnyReader | None = None  # while hosts agree
         self._call = SingleCall(self._run, f"meshfeed-start-{name}")
@@ -154,7 +157,7 @@ class Startup:
             raise
         self._check()  # do not wait for other hosts
         self._reader = reader
-        self._handshake.agree(settings, self._timeout_seconds, self._check)
+        self._handshake.agree(settings, self._timeout_seconds, self._check, taken=self._taken)
         pipeline = self._make_pipeline(reader)
         pipeline.start()
         return pipeline
