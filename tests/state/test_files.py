@@ -6,6 +6,7 @@ import asyncio
 import json
 import os
 import pathlib
+import re
 from typing import Any, ClassVar
 
 import pytest
@@ -317,3 +318,17 @@ def test_the_state_saved_is_that_of_the_call(tmp_path: pathlib.Path, awaited: bo
 
     asyncio.run(load())
     assert feed.state == STATE
+
+
+def test_a_user_who_calls_save_or_load_is_shown_the_checkpointer(tmp_path: pathlib.Path) -> None:
+    called = r"which Orbax calls and awaits \(to save or restore, use meshfeed\.checkpoint\.Checkpointer\)"
+
+    async def await_once() -> str:
+        return repr(await Feed().save(tmp_path))
+
+    for name, call in (("save", Feed().save), ("load", Feed().load)):
+        with pytest.warns(RuntimeWarning, match=rf"'Checkpointable\.{name}, {called}' was never awaited"):
+            call(tmp_path)
+    with pytest.warns(RuntimeWarning, match=called):
+        assert re.search(called, asyncio.run(await_once()))
+    assert not list(tmp_path.iterdir())

@@ -196,3 +196,18 @@ def _report_slow() -> None:
         "make_array_from_callback, which is slower",
         jax.__version__,
     )
+
+
+def is_tracing() -> bool:
+    """Whether the calling function runs below a transformation of JAX; False if JAX does not tell."""
+    clean = _trace_state_clean()
+    return clean is not None and not clean()
+
+
+@functools.cache
+def _trace_state_clean() -> Callable[[], bool] | None:
+    try:
+        from jax._src import core
+    except ImportError:
+        return None
+    return getattr(core, "trace_state_clean", None)

@@ -20,6 +20,7 @@ from meshfeed._src.agreement.meeting import Meetings
 from meshfeed._src.agreement.windows import leave_notice
 from meshfeed._src.arrays.placer import make_placer
 from meshfeed._src.base import coordination
+from meshfeed._src.base.compiled import check_not_compiled
 from meshfeed._src.base.coordination import warn_if_forgotten
 from meshfeed._src.base.errors import (
     MeshfeedError,
@@ -301,11 +302,13 @@ class Feed(Inspection, Checkpointable, NotCopied):
           PeerError: another host failed.
           AgreementError: hosts differ in settings or data.
           StalledError: a host or the source is late.
-          MeshfeedError: the feed is closed, or another call of ``next``, ``set_state`` or ``reset`` is running.
+          MeshfeedError: the feed is closed, another call of ``next``, ``set_state`` or ``reset`` is running, or JAX compiles
+            the caller.
           Exception: any error of the source.
         """
         if self._closed:
             self._raise_closed()
+        check_not_compiled(self.name)
         if self._failed is not None:
             raise self._failed.with_traceback(self._failed_at)  # without it, the traceback would grow with each call
         start = time.perf_counter()

@@ -14,7 +14,7 @@ import inspect
 import logging
 import sys
 import threading
-from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Iterable, Iterator, Mapping, Sequence
 from typing import Any, TypeGuard
 
 import jax
@@ -24,6 +24,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from meshfeed._src.arrays.dtypes import narrowed_dtype
 from meshfeed._src.base import coordination, memory
+from meshfeed._src.base.compiled import check_not_compiled
 from meshfeed._src.base.errors import (
     MeshfeedError,
     PlanError,
@@ -51,7 +52,7 @@ from meshfeed._src.remote.client import zeros
 from meshfeed._src.sources.host_batches import HostBatches, copy_state, is_grain, is_one_shot, start
 from meshfeed._src.state import grain_files
 from meshfeed._src.state import state as feed_state
-from meshfeed._src.state.files import Checkpointable, Directory, PathAwaitingCreation, write_text
+from meshfeed._src.state.files import Checkpointable, Directory, PathAwaitingCreation, for_orbax, write_text
 from meshfeed._src.streams.local_batches import LocalBatchCursor
 from meshfeed._src.streams.protocol import EMPTY_BATCHES
 
@@ -141,8 +142,9 @@ class MultiHostDataLoadIterator(Checkpointable, NotCopied):
           SourceError: padding is needed before any batch was delivered, and batches contain nodes other than dicts, lists,
             tuples and None.
           LoaderNotReadyError: (a TimeoutError) tf.data raised FailedPreconditionError 30 times.
-          MeshfeedError: another call of ``next`` or ``set_state`` is running on another thread.
+          MeshfeedError: another call of ``next`` or ``set_state`` is running on another thread, or JAX compiles the caller.
         """
+        check_not_compiled(self.name)
         turn, mine = self._turn, object()
         held = {TURN: mine}
         try:
@@ -430,35 +432,41 @@ class LocalIteratorView(NotCopied):
             state = {"batches": 0, "iterators": [state]}
         self._owner.restart_from(state)
 
-    async def save(self, directory: Directory | PathAwaitingCreation) -> Awaitable[None]:
-        """Orbax v1's StatefulCheckpointable, as of Grain's iterators: captures the state now.
+    def save(self, directory: Directory | PathAwaitingCreation) -> Coroutine[Any, Any, Awaitable[None]]:
+        """Part of Orbax v1's StatefulCheckpointable, as of Grain's iterators, for Orbax to call.
 
         Returns:
-          A coroutine that writes Grain's file of this process.
-
-        Raises:
-          TypeError: part of the loader's state has no exact JSON form.
+          A coroutine that captures the state, and returns one that writes Grain's file of this process. It raises TypeError
+          if part of the loader's state has no exact JSON form.
         """
-        text = self.to_text()
 
-        async def write() -> None:
-            path = await directory.await_creation() if isinstance(directory, PathAwaitingCreation) else directory
-            write_text(epath.Path(path) / grain_files.file_name(), text)
+        async def capture() -> Awaitable[None]:
+            text = self.to_text()
 
-        return write()
+            async def write() -> None:
+                path = await directory.await_creation() if isinstance(directory, PathAwaitingCreation) else directory
+                write_text(epath.Path(path) / grain_files.file_name(), text)
 
-    async def load(self, directory: Directory) -> Awaitable[None]:
-        """Orbax v1's StatefulCheckpointable, as of Grain's iterators.
+            return for_orbax(write())
+
+        return for_orbax(capture())
+
+    def load(self, directory: Directory) -> Coroutine[Any, Any, Awaitable[None]]:
+        """Part of Orbax v1's StatefulCheckpointable, as of Grain's iterators, for Orbax to call.
 
         Returns:
-          A coroutine that reads Grain's file of this process and sets its state. It raises MissingIteratorStateError (a
-          CheckpointError and FileNotFoundError) if there is none, and StateMismatchError if it is damaged.
+          A coroutine that returns one that reads Grain's file of this process and sets its state. That one raises
+          MissingIteratorStateError (a CheckpointError and FileNotFoundError) if there is none, and StateMismatchError if it
+          is damaged.
         """
 
-        async def read() -> None:
-            self.set_from(epath.Path(directory) / grain_files.file_name(), "Restore a different step.")
+        async def begin() -> Awaitable[None]:
+            async def read() -> None:
+                self.set_from(epath.Path(directory) / grain_files.file_name(), "Restore a different step.")
 
-        return read()
+            return for_orbax(read())
+
+        return for_orbax(begin())
 
     def to_text(self) -> str:
         """Returns the text of Grain's file of the state."""

@@ -26,6 +26,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from numpy.typing import ArrayLike
 
 from meshfeed._src.base import coordination
+from meshfeed._src.base.compiled import check_not_compiled
 from meshfeed._src.base.errors import (
     Failure,
     MeshfeedError,
@@ -257,10 +258,12 @@ class RemoteFeed(Checkpointable, NotCopied):
 
         Raises:
           StopIteration: the end of the stream, and on every later call until ``reset`` or ``set_state``.
-          MeshfeedError: the feed is closed, or another call of ``next``, ``set_state`` or ``reset`` is running.
+          MeshfeedError: the feed is closed, another call of ``next``, ``set_state`` or ``reset`` is running, or JAX compiles
+            the caller.
           Exception: any error that the feed raised on a host, with its message.
         """
         self._check_open()
+        check_not_compiled(self.name)
         try:
             batch = self._client.take()
         except StopIteration:

@@ -15,8 +15,8 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Awaitable, Mapping
-from typing import Protocol, TypeAlias, cast, runtime_checkable
+from collections.abc import Awaitable, Coroutine, Mapping
+from typing import Any, Protocol, TypeAlias, TypeVar, cast, runtime_checkable
 
 from etils import epath  # pyright: ignore[reportMissingTypeStubs]
 
@@ -33,6 +33,7 @@ _PART_PREFIX = "part-"
 _FORMAT, _VERSION = "meshfeed_iterator", 1
 
 Directory: TypeAlias = str | os.PathLike[str]
+T = TypeVar("T")
 JsonObject: TypeAlias = Mapping[str, JsonValue]
 
 
@@ -248,23 +249,50 @@ def merge_files(directory: Directory) -> None:
         path.unlink()
 
 
+def for_orbax(coroutine: Coroutine[Any, Any, T]) -> Coroutine[Any, Any, T]:
+    """Renames a coroutine that Orbax awaits, for a user who calls its function and drops what it returns.
+
+    Python names a coroutine where it is shown, and in the warning that it was never awaited.
+    """
+    called = coroutine.__qualname__.partition(".<locals>")[0]
+    coroutine.__qualname__ = (
+        f"{called}, which Orbax calls and awaits (to save or restore, use meshfeed.checkpoint.Checkpointer)"
+    )
+    return coroutine
+
+
 class Checkpointable:
     """Makes a resumable iterator a ``StatefulCheckpointable`` of Orbax v1."""
 
-    async def save(self: Resumable, directory: Directory | PathAwaitingCreation) -> Awaitable[None]:
-        """Orbax v1's StatefulCheckpointable: captures the state now and returns a coroutine that writes it."""
-        state = self.get_state()
+    def save(self: Resumable, directory: Directory | PathAwaitingCreation) -> Coroutine[Any, Any, Awaitable[None]]:
+        """Part of Orbax v1's StatefulCheckpointable, for Orbax to call. To save, use meshfeed.checkpoint.Checkpointer.
 
-        async def write() -> None:
-            path = await directory.await_creation() if isinstance(directory, PathAwaitingCreation) else directory
-            write_state(path, state)
+        Returns:
+          A coroutine that captures the state, and returns one that writes it. Nothing is written before both are awaited.
+        """
 
-        return write()
+        async def capture() -> Awaitable[None]:
+            state = self.get_state()
 
-    async def load(self: Resumable, directory: Directory) -> Awaitable[None]:
-        """Orbax v1's StatefulCheckpointable: returns a coroutine that reads the files of all hosts and sets the state."""
+            async def write() -> None:
+                path = await directory.await_creation() if isinstance(directory, PathAwaitingCreation) else directory
+                write_state(path, state)
 
-        async def read() -> None:
-            self.set_state(read_state(directory))
+            return for_orbax(write())
 
-        return read()
+        return for_orbax(capture())
+
+    def load(self: Resumable, directory: Directory) -> Coroutine[Any, Any, Awaitable[None]]:
+        """Part of Orbax v1's StatefulCheckpointable, for Orbax to call. To restore, use meshfeed.checkpoint.Checkpointer.
+
+        Returns:
+          A coroutine that returns one that reads the files of all hosts and sets the state.
+        """
+
+        async def begin() -> Awaitable[None]:
+            async def read() -> None:
+                self.set_state(read_state(directory))
+
+            return for_orbax(read())
+
+        return for_orbax(begin())
