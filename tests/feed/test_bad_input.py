@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import pathlib
 import pickle
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -157,6 +158,8 @@ def test_an_unknown_keyword_is_a_type_error() -> None:
         ("retries", "retry"),
         ("bad_record", "bad_records"),
         ("timeout", "timeout_seconds"),
+        ("worker_count", "num_workers"),
+        ("read_options", "num_threads"),
     ],
 )
 def test_an_unknown_keyword_names_the_nearest(given: str, meant: str) -> None:
@@ -165,10 +168,27 @@ def test_an_unknown_keyword_names_the_nearest(given: str, meant: str) -> None:
 
 
 def test_an_unknown_keyword_without_a_near_one_lists_all() -> None:
-    with pytest.raises(TypeError, match=r"'drop_last'; it takes .*global_batch_size, .*end, .*name\."):
-        make_feed(drop_last=True)
+    with pytest.raises(TypeError, match=r"'verbose'; it takes .*global_batch_size, .*end, .*name\."):
+        make_feed(verbose=True)
     with pytest.raises(TypeError, match=r"RemoteFeed\(\) got .*'batch_size'; did you mean global_batch_size=\?"):
         meshfeed.remote.RemoteFeed(dict, rows_sharding(), batch_size=3)  # type: ignore[call-arg]
+
+
+@pytest.mark.parametrize(
+    ("given", "answer"),
+    [
+        ("drop_last", 'pass end="drop" or end="pad"'),
+        ("num_replicas", "leave it out: the sharding divides the rows among the hosts"),
+        ("shard_options", "leave it out: the sharding divides the rows among the hosts"),
+        ("shuffle_seed", "pass seed=; a function that draws random numbers takes them from its parameter rng"),
+        ("collate_fn", "records must have one shape: change records in the source"),
+        ("pin_memory", "leave it out: batches arrive on the devices"),
+    ],
+)
+def test_a_keyword_of_another_loader_is_answered_by_what_to_do_here(given: str, answer: str) -> None:
+    for make in (make_feed, lambda **options: meshfeed.remote.RemoteFeed(dict, rows_sharding(), **options)):
+        with pytest.raises(TypeError, match=f"keyword argument '{given}'; .*{re.escape(answer)}"):
+            make(**{given: 1})
 
 
 def test_sources_suggest_keywords_too() -> None:

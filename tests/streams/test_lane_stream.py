@@ -442,7 +442,7 @@ def test_what_a_stream_has_not_is_an_error() -> None:
     with pytest.raises(SourceError) as no_read:
         stream.read([1])
     assert [str(error.value) for error in (no_length, no_ids, no_read)] == [
-        "the length of a stream is unknown until it ends.",
+        "the length of a stream is unknown until it ends. Count steps in the loop.",
         "record_ids(3): a stream has no record ids; read the step again from a state taken before it.",
         "read(record_ids): a stream has no record ids; pass a random-access source.",
     ]

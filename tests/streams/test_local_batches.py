@@ -481,9 +481,9 @@ def test_settings_that_host_batches_cannot_have(changes: dict[str, Any], setting
 
 
 SINGLE = (
-    "If these are single records, pass the dataset that they come from, not its iterator; if a function generates them, "
-    "wrap it in sources.Stream: meshfeed.sources.Stream(lambda lane_index, num_lanes: "
-    "itertools.islice(make_records(), lane_index, None, num_lanes))."
+    "If these are single records, pass the dataset that they come from, not its iterator or loader (of tf.data: "
+    "sources.TFData); if a function generates them, wrap it in sources.Stream: "
+    "meshfeed.sources.Stream(lambda lane_index, num_lanes: itertools.islice(make_records(), lane_index, None, num_lanes))."
 )
 FORM = f"a host batch is a pytree of arrays with rows first. {SINGLE}"
 

@@ -39,6 +39,7 @@ from collections.abc import Callable, Generator, Mapping
 from types import FrameType, TracebackType
 from typing import Any, TypeVar, cast
 
+from meshfeed._src.base.other_loaders import KEYWORDS
 from meshfeed._src.base.types import JsonValue, public
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -385,6 +386,8 @@ def _wrong_arguments(function: Callable[..., Any], num_args: int, kwargs: Mappin
         words = set(unknown.split("_"))
         near = difflib.get_close_matches(unknown, takes, n=1) or [n for n in takes if words & set(n.split("_"))]
         remedy = f"did you mean {near[0]}=?" if near else f"it takes {', '.join(takes)}."
+        if "global_batch_size" in takes:
+            remedy = KEYWORDS.get(unknown, remedy)
         return f"{name}() got an unexpected keyword argument {unknown!r}; {remedy}"
     by_place = [one.name for one in parameters if one.kind != one.KEYWORD_ONLY]
     given = num_args - ("self" in inspect.signature(function).parameters)

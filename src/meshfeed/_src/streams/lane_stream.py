@@ -360,7 +360,7 @@ class LaneStream:
 
     def num_steps(self, cursor: LaneCursor) -> int | None:
         """Always raises: the number of steps is unknown until the stream ends."""
-        raise TypeError("the length of a stream is unknown until it ends.")
+        raise TypeError("the length of a stream is unknown until it ends. Count steps in the loop.")
 
     def record_ids(self, cursor: LaneCursor, step: int) -> RecordIds:
         """Always raises: streams have no record ids."""

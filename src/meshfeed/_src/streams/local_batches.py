@@ -41,9 +41,9 @@ _EARLIER = "Use an earlier checkpoint."
 _RESUMABLE = "Pass an iterable that starts again at each iter(), or one with get_state and set_state."
 
 SINGLE_RECORDS = (
-    "If these are single records, pass the dataset that they come from, not its iterator; if a function generates them, "
-    "wrap it in sources.Stream: meshfeed.sources.Stream(lambda lane_index, num_lanes: "
-    "itertools.islice(make_records(), lane_index, None, num_lanes))."
+    "If these are single records, pass the dataset that they come from, not its iterator or loader (of tf.data: "
+    "sources.TFData); if a function generates them, wrap it in sources.Stream: "
+    "meshfeed.sources.Stream(lambda lane_index, num_lanes: itertools.islice(make_records(), lane_index, None, num_lanes))."
 )
 
 
