@@ -37,6 +37,7 @@ STATE: dict[str, Any] = {
 }
 LANES: dict[str, Any] = {**STATE, "kind": "lanes", "step": 100, "num_lanes": 12}
 REMEDY = "Pass the result of get_state(). If this was read from a file, the file is damaged: use an earlier checkpoint."
+OTHER = "For a position of Grain or MaxText, see `meshfeed import-position`; other loaders' states cannot be converted."
 CUT = f"It is truncated or not JSON (Expecting ',' delimiter: line 1 column 3 (char 2)). {REMEDY}"
 NEWER = "A newer version of meshfeed wrote this state; upgrade meshfeed to read it."
 ENTRIES = "[[record id, epoch, reason, step], …]"
@@ -144,9 +145,9 @@ def test_the_version_is_the_lowest_that_can_read_the_state() -> None:
         ([1], "state", [1], "a JSON object", REMEDY),
         ("[1]", "state", [1], "a JSON object", REMEDY),
         (None, "state", None, "a JSON object", REMEDY),
-        ({}, "meshfeed", None, 2, f"This is not the state of a feed. {REMEDY}"),
-        ({**STATE, "meshfeed": True}, "meshfeed", True, 2, f"This is not the state of a feed. {REMEDY}"),
-        ({**STATE, "meshfeed": "1"}, "meshfeed", "1", 2, f"This is not the state of a feed. {REMEDY}"),
+        ({}, "meshfeed", None, 2, f"This is not the state of a feed. {REMEDY} {OTHER}"),
+        ({**STATE, "meshfeed": True}, "meshfeed", True, 2, f"This is not the state of a feed. {REMEDY} {OTHER}"),
+        ({**STATE, "meshfeed": "1"}, "meshfeed", "1", 2, f"This is not the state of a feed. {REMEDY} {OTHER}"),
         ({**STATE, "meshfeed": 3}, "meshfeed", 3, 2, NEWER),
         ({**STATE, "meshfeed": 0}, "meshfeed", 0, 2, f"There is no such version. {REMEDY}"),
         ({**STATE, "meshfeed": 2}, "meshfeed", 2, 1, f"Nothing in the state needs that version. {REMEDY}"),
@@ -258,6 +259,7 @@ SOURCE = "Pass the source that the state was saved with, or start a new stream w
          f"As many files as before, but they have 1 byte more in all. {SOURCE}"),
         ({"source": {"kind": "array_record"}}, "source.files.count", "missing", "The saved source had 4 files"),
         ({"shuffle": 1}, "shuffle", 1, VALUE),
+        ({"shuffle": "shards", "order": {"algorithm": "shard-windows", "version": 2}}, "shuffle", "shards", VALUE),
         ({"seed": 4}, "seed", 4, VALUE),
         ({"num_epochs": 3}, "num_epochs", 3, EPOCHS),
         ({"num_epochs": None}, "num_epochs", None, EPOCHS),

@@ -40,6 +40,9 @@ KINDS = ("random_access", "lanes", "host_batches")
 _DAMAGED = (
     "Pass the result of get_state(). If this was read from a file, the file is damaged: use an earlier checkpoint."
 )
+_OTHER_LOADER = (
+    "For a position of Grain or MaxText, see `meshfeed import-position`; other loaders' states cannot be converted."
+)
 _MERGE = "Merge states that the hosts took after the same step of one feed."
 _REQUIRED: dict[str, type] = {"kind": str, "position": int, "segments": list, "fingerprint": dict}
 _OPTIONAL: dict[str, type] = {
@@ -176,7 +179,7 @@ def _pop_version(fields: dict[str, JsonValue]) -> int:
     version = fields.pop("meshfeed", None)
     remedy = ""
     if not isinstance(version, int) or isinstance(version, bool):
-        remedy = f"This is not the state of a feed. {_DAMAGED}"
+        remedy = f"This is not the state of a feed. {_DAMAGED} {_OTHER_LOADER}"
     elif version > VERSION:
         remedy = "A newer version of meshfeed wrote this state; upgrade meshfeed to read it."
     elif version < 1:
@@ -266,7 +269,8 @@ def compare_fingerprints(
       StateMismatchError: the fingerprints differ; names the first field that differs.
     """
     current = json.loads(json.dumps(current))  # saved has passed through JSON, which turns tuples into lists
-    for top in dict.fromkeys((*current, *saved)):
+    # An algorithm of the order follows from the settings, so a setting that differs is the cause and comes first.
+    for top in sorted(dict.fromkeys((*current, *saved)), key="order".__eq__):
         old, new = saved.get(top), as_saved(current.get(top), saved.get(top))
         if _text(old) == _text(new) or (top == "num_epochs" and old is None):  # an endless stream may be given an end
             continue
