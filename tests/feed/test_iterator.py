@@ -883,7 +883,7 @@ for epoch in range(3):
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, env=environment, timeout=300)
     assert done.returncode == 0, done.stderr
     assert done.stdout == "batch\n"
-    assert done.stderr.count("Pass num_epochs= for several epochs, or call reset() to start over.") == 1
+    assert done.stderr.count("each in its own order, or call reset() to repeat the same batches.") == 1
 
 
 def depth(error: BaseException) -> int:

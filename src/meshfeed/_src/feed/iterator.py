@@ -87,7 +87,8 @@ class SecondPass:
             self._warned = True
             _log.warning(
                 "%s: iterating again after the end of the stream yields no batches, because iter(feed) does not reset "
-                "the feed. Pass num_epochs= for several epochs, or call reset() to start over.",
+                "the feed. Pass num_epochs= for several epochs, each in its own order, or call reset() to repeat the same "
+                "batches.",
                 self._name,
             )
 
