@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import subprocess
 import sys
+import weakref
 from pathlib import Path
 
 import pytest
@@ -100,3 +102,37 @@ def test_a_finalizer_runs_in_the_process_that_made_it_only(monkeypatch: pytest.M
     assert called == ["here"]
     with pytest.raises(meshfeed.MeshfeedError, match=f"a thing belongs to process {real} and cannot be used"):
         owner.check("a thing")
+
+
+class Thing:
+    pass
+
+
+def test_finalizers_do_not_keep_their_target_alive(capsys: pytest.CaptureFixture[str]) -> None:
+    thing, called = Thing(), []
+    finalize(thing, called.append, ("first", [thing]))
+    finalize(thing, int, "no number")
+    finalize(thing, called.append, "detached").detach()
+    once = finalize(thing, called.append, "last")
+    once()
+    once()
+    assert called == ["last"]
+    gone = weakref.ref(thing)
+    del thing
+    gc.collect()
+    assert called[0] == "last"
+    assert called.pop()[0] == "first"
+    assert "invalid literal for int()" in capsys.readouterr().err
+    gc.collect()
+    assert gone() is None
+
+
+def test_finalizers_run_at_exit_the_last_one_first() -> None:
+    code = (
+        "from meshfeed._src.base.fork import finalize\n"
+        "class Thing: pass\n"
+        "thing = Thing()\n"
+        "for number in range(3): finalize(thing, print, number)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.split() == ["2", "1", "0"]

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import sys
-import weakref
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -73,9 +72,8 @@ class Job:
     def clean_up(self) -> None:
         """Ends the threads of killed processes, which had no time to."""
         for feed in self.remains:
-            for finalizer in list(weakref.finalize._registry):
-                if (alive := finalizer.peek()) is not None and alive[0] is feed:
-                    finalizer.detach()
+            for finalizer in vars(feed)["_finalizers"]._due:
+                finalizer.detach()
         here = simulated_hosts._current[-1]
         for host, feed in zip(self.killed, self.remains, strict=True):
             here.job, here.host = self.job, host

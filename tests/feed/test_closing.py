@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import gc
 import logging
 import threading
 import time
+import weakref
 from collections.abc import Iterator
 from typing import Any
 
@@ -89,3 +91,30 @@ def test_a_busy_worker_does_not_delay_it(
     with caplog.at_level(logging.WARNING, "meshfeed"):
         feed.close()
     assert not caplog.messages
+
+
+class Fails(Hangs):
+    def __getitem__(self, record_id: int) -> Any:
+        if record_id >= 16:
+            raise ValueError("bad")
+        return {"x": np.int32(record_id)}
+
+
+@pytest.mark.parametrize("num_workers", [0, 1])
+def test_a_feed_that_a_function_made_and_that_failed_is_dropped(num_workers: int) -> None:
+    feeds: list[weakref.ref[meshfeed.Feed]] = []
+    threads = set(threading.enumerate())
+
+    def train() -> None:  # a local variable of a frame of the error's traceback is the feed
+        mesh = jax.make_mesh((8,), ("data",), axis_types=(AxisType.Auto,))
+        feed = meshfeed.Feed(Fails(), mesh, global_batch_size=8, num_workers=num_workers)
+        feeds.append(weakref.ref(feed))
+        for _ in feed:
+            pass
+
+    for _ in range(2):
+        with pytest.raises(ValueError, match="bad"):
+            train()
+    gc.collect()
+    assert [feed() for feed in feeds] == [None, None]
+    assert set(threading.enumerate()) <= threads

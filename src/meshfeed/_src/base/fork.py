@@ -8,12 +8,16 @@ refused (:class:`NotCopied`).
 
 from __future__ import annotations
 
+import functools
 import os
+import sys
 import weakref
 from collections.abc import Callable
-from typing import Any, NoReturn, SupportsIndex, TypeAlias
+from typing import Any, NoReturn, SupportsIndex
 
 from meshfeed._src.base.errors import MeshfeedError, hides_own_frames
+
+_ATTRIBUTE = "_finalizers"  # of targets
 
 
 class Owner:
@@ -58,9 +62,64 @@ class NotCopied:
         )
 
 
-Finalizer: TypeAlias = "weakref.finalize[..., Any]"
+class Finalizer:
+    """A call that is due once: when its target ends, or when it is called before. It does nothing in a forked child."""
+
+    def __init__(self, function: Callable[..., Any], *args: object) -> None:
+        self._owner = Owner()
+        self._due: Callable[[], Any] | None = functools.partial(function, *args)
+
+    @property
+    def alive(self) -> bool:
+        """Whether the call is still due."""
+        return self._due is not None
+
+    def __call__(self) -> None:
+        """Makes the call, if it is still due."""
+        due, self._due = self._due, None
+        if due is not None:
+            self._owner.call(due)
+
+    def detach(self) -> None:
+        """Cancels the call."""
+        self._due = None
+
+
+class _Finalizers:
+    """The finalizers of one target, which alone holds them."""
+
+    def __init__(self) -> None:
+        self._due: list[Finalizer] = []
+        weakref.finalize(self, _end_at_exit, weakref.ref(self))
+
+    def add(self, finalizer: Finalizer) -> None:
+        self._due = [*(one for one in self._due if one.alive), finalizer]
+
+    def end(self) -> None:
+        while self._due:
+            try:
+                self._due.pop()()
+            except Exception:
+                sys.excepthook(*sys.exc_info())
+
+    __del__ = end
+
+
+def _end_at_exit(finalizers: weakref.ref[_Finalizers]) -> None:
+    if (found := finalizers()) is not None:
+        found.end()
 
 
 def finalize(target: object, function: Callable[..., Any], *args: object) -> Finalizer:
-    """``weakref.finalize`` that does nothing in a forked child."""
-    return weakref.finalize(target, Owner().call, function, *args)
+    """Has ``function`` called when ``target`` is garbage-collected, or at exit; the last one first if there are several.
+
+    ``weakref.finalize`` itself keeps the arguments alive. If they hold an exception, they hold the frames that it was raised
+    through, and with the variables of the caller's the target, which would then never be collected. Here only the target
+    holds them.
+    """
+    finalizers = vars(target).get(_ATTRIBUTE)
+    if finalizers is None:
+        finalizers = vars(target)[_ATTRIBUTE] = _Finalizers()
+    finalizer = Finalizer(function, *args)
+    finalizers.add(finalizer)
+    return finalizer
