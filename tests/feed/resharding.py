@@ -72,7 +72,7 @@ class Job:
     def clean_up(self) -> None:
         """Ends the threads of killed processes, which had no time to."""
         for feed in self.remains:
-            for finalizer in vars(feed)["_finalizers"]._due:
+            for finalizer in vars(feed)["meshfeed_finalizers"]._due:
                 finalizer.detach()
         here = simulated_hosts._current[-1]
         for host, feed in zip(self.killed, self.remains, strict=True):

@@ -93,6 +93,24 @@ def test_a_busy_worker_does_not_delay_it(
     assert not caplog.messages
 
 
+def test_an_error_without_a_text_does_not_keep_a_feed_open() -> None:
+    class NoText(Exception):
+        def __str__(self) -> str:
+            raise RuntimeError("no text")
+
+    class FailsWithoutText(Hangs):
+        def __getitem__(self, record_id: int) -> Any:
+            raise NoText
+
+    mesh = jax.make_mesh((8,), ("data",), axis_types=(AxisType.Auto,))
+    feed = meshfeed.Feed(
+        FailsWithoutText(), mesh, global_batch_size=8, retry=meshfeed.Retry(attempts=2, initial_seconds=0)
+    )
+    with pytest.raises(NoText):
+        next(feed)
+    feed.close()
+
+
 class Fails(Hangs):
     def __getitem__(self, record_id: int) -> Any:
         if record_id >= 16:
@@ -103,11 +121,11 @@ class Fails(Hangs):
 @pytest.mark.parametrize("num_workers", [0, 1])
 def test_a_feed_that_a_function_made_and_that_failed_is_dropped(num_workers: int) -> None:
     feeds: list[weakref.ref[meshfeed.Feed]] = []
-    threads = set(threading.enumerate())
+    feed_name = f"dropped-{num_workers}"
 
     def train() -> None:  # a local variable of a frame of the error's traceback is the feed
         mesh = jax.make_mesh((8,), ("data",), axis_types=(AxisType.Auto,))
-        feed = meshfeed.Feed(Fails(), mesh, global_batch_size=8, num_workers=num_workers)
+        feed = meshfeed.Feed(Fails(), mesh, global_batch_size=8, num_workers=num_workers, name=feed_name)
         feeds.append(weakref.ref(feed))
         for _ in feed:
             pass
@@ -117,4 +135,4 @@ def test_a_feed_that_a_function_made_and_that_failed_is_dropped(num_workers: int
             train()
     gc.collect()
     assert [feed() for feed in feeds] == [None, None]
-    assert set(threading.enumerate()) <= threads
+    assert not [thread for thread in threading.enumerate() if feed_name in thread.name]

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import gc
 import os
 import pathlib
@@ -256,6 +257,23 @@ def test_exceptions_that_cannot_be_raised_here_are_told(echo) -> None:
     def raise_odd():
         raise Odd(1, 2)
 
+    class Exits(Exception):
+        def __reduce__(self):
+            return sys.exit, (5,)
+
+        def __str__(self):
+            raise RuntimeError("no text")
+
+    @dataclasses.dataclass(frozen=True)
+    class Frozen(Exception):
+        code: int
+
+    def raise_exits():
+        raise Exits
+
+    def raise_frozen():
+        raise Frozen(6)
+
     def stop():
         raise StopIteration(3)
 
@@ -269,6 +287,8 @@ def test_exceptions_that_cannot_be_raised_here_are_told(echo) -> None:
         (raise_odd, r"Odd: odd 12, in worker 0 .*in raise_odd"),
         (stop, r"StopIteration: 3, in worker 0"),
         (leave, r"SystemExit: 4, in worker 0"),
+        (raise_exits, r"Exits: <exception str\(\) failed>, in worker 0 .*in raise_exits"),
+        (raise_frozen, r"Frozen: 6, in worker 0 .*in raise_frozen"),
     ]:
         with pytest.raises(SourceError, match=f"(?s){message}"):
             call(echo, function)

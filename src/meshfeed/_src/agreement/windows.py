@@ -37,7 +37,7 @@ from meshfeed._src.agreement.messages import (
     find_aside,
 )
 from meshfeed._src.base.coordination import KeyValueStore, call_briefly
-from meshfeed._src.base.errors import Failure, StalledError
+from meshfeed._src.base.errors import Failure, StalledError, text_of
 from meshfeed._src.base.reduction import Patience, ProgressReport, Reduction, Stragglers
 from meshfeed._src.base.threads import Background
 from meshfeed._src.base.types import JsonValue
@@ -150,7 +150,9 @@ def _prevails(failure: Failure, upto: int, stop: Stop | None) -> bool:
 
 def leave_notice(doing: str, step: int, because: BaseException | None) -> str:
     """Describes why a host leaves, such as ``closed its feed at step 3 after ValueError: the loss is nan``."""
-    return f"{doing} at step {step}" + ("" if because is None else f" after {type(because).__name__}: {because}")
+    return f"{doing} at step {step}" + (
+        "" if because is None else f" after {type(because).__name__}: {text_of(because)}"
+    )
 
 
 class _AlreadySeen(Exception):

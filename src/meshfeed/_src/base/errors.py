@@ -220,7 +220,7 @@ class Failure:
     def of(cls, error: BaseException, host: int | None = None) -> Failure:
         """Describes ``error`` in at most 2,000 characters, including its notes."""
         notes = getattr(error, "__notes__", ())
-        message = f"{error} ({'; '.join(notes)})" if notes else str(error)
+        message = f"{text_of(error)} ({'; '.join(notes)})" if notes else text_of(error)
         return cls(type(error).__name__, message[:_MAX_MESSAGE], host)
 
     @classmethod
@@ -235,7 +235,7 @@ class Failure:
             ],  # which JSON does not have
             "notes": list(getattr(error, "__notes__", ())),
         }
-        return cls(type(error).__qualname__, str(error) or repr(error), details=details)
+        return cls(type(error).__qualname__, text_of(error) or repr(error), details=details)
 
     @classmethod
     def left(cls, message: str, host: int) -> Failure:
@@ -313,9 +313,17 @@ def shorten(text: str, limit: int) -> str:
     return text if len(text) <= limit else f"{text[: limit - 3]}..."
 
 
+def text_of(error: BaseException) -> str:
+    """Returns ``str(error)``, or what Python's tracebacks show if the user's class raises there."""
+    try:
+        return str(error)
+    except Exception:
+        return "<exception str() failed>"
+
+
 def reason_of(error: Exception) -> str:
     """Returns why a record is bad, for the ledger, in at most 200 characters."""
-    return f"{type(error).__name__}: {error}"[:_MAX_REASON]
+    return f"{type(error).__name__}: {text_of(error)}"[:_MAX_REASON]
 
 
 def _is_json(value: object) -> bool:
@@ -415,7 +423,7 @@ def _trim(error: BaseException) -> None:
     shown = None
     for entry in reversed(kept):
         shown = TracebackType(shown, entry.tb_frame, entry.tb_lasti, entry.tb_lineno)
-    error.__traceback__ = shown
+    error.with_traceback(shown)  # an assignment would fail for a frozen dataclass
 
 
 def _is_deliberate(error: BaseException, last: TracebackType) -> bool:

@@ -17,7 +17,7 @@ from typing import Any, NoReturn, SupportsIndex
 
 from meshfeed._src.base.errors import MeshfeedError, hides_own_frames
 
-_ATTRIBUTE = "_finalizers"  # of targets
+_ATTRIBUTE = "meshfeed_finalizers"  # of targets
 
 
 class Owner:

@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable
 from typing import TypeVar
 
+from meshfeed._src.base.errors import text_of
 from meshfeed._src.base.settings import Retry
 
 _log = logging.getLogger("meshfeed.retry")
@@ -95,7 +96,7 @@ def call_with_retry(
                 raise
             what = without_signatures(doing if isinstance(doing, str) else doing())
             _log.warning("%s failed (%s: %s); attempt %d of %d in %.1f s", what, type(error).__name__,
-                         without_signatures(str(error)), tries + 1, retry.attempts, pause)  # fmt: skip
+                         without_signatures(text_of(error)), tries + 1, retry.attempts, pause)  # fmt: skip
         if on_retry is not None:
             on_retry()
         time.sleep(pause)

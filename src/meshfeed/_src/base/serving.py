@@ -14,7 +14,7 @@ import traceback
 from collections.abc import Callable
 from typing import Any, TypeAlias, TypedDict
 
-from meshfeed._src.base.errors import SourceError, hide_own_frames
+from meshfeed._src.base.errors import SourceError, hide_own_frames, text_of
 from meshfeed._src.base.frames import Packed, pack
 from meshfeed._src.base.stats import CACHES
 
@@ -90,13 +90,15 @@ def _describe(error: BaseException) -> ErrorDescription:
     hide_own_frames(error)
     text = "".join(traceback.format_exception(error))
     pickled = None
-    with contextlib.suppress(Exception):  # for example, an exception whose __init__ does not accept its args
+    with contextlib.suppress(
+        BaseException
+    ):  # an exception whose __init__ does not accept its args, or exits when loaded
         import cloudpickle  # pickles classes of the user's script by value
 
         data = cloudpickle.dumps(error.with_traceback(None))
         if type(pickle.loads(data)).__qualname__ == type(error).__qualname__:
             pickled = data
-    return {"type": type(error).__name__, "message": str(error), "traceback": text, "pickled": pickled}
+    return {"type": type(error).__name__, "message": text_of(error), "traceback": text, "pickled": pickled}
 
 
 def rebuild_error(description: ErrorDescription, where: str) -> Exception:

@@ -24,7 +24,7 @@ import weakref
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Generic, TypeVar
 
-from meshfeed._src.base.errors import MeshfeedError
+from meshfeed._src.base.errors import MeshfeedError, text_of
 from meshfeed._src.base.wake_up import TICK_SECONDS, Signal
 
 _log = logging.getLogger("meshfeed.threads")
@@ -44,7 +44,7 @@ def note_thread(error: Exception) -> None:
     Their messages do not say that meshfeed reads on threads of its own.
     """
     thread = threading.current_thread()
-    if thread is threading.main_thread() or not _AFFINITY.search(str(error)):
+    if thread is threading.main_thread() or not _AFFINITY.search(text_of(error)):
         return
     notes: list[str] = getattr(error, "__notes__", [])
     if any(_READS_ON in note for note in notes):
