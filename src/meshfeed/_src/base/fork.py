@@ -99,8 +99,8 @@ class _Finalizers:
         while self._due:
             try:
                 self._due.pop()()
-            except Exception:
-                sys.excepthook(*sys.exc_info())
+            except Exception as error:
+                sys.excepthook(type(error), error, error.__traceback__)
 
     __del__ = end
 
