@@ -165,7 +165,7 @@ class Startup:
     def forget_error(self) -> None:
         """Lets go of the exception of this generation, which the feed keeps and raises again.
 
-        Its traceback refers to the feed, and the finalizer that closes a dropped feed refers to this.
+        Its traceback refers to the feed, and threads refer to this until the feed is closed, which is when it is collected.
         """
         self._opening.forget_error()
         self._call.forget_error()
