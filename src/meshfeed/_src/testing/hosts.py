@@ -26,7 +26,6 @@ import tempfile
 import time
 import types
 import warnings
-import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Self
 
@@ -35,7 +34,7 @@ from meshfeed._src.base import serving
 from meshfeed._src.base.child import ChildProcess
 from meshfeed._src.base.cpus import xla_threads
 from meshfeed._src.base.errors import MeshfeedError, SettingsError
-from meshfeed._src.base.fork import NotCopied, Owner, finalize
+from meshfeed._src.base.fork import Finalizer, NotCopied, Owner, finalize
 from meshfeed._src.base.frames import Frame
 from meshfeed._src.base.types import PyTree, public
 
@@ -316,7 +315,7 @@ class HostPool(NotCopied):
         self._hosts: list[Host] = []
         self._dirty = False
         self._owner = Owner()
-        self._remove_logs: weakref.finalize[..., Any] | None = None
+        self._remove_logs: Finalizer | None = None
         self._directory = pathlib.Path()
 
     # --- running functions
