@@ -2,8 +2,8 @@
 
 A host that fails before it has made its feed, say since a file is missing there, publishes nothing about that feed. Its
 process does not go away either: at exit, JAX waits for the other processes, and these wait for its feed until their
-timeout. So the last that a program does is to leave a note in the key-value store, which hosts read that have waited for
-it for a while.
+timeout. So the last thing that a program does is to leave a note in the key-value store. Hosts that have waited for it
+for a while look it up.
 
 ``import meshfeed`` loads this module, so it loads nothing itself.
 """
@@ -38,13 +38,13 @@ def _tell() -> None:
         return
     from meshfeed._src.base import jax_internals
     from meshfeed._src.base.coordination import call_briefly
-    from meshfeed._src.base.errors import shorten
+    from meshfeed._src.base.errors import shorten, text_of
 
     store, place = jax_internals.key_value_store(), jax_internals.place_in_job()
     if store is None or place is None or place[1] == 1:
         return
     error = getattr(sys, "last_exc", None) or getattr(sys, "last_value", None)  # what Python has printed
-    how = "" if error is None else f" by {type(error).__name__}: {' '.join(str(error).split())}"
+    how = "" if error is None else f" by {type(error).__name__}: {' '.join(text_of(error).split())}"
     text = shorten(f"gone: its program has ended{how}", _SHOWN_CHARACTERS)
     call_briefly(lambda: store.set(_key(place[0]), text, overwrite=True), name="meshfeed-ended", at_exit=True)
 

@@ -384,7 +384,8 @@ def hides_own_frames(function: F) -> F:
 
 def _wrong_arguments(function: Callable[..., Any], num_args: int, kwargs: Mapping[str, object]) -> str | None:
     """Returns what is wrong with the arguments of a call, or None if Python's own message says it."""
-    parameters = [one for one in inspect.signature(function).parameters.values() if one.name != "self"]
+    every = inspect.signature(function).parameters
+    parameters = [one for one in every.values() if one.name != "self"]
     if any(one.kind in (one.VAR_POSITIONAL, one.VAR_KEYWORD) for one in parameters):
         return None
     takes = [one.name for one in parameters]
@@ -398,7 +399,7 @@ def _wrong_arguments(function: Callable[..., Any], num_args: int, kwargs: Mappin
             remedy = KEYWORDS.get(unknown, remedy)
         return f"{name}() got an unexpected keyword argument {unknown!r}; {remedy}"
     by_place = [one.name for one in parameters if one.kind != one.KEYWORD_ONLY]
-    given = num_args - ("self" in inspect.signature(function).parameters)
+    given = num_args - ("self" in every)
     if given > len(by_place) and (named := takes[len(by_place) :]):
         return (
             f"{name}() takes {len(by_place)} arguments by position ({', '.join(by_place)}), but {given} were given; pass the "

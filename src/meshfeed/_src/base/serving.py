@@ -90,9 +90,8 @@ def _describe(error: BaseException) -> ErrorDescription:
     hide_own_frames(error)
     text = "".join(traceback.format_exception(error))
     pickled = None
-    with contextlib.suppress(
-        BaseException
-    ):  # an exception whose __init__ does not accept its args, or exits when loaded
+    # For example, an exception whose __init__ does not accept its args, or exits.
+    with contextlib.suppress(BaseException):
         import cloudpickle  # pickles classes of the user's script by value
 
         data = cloudpickle.dumps(error.with_traceback(None))

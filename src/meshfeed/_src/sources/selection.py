@@ -227,7 +227,7 @@ class View:
     @property
     def __getitems__(self) -> Callable[[Sequence[int]], Sequence[Record]]:
         """Several records, in the order of ``record_ids``; only if the source reads several: others may reuse memory."""
-        _ = cast("hooks.ItemsReader", self._source).__getitems__
+        _ = cast("hooks.ItemsReader", self._source).__getitems__  # AttributeError if it does not
 
         def of_view(record_ids: Sequence[int]) -> Sequence[Record]:
             check_ids(record_ids, len(self), "view")
