@@ -37,11 +37,11 @@ def test_the_others_hear_of_one_that_was_interrupted_while_they_wait_for_its_row
     results = run_hosts(killed_jobs.interrupted, num_hosts=3, devices_per_host=1, timeout_seconds=120, grace_seconds=90)
     for host, result in enumerate(results):
         if host == killed_jobs.VICTIM:
-            assert result.value == {"error": "KeyboardInterrupt", "told": []}
+            assert result.value == {"errors": ["KeyboardInterrupt"], "told": []}
             continue
         ((seconds, line),) = result.value["told"]
-        print(host, seconds, result.value["error"])
-        assert seconds < 20, "Gloo ends the wait after 30 s"
+        print(host, seconds, result.value["errors"])
+        assert seconds < 20, "long before the user would look for the reason"
         assert line.startswith(
             f"host {killed_jobs.VICTIM}: feed-0: step 3 was interrupted by KeyboardInterrupt while its rows"
         )
