@@ -198,16 +198,10 @@ def _report_slow() -> None:
     )
 
 
-def is_tracing() -> bool:
-    """Whether the calling function runs below a transformation of JAX; False if JAX does not tell."""
-    clean = _trace_state_clean()
-    return clean is not None and not clean()
-
-
-@functools.cache
-def _trace_state_clean() -> Callable[[], bool] | None:
+def find_trace_state_clean() -> Callable[[], bool]:
+    """Returns JAX's check that its caller does not run below a transformation; always true if JAX does not tell."""
     try:
-        from jax._src import core
+        from jax._src.core import trace_state_clean
     except ImportError:
-        return None
-    return getattr(core, "trace_state_clean", None)
+        return lambda: True
+    return trace_state_clean

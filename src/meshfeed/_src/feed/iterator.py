@@ -20,7 +20,7 @@ from meshfeed._src.agreement.meeting import Meetings
 from meshfeed._src.agreement.windows import leave_notice
 from meshfeed._src.arrays.placer import make_placer
 from meshfeed._src.base import coordination
-from meshfeed._src.base.compiled import check_not_compiled
+from meshfeed._src.base.compiled import refuse_compiled, trace_state_clean
 from meshfeed._src.base.coordination import warn_if_forgotten
 from meshfeed._src.base.errors import (
     MeshfeedError,
@@ -309,7 +309,8 @@ class Feed(Inspection, Checkpointable, NotCopied):
         """
         if self._closed:
             self._raise_closed()
-        check_not_compiled(self.name)
+        if not trace_state_clean():
+            refuse_compiled(self.name)
         if self._failed is not None:
             raise self._failed.with_traceback(self._failed_at)  # without it, the traceback would grow with each call
         start = time.perf_counter()

@@ -24,7 +24,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from meshfeed._src.arrays.dtypes import narrowed_dtype
 from meshfeed._src.base import coordination, memory
-from meshfeed._src.base.compiled import check_not_compiled
+from meshfeed._src.base.compiled import refuse_compiled, trace_state_clean
 from meshfeed._src.base.errors import (
     MeshfeedError,
     PlanError,
@@ -144,7 +144,8 @@ class MultiHostDataLoadIterator(Checkpointable, NotCopied):
           LoaderNotReadyError: (a TimeoutError) tf.data raised FailedPreconditionError 30 times.
           MeshfeedError: another call of ``next`` or ``set_state`` is running on another thread, or JAX compiles the caller.
         """
-        check_not_compiled(self.name)
+        if not trace_state_clean():
+            refuse_compiled(self.name)
         turn, mine = self._turn, object()
         held = {TURN: mine}
         try:

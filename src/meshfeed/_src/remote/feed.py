@@ -26,7 +26,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from numpy.typing import ArrayLike
 
 from meshfeed._src.base import coordination
-from meshfeed._src.base.compiled import check_not_compiled
+from meshfeed._src.base.compiled import refuse_compiled, trace_state_clean
 from meshfeed._src.base.errors import (
     Failure,
     MeshfeedError,
@@ -263,7 +263,8 @@ class RemoteFeed(Checkpointable, NotCopied):
           Exception: any error that the feed raised on a host, with its message.
         """
         self._check_open()
-        check_not_compiled(self.name)
+        if not trace_state_clean():
+            refuse_compiled(self.name)
         try:
             batch = self._client.take()
         except StopIteration:

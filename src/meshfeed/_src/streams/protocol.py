@@ -8,7 +8,7 @@ package distinguishes kinds of stream.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol, TypeVar
 
 from meshfeed._src.base.errors import SettingsError
@@ -28,8 +28,7 @@ EMPTY_BATCHES = (
 )
 
 
-def _nothing() -> dict[Any, Any]:
-    return {}  # three times as fast as ``dict[str, Any]()``
+_nothing: Callable[[], dict[Any, Any]] = dict  # as a name, since a call of ``dict[str, Any]`` takes longer
 
 
 @dataclasses.dataclass(slots=True)
