@@ -14,7 +14,7 @@ import pytest
 from jax.sharding import AxisType
 
 import meshfeed
-from meshfeed._src.base import host_memory
+from meshfeed._src.base import machine
 from meshfeed._src.feed import pipeline
 from meshfeed._src.feed.pipeline import PrefetchDepth
 
@@ -100,5 +100,5 @@ def test_a_container_limits_the_memory_of_the_host(monkeypatch: pytest.MonkeyPat
         ([unlimited, limit], 12345),
         ([limit, missing], 12345),
     ):
-        monkeypatch.setattr(host_memory, "_LIMITS", [str(path) for path in paths])
-        assert host_memory.host_memory_bytes() == expected
+        monkeypatch.setattr(machine, "_MEMORY_LIMITS", [str(path) for path in paths])
+        assert machine.host_memory_bytes() == expected

@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from meshfeed._src.base import cpus
+from meshfeed._src.base import machine
 from meshfeed._src.base.settings import FeedSettings
 from meshfeed._src.base.stats import StatsRecorder
 from meshfeed._src.feed import sizing
@@ -420,9 +420,9 @@ def test_an_interrupt_inside_a_decision_begins_it_again() -> None:
 
 
 def test_the_cores_of_the_container_count(monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> None:
-    whole = cpus.available_cpus()
+    whole = machine.available_cpus()
     quota = tmp_path / "cpu.max"
-    monkeypatch.setattr(cpus, "_QUOTAS", ((str(quota),),))
+    monkeypatch.setattr(machine, "_QUOTAS", ((str(quota),),))
     for text, expected in (("max 100000", whole), ("50000 100000", 1), ("99900000 100000", whole), ("junk", whole)):
         quota.write_text(text)
-        assert cpus.available_cpus() == (expected if expected == 1 else whole)
+        assert machine.available_cpus() == (expected if expected == 1 else whole)

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
 from meshfeed._src.base.errors import SourceError
+from meshfeed._src.base.trees import num_bytes
 from meshfeed._src.reading.host_batch import (
     add_mask,
     join_batches,
@@ -21,7 +22,7 @@ from meshfeed._src.reading.host_batch import (
     pad_rows,
     spec_of_batch,
 )
-from meshfeed._src.reading.stacking import LeafSpec, RecordStack, flatten_record, is_ragged, num_bytes
+from meshfeed._src.reading.stacking import LeafSpec, RecordStack, flatten_record, is_ragged
 
 ALIKE = "All records of a source must have the same structure, shapes and dtypes; pad or cast them in the source."
 DECODE = (

@@ -48,7 +48,7 @@ def test_a_step_is_read_by_the_group_that_has_its_worker() -> None:
 
 def test_workers_that_the_feed_has_stopped_may_be_started_again(monkeypatch: pytest.MonkeyPatch) -> None:
     """As by ``set_state``, while the reading thread is between two steps."""
-    monkeypatch.setattr(reads, "WorkerReader", Starting)
+    monkeypatch.setattr(reads, "open_pool", Starting)
     reader, auto = Reads(None, Workers(0), 1, timeout_seconds=1), AutoReads()  # type: ignore[arg-type]
     auto.begin(reader.numbers)
     auto.wanted = ReadNumbers(1, 1)

@@ -56,11 +56,14 @@ class Travelled:
 
     killed = False
 
-    def __init__(self, reader: Any, *_: Any, **__: Any) -> None:
-        self._reader = cloudpickle.loads(cloudpickle.dumps(reader))
+    def __init__(self, workers: Any, make_task: bytes, **_: Any) -> None:
+        self._task, self._requests = cloudpickle.loads(make_task)(), []
 
-    def submit(self, step: int, *request: Any) -> Callable[[], Any]:
-        return lambda: self._reader.read(*request)
+    def submit(self, worker_index: int, request: Any) -> None:
+        self._requests.append(request)
+
+    def result(self, worker_index: int, timeout: float) -> Any:
+        return self._task(self._requests.pop(0))
 
     def stop(self) -> None:
         pass
@@ -72,7 +75,7 @@ class Travelled:
 @pytest.mark.parametrize("above", ABOVE)
 @pytest.mark.parametrize("below", BELOW)
 def test_it_travels(above: str, below: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(reads, "WorkerReader", Travelled)
+    monkeypatch.setattr(reads, "open_pool", Travelled)
     mesh = jax.make_mesh((8,), ("data",), axis_types=(AxisType.Auto,))
 
     def deliver(num_workers: int, shuffle: bool) -> list[Any]:

@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 
 from meshfeed import testing
-from meshfeed._src.base import cpus
+from meshfeed._src.base import machine
 from meshfeed._src.base.errors import SettingsError
 from meshfeed._src.testing import hosts
 
@@ -256,7 +256,7 @@ def test_a_loop_that_never_waits_for_a_result_does_not_abort() -> None:
 @pytest.mark.parametrize(("given", "expected"), [("", 16), ("3", 16), ("40", 40), ("many", 16)])
 def test_cpu_devices_have_two_threads_each(given: str, expected: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("NPROC", given)
-    monkeypatch.setattr(cpus, "available_cpus", lambda: 4)
+    monkeypatch.setattr(machine, "available_cpus", lambda: 4)
     assert hosts.cpu_environment(8)["NPROC"] == str(expected)
 
 

@@ -24,10 +24,9 @@ from meshfeed._src.base.coordination import format_differences
 from meshfeed._src.base.errors import AgreementError, Failure, SourceError
 from meshfeed._src.base.exact_json import tree_from_json, tree_to_json
 from meshfeed._src.base.settings import SkipBad
-from meshfeed._src.base.trees import flatten
+from meshfeed._src.base.trees import flatten, num_bytes
 from meshfeed._src.base.types import JsonValue, PyTree
 from meshfeed._src.reading.host_batch import spec_of_batch
-from meshfeed._src.reading.stacking import num_bytes
 from meshfeed._src.streams.protocol import EMPTY_BATCHES, EMPTY_STREAM, HostBatch
 
 _log = logging.getLogger("meshfeed.exchange")

@@ -72,6 +72,11 @@ def map_leaves(function: Callable[..., Any], tree: PyTree, *others: PyTree) -> P
     return treedef.unflatten(map(function, found, *(treedef.flatten_up_to(other) for other in others)))
 
 
+def num_bytes(tree: PyTree) -> int:
+    """Total bytes of all leaves."""
+    return sum([leaf.nbytes for leaf in leaves(tree)])
+
+
 def spec(shape: Iterable[int], dtype: Any) -> jax.ShapeDtypeStruct:
     """Returns a ``jax.ShapeDtypeStruct``."""
     import jax

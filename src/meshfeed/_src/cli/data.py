@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from meshfeed._src.base.cpus import available_cpus
 from meshfeed._src.base.errors import MeshfeedError
+from meshfeed._src.base.machine import available_cpus
 from meshfeed._src.cli.text import INTERRUPTED, at_least, counted, example, json_option, show, size_text
 
 if TYPE_CHECKING:

@@ -21,7 +21,7 @@ from typing import Literal
 import click
 
 from meshfeed import __version__
-from meshfeed._src.base.cpus import available_cpus, xla_threads
+from meshfeed._src.base.machine import available_cpus, xla_threads
 from meshfeed._src.cli.text import counted, example, json_option, show, size_text
 from meshfeed._src.sources.files.open_files import Descriptor
 

@@ -26,7 +26,7 @@ from meshfeed._src.agreement.window_report import WindowReports
 from meshfeed._src.agreement.windows import WindowAgreement, late_seconds, leave_notice
 from meshfeed._src.base.errors import Failure, StalledError
 from meshfeed._src.base.fork import Owner
-from meshfeed._src.base.host_memory import host_memory_bytes
+from meshfeed._src.base.machine import host_memory_bytes
 from meshfeed._src.base.progress import PROGRESS
 from meshfeed._src.base.read_ahead import ReadAhead
 from meshfeed._src.base.stacks import feed_stacks, note_stacks

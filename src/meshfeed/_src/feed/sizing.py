@@ -17,8 +17,7 @@ import time
 from collections.abc import Callable, Generator
 from typing import Any, NamedTuple
 
-from meshfeed._src.base.cpus import available_cpus
-from meshfeed._src.base.host_memory import host_memory_bytes
+from meshfeed._src.base.machine import available_cpus, host_memory_bytes
 from meshfeed._src.base.settings import FeedSettings
 from meshfeed._src.base.stats import StatsRecorder
 from meshfeed._src.feed.pipeline import Pipeline, PrefetchDepth

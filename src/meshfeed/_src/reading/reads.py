@@ -9,20 +9,22 @@ from __future__ import annotations
 import functools
 import logging
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import NamedTuple, TypeAlias
 
 from meshfeed._src.base.errors import SourceError, shorten
-from meshfeed._src.base.host_memory import host_memory_bytes
+from meshfeed._src.base.machine import host_memory_bytes
 from meshfeed._src.base.settings import Workers
 from meshfeed._src.base.threads import Background, Threads
 from meshfeed._src.base.types import ColumnSlices, RecordIds
 from meshfeed._src.reading.records import ReadRows, RecordReader
-from meshfeed._src.reading.workers import WorkerReader
+from meshfeed._src.reading.workers import open_pool, pickle_task
 
 _log = logging.getLogger("meshfeed.workers")
 _CLOSE_SECONDS = 5.0
 _WORKER_SHARE = 1 / 64  # of the host's memory, for the source of one worker
 _SHOWN_CHARACTERS = 300
+_Read: TypeAlias = tuple[RecordIds, RecordIds, ColumnSlices | None]
+"""Record ids, epochs and columns."""
 
 
 class ReadNumbers(NamedTuple):
@@ -75,17 +77,32 @@ def most_worker_bytes() -> int:
 
 
 class _Group:
-    """Workers that were started together.
+    """Workers that were started together, each with a copy of the source.
 
     Attributes:
-      workers: the processes.
+      pool: the workers.
       size: their number.
       by_auto: whether the feed chose to start them; if one of those that the user asked for is killed, that is an error.
       num_pending: reads that have not been collected.
     """
 
-    def __init__(self, workers: WorkerReader, size: int, *, by_auto: bool) -> None:
-        self.workers, self.size, self.by_auto, self.num_pending = workers, int(size), by_auto, 0
+    def __init__(self, records: RecordReader, workers: Workers, timeout_seconds: float, *, by_auto: bool) -> None:
+        def make_task() -> Callable[[_Read], ReadRows]:
+            return lambda request: records.read(*request)
+
+        task = pickle_task(make_task, most_worker_bytes() if by_auto else None)
+        self.pool = open_pool(workers, task, name="the feed", describe=_describe)
+        self.size, self.by_auto, self.num_pending = int(workers), by_auto, 0
+        self._timeout_seconds = timeout_seconds
+
+    def submit(self, worker: int, request: _Read) -> Callable[[], ReadRows]:
+        """Queues a read and returns a function that waits for its rows; call both in the order of the steps."""
+        self.pool.submit(worker, request)
+        return lambda: self.pool.result(worker, self._timeout_seconds)
+
+
+def _describe(request: _Read) -> str:
+    return f"reading {len(request[0])} records (first id {request[0][0]})"
 
 
 class Reads:
@@ -118,8 +135,7 @@ class Reads:
         self._threads = _make_threads(num_threads)
         self._replaced: list[Threads] = []  # end once they have done what they have
         if num_workers:
-            workers = WorkerReader(records, num_workers, timeout_seconds=timeout_seconds)
-            self._groups.append(_Group(workers, num_workers, by_auto=False))
+            self._groups.append(_Group(records, num_workers, timeout_seconds, by_auto=False))
         self._count()
 
     def _count(self) -> None:
@@ -142,7 +158,7 @@ class Reads:
         if not self._groups:
             return read if self._threads is None else self._threads.submit(read).result
         group, worker = self._worker(step % self.num_workers)
-        collect = group.workers.submit(worker, record_ids, epochs, columns)
+        collect = group.submit(worker, (record_ids, epochs, columns))
         if not group.by_auto:
             return collect
         group.num_pending += 1
@@ -159,7 +175,7 @@ class Reads:
         try:
             return collect()
         except SourceError as error:
-            if not group.workers.killed:
+            if not group.pool.killed:
                 raise
             self._give_up_workers(f"a worker was killed: {error}")
             return read()  # where it would have been read without "auto"
@@ -203,7 +219,7 @@ class Reads:
         if coming is not None and self.num_workers + coming.size != wanted:
             self._coming = None
             self._leaving.append(coming)
-        elif coming is not None and coming.workers.is_ready():
+        elif coming is not None and coming.pool.is_ready():
             self._coming = None
             self._groups.append(coming)
         elif coming is None and self.num_workers < wanted:
@@ -214,16 +230,14 @@ class Reads:
             self._count()
         for group in [group for group in self._leaving if not group.num_pending]:
             self._leaving.remove(group)
-            self._closing.append(closing := Background(group.workers.close, "meshfeed-close-workers"))
+            self._closing.append(closing := Background(group.pool.close, "meshfeed-close-workers"))
             closing.start()
 
     def _start_workers(self, number: int) -> _Group:
         if self._threads is not None:
             self._threads.shutdown()  # a read that changes the source while it is pickled could break either
             self._replace_threads(self._num_threads)
-        seconds, limit = self._timeout_seconds, most_worker_bytes()
-        workers = WorkerReader(self._records, Workers(number), timeout_seconds=seconds, max_bytes=limit)
-        return _Group(workers, number, by_auto=True)
+        return _Group(self._records, Workers(number), self._timeout_seconds, by_auto=True)
 
     def _give_up_workers(self, why: str) -> None:
         assert self._auto is not None
@@ -239,7 +253,7 @@ class Reads:
         """Ends reads in worker processes and wakes the thread that waits for them. Thread-safe."""
         self._stopped = True
         for group in self._all_groups():
-            group.workers.stop()
+            group.pool.stop()
 
     def _all_groups(self) -> list[_Group]:
         return [*self._groups, *self._leaving, *([self._coming] if self._coming else [])]
@@ -250,7 +264,7 @@ class Reads:
             if threads is not None:
                 threads.close()
         for group in self._all_groups():
-            group.workers.close()
+            group.pool.close()
         for closing in self._closing:
             closing.join(_CLOSE_SECONDS)
 

@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from typing import Any
 
 import numpy as np
@@ -14,35 +13,7 @@ from meshfeed._src.base import memory, trees
 from meshfeed._src.base.errors import SourceError
 from meshfeed._src.base.trees import flatten_with_paths
 from meshfeed._src.base.types import PyTree
-from meshfeed._src.reading.structure import RAGGED, LeafSpec, Structure, check_record
-
-
-@dataclasses.dataclass(frozen=True)
-class RecordSpec(Structure):
-    """The common structure of a source's records, of which batches are made."""
-
-    def fits(self, batch: PyTree, num_rows: int) -> bool:
-        """Whether a batch has this structure with arrays ``[num_rows, ...]``; fast, and False if unsure."""
-        leaves, treedef = trees.flatten(batch)
-        if treedef != self.treedef:
-            return False
-        for leaf, wanted in zip(leaves, self.leaves, strict=True):  # a loop: all() with a generator takes twice as long
-            if type(leaf) is not np.ndarray or leaf.dtype != wanted.dtype or leaf.shape != (num_rows, *wanted.shape):
-                return False
-        return True
-
-    def shapes(self) -> PyTree:
-        """Returns the record as a pytree of ``jax.ShapeDtypeStruct``."""
-        return self.treedef.unflatten([trees.spec(leaf.shape, leaf.dtype) for leaf in self.leaves])
-
-    def zeros(self, num_rows: int) -> PyTree:
-        """Returns a batch of ``num_rows`` rows of zeros."""
-        return self.treedef.unflatten([memory.zeros((num_rows, *leaf.shape), leaf.dtype) for leaf in self.leaves])
-
-    def empty(self, num_rows: int) -> PyTree:
-        """Returns an uninitialized batch of ``num_rows`` rows."""
-        return self.treedef.unflatten([memory.empty((num_rows, *leaf.shape), leaf.dtype) for leaf in self.leaves])
-
+from meshfeed._src.reading.structure import RAGGED, LeafSpec, RecordSpec, check_record
 
 # Types, not kinds: ml_dtypes have the same kind as np.void.
 _NO_DTYPES: tuple[type, ...] = (np.void, np.longdouble, np.clongdouble)
@@ -208,8 +179,3 @@ class RecordStack:
 
 def _is_leaf(leaf: object) -> bool:
     return trees.flatten(leaf)[1].num_nodes == 1
-
-
-def num_bytes(tree: PyTree) -> int:
-    """Total bytes of all leaves."""
-    return sum([leaf.nbytes for leaf in trees.leaves(tree)])

@@ -7,7 +7,9 @@ from typing import Any
 
 import numpy as np
 
+from meshfeed._src.base import memory, trees
 from meshfeed._src.base.errors import SourceError
+from meshfeed._src.base.types import PyTree
 
 RAGGED = "ragged rows: "
 _PACK = " For documents of unequal length use meshfeed.sources.Packed, or meshfeed.sources.Padded for streams."
@@ -29,14 +31,36 @@ class LeafSpec:
 
 
 @dataclasses.dataclass(frozen=True)
-class Structure:
-    """The treedef and the leaves of a record."""
+class RecordSpec:
+    """The common structure of a source's records, of which batches are made."""
 
     treedef: Any
     leaves: tuple[LeafSpec, ...]
 
+    def fits(self, batch: PyTree, num_rows: int) -> bool:
+        """Whether a batch has this structure with arrays ``[num_rows, ...]``; fast, and False if unsure."""
+        leaves, treedef = trees.flatten(batch)
+        if treedef != self.treedef:
+            return False
+        for leaf, wanted in zip(leaves, self.leaves, strict=True):  # a loop: all() with a generator takes twice as long
+            if type(leaf) is not np.ndarray or leaf.dtype != wanted.dtype or leaf.shape != (num_rows, *wanted.shape):
+                return False
+        return True
 
-def check_spec(spec: Structure, found: Structure, *, what: str, lane_index: int | None = None) -> None:
+    def shapes(self) -> PyTree:
+        """Returns the record as a pytree of ``jax.ShapeDtypeStruct``."""
+        return self.treedef.unflatten([trees.spec(leaf.shape, leaf.dtype) for leaf in self.leaves])
+
+    def zeros(self, num_rows: int) -> PyTree:
+        """Returns a batch of ``num_rows`` rows of zeros."""
+        return self.treedef.unflatten([memory.zeros((num_rows, *leaf.shape), leaf.dtype) for leaf in self.leaves])
+
+    def empty(self, num_rows: int) -> PyTree:
+        """Returns an uninitialized batch of ``num_rows`` rows."""
+        return self.treedef.unflatten([memory.empty((num_rows, *leaf.shape), leaf.dtype) for leaf in self.leaves])
+
+
+def check_spec(spec: RecordSpec, found: RecordSpec, *, what: str, lane_index: int | None = None) -> None:
     """Checks that a batch has the structure of the first record.
 
     Raises:
@@ -46,7 +70,7 @@ def check_spec(spec: Structure, found: Structure, *, what: str, lane_index: int 
         raise _unlike(spec, found, f"{what}: records have", lane_index=lane_index)
 
 
-def check_record(spec: Structure, found: Structure, where: str, **location: int | None) -> None:
+def check_record(spec: RecordSpec, found: RecordSpec, where: str, **location: int | None) -> None:
     """Checks that a record has the structure of the first one.
 
     Args:
@@ -71,7 +95,7 @@ def check_record(spec: Structure, found: Structure, where: str, **location: int 
             )
 
 
-def _unlike(spec: Structure, found: Structure, subject: str, **location: int | None) -> SourceError:
+def _unlike(spec: RecordSpec, found: RecordSpec, subject: str, **location: int | None) -> SourceError:
     # Structures are named only if nothing else differs, such as a list instead of a tuple.
     structures = f", in {found.treedef} and {spec.treedef}" if found.leaves == spec.leaves else ""
     ragged = _ragged(spec, found)
@@ -83,7 +107,7 @@ def _unlike(spec: Structure, found: Structure, subject: str, **location: int | N
     )
 
 
-def _ragged(spec: Structure, found: Structure) -> str:
+def _ragged(spec: RecordSpec, found: RecordSpec) -> str:
     """Returns a prefix for the error if records differ only in the shapes of leaves or the lengths of lists, else ``""``.
 
     A list is a pytree node with one child per item, so lists of unequal lengths appear as different structures.

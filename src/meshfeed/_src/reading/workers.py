@@ -1,7 +1,6 @@
-"""Workers that read and decode: a pool of child processes, and the reader through which feeds use it.
+"""Workers that read and decode: a pool of child processes, which never use an accelerator.
 
-Worker ``step % num_workers`` reads step ``step``. Workers never use an accelerator. :func:`open_pool` chooses between
-processes of this host and the actors of ``ray_workers.py``.
+:func:`open_pool` chooses between processes of this host and the actors of ``ray_workers.py``.
 """
 
 from __future__ import annotations
@@ -11,7 +10,7 @@ import signal
 import sys
 import time
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeAlias, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, TypeAlias, TypeVar
 
 from meshfeed._src.base import child as child_process
 from meshfeed._src.base import serving
@@ -22,10 +21,9 @@ from meshfeed._src.base.progress import PROGRESS
 from meshfeed._src.base.settings import GC_EVERY, Workers
 from meshfeed._src.base.stacks import PROCESSES
 from meshfeed._src.base.stats import CACHES
-from meshfeed._src.base.types import ColumnSlices, RecordIds
 
 if TYPE_CHECKING:
-    from meshfeed._src.reading.records import ReadRows, RecordReader
+    from meshfeed._src.reading.ray_workers import RayPool
 
 _SHOWN_CHARACTERS = 200  # of a request in a message
 _CLOSED = "the worker pool is closed"
@@ -292,33 +290,8 @@ def _close_workers(workers: list[_Worker[Any, Any]]) -> None:
     child_process.close_children({worker.label: worker.child for worker in workers})
 
 
-class Pool(Protocol):
-    """Workers of any engine; see :class:`WorkerPool`."""
-
-    @property
-    def killed(self) -> bool:
-        """See :attr:`WorkerPool.killed`; False for an engine that replaces lost workers."""
-        ...
-
-    def is_ready(self) -> bool:
-        """See :meth:`WorkerPool.is_ready`."""
-        ...
-
-    def submit(self, worker_index: int, request: Any) -> None:
-        """See :meth:`WorkerPool.submit`."""
-        ...
-
-    def result(self, worker_index: int, timeout: float | None) -> Any:
-        """See :meth:`WorkerPool.result`."""
-        ...
-
-    def stop(self) -> None:
-        """See :meth:`WorkerPool.stop`."""
-        ...
-
-    def close(self) -> None:
-        """See :meth:`WorkerPool.close`."""
-        ...
+Pool: TypeAlias = "WorkerPool[Any, Any] | RayPool[Any, Any]"
+"""Workers of any engine."""
 
 
 def open_pool(
@@ -349,60 +322,3 @@ def open_pool(
             raise missing_package("num_workers=Workers(engine='ray')", error, "ray", setting="num_workers") from error
         return RayPool(workers, make_task, name=name, describe=describe, resume=resume)
     return WorkerPool(int(workers), make_task, name=name, gc_every=workers.gc_every, describe=describe)
-
-
-_Read: TypeAlias = tuple[RecordIds, RecordIds, ColumnSlices | None]
-
-
-class WorkerReader:
-    """Reads rows in workers.
-
-    Args:
-      reader: the reader to send to each worker.
-      num_workers: number of workers, and their engine.
-      timeout_seconds: maximum wait for one result.
-      max_bytes: see :func:`pickle_task`.
-
-    Raises:
-      SettingsError: the source cannot be pickled, or is larger.
-    """
-
-    def __init__(
-        self, reader: RecordReader, num_workers: Workers, *, timeout_seconds: float, max_bytes: int | None = None
-    ) -> None:
-        def make_task() -> Callable[[_Read], ReadRows]:
-            return lambda request: reader.read(*request)
-
-        self._pool: Pool = open_pool(
-            num_workers,
-            pickle_task(make_task, max_bytes),
-            name="the feed",
-            describe=lambda request: f"reading {len(request[0])} records (first id {request[0][0]})",
-        )
-        self._num_workers = num_workers
-        self._timeout_seconds = timeout_seconds
-
-    @property
-    def killed(self) -> bool:
-        """See :attr:`WorkerPool.killed`."""
-        return self._pool.killed
-
-    def is_ready(self) -> bool:
-        """See :meth:`WorkerPool.is_ready`."""
-        return self._pool.is_ready()
-
-    def submit(
-        self, step: int, record_ids: RecordIds, epochs: RecordIds, columns: ColumnSlices | None
-    ) -> Callable[[], ReadRows]:
-        """Queues a read and returns a function that waits for its result; call both in the order of the steps."""
-        worker = step % self._num_workers
-        self._pool.submit(worker, (record_ids, epochs, columns))
-        return lambda: self._pool.result(worker, self._timeout_seconds)
-
-    def stop(self) -> None:
-        """See :meth:`WorkerPool.stop`."""
-        self._pool.stop()
-
-    def close(self) -> None:
-        """Stops the workers."""
-        self._pool.close()

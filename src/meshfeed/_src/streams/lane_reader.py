@@ -16,7 +16,7 @@ from meshfeed._src.base.types import StreamSource
 from meshfeed._src.plan.plan import HostRows
 from meshfeed._src.reading.host_batch import add_mask
 from meshfeed._src.reading.reads import AutoReads
-from meshfeed._src.reading.stacking import RecordSpec, num_bytes
+from meshfeed._src.reading.stacking import RecordSpec
 from meshfeed._src.streams.lane import LaneEntry, LaneSettings
 from meshfeed._src.streams.lane_group import LaneRows
 from meshfeed._src.streams.lane_places import LanePlaces
@@ -136,7 +136,7 @@ class LaneReader:
             step=step,
             global_batch_size=size,
             tree=tree,
-            num_bytes=0 if tree is None else num_bytes(tree),
+            num_bytes=0 if tree is None else trees.num_bytes(tree),
             entries={str(lane): row.entry for lane, row in group.lanes.items()},
             ended={lane: row.entry.records for lane, row in group.lanes.items() if row.entry.ended},
             bad=[entry for row in group.lanes.values() for entry in row.taken.bad],

@@ -30,7 +30,7 @@ from meshfeed._src.order.steps import Segment, StepSchedule, parse_segments, pos
 from meshfeed._src.plan.plan import HostRows
 from meshfeed._src.reading.host_batch import add_mask, pad_rows, spec_of_batch
 from meshfeed._src.reading.reads import AutoReads, ReadNumbers
-from meshfeed._src.reading.stacking import RecordSpec, num_bytes
+from meshfeed._src.reading.stacking import RecordSpec
 from meshfeed._src.reading.structure import check_spec
 from meshfeed._src.state.state import FeedState, check_counts, seal, unseal
 from meshfeed._src.streams.protocol import EMPTY_BATCHES, Cursor, HostBatch, check_fingerprint
@@ -267,7 +267,7 @@ class LocalBatchReader:
             step=self._step,
             global_batch_size=size,
             tree=tree,
-            num_bytes=0 if tree is None else num_bytes(tree),
+            num_bytes=0 if tree is None else trees.num_bytes(tree),
             entries={str(self._host): self._entry},
             # run lengths keyed by (step + 1, first row): merging the hosts' maps counts replicated padding only once
             ended={(self._step + 1) << 32 | int(run[0]): run.size for run in runs},

@@ -18,10 +18,9 @@ from meshfeed._src.base.types import ColumnSlices, PyTree, RecordIds, RecordOrde
 from meshfeed._src.plan.plan import HostRows
 from meshfeed._src.reading.ahead import FetchAhead
 from meshfeed._src.reading.host_batch import add_mask, check_alike, num_rows, pad_rows
-from meshfeed._src.reading.joint import JointRead
 from meshfeed._src.reading.reads import AutoReads, Reads
-from meshfeed._src.reading.records import ReadRows, RecordReader, file_of
-from meshfeed._src.reading.stacking import RecordSpec, num_bytes
+from meshfeed._src.reading.records import JointRead, ReadRows, RecordReader, file_of
+from meshfeed._src.reading.stacking import RecordSpec
 from meshfeed._src.streams.balance import RowBalance
 from meshfeed._src.streams.protocol import Cursor, HostBatch
 
@@ -324,7 +323,7 @@ class RandomAccessReader:
             self._check(tree, record_ids, step)
         if self._settings.mask_key is not None:
             tree = add_mask(tree, self._settings.mask_key, np.arange(part.num_rows) < len(record_ids))
-        batch = HostBatch(step, part.size, tree, num_bytes(tree), record_ids=record_ids)
+        batch = HostBatch(step, part.size, tree, trees.num_bytes(tree), record_ids=record_ids)
         if rows is not None:
             batch.bad, batch.times, batch.retries = rows.bad, rows.times, rows.retries
         return batch

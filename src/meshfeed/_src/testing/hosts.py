@@ -32,10 +32,10 @@ from typing import Any, Self
 from meshfeed._src.base import child as child_process
 from meshfeed._src.base import serving
 from meshfeed._src.base.child import ChildProcess
-from meshfeed._src.base.cpus import xla_threads
 from meshfeed._src.base.errors import MeshfeedError, SettingsError
 from meshfeed._src.base.fork import Finalizer, NotCopied, Owner, finalize
 from meshfeed._src.base.frames import Frame
+from meshfeed._src.base.machine import xla_threads
 from meshfeed._src.base.types import PyTree, public
 
 

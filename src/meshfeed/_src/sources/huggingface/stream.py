@@ -15,8 +15,8 @@ import pyarrow as pa
 from datasets import ClassLabel, Dataset, Features, IterableDataset, Value
 
 from meshfeed._src.base import hooks, trees
-from meshfeed._src.base.cpus import available_cpus
 from meshfeed._src.base.errors import SettingsError, SourceError, StateMismatchError
+from meshfeed._src.base.machine import available_cpus
 from meshfeed._src.base.ownership import own
 from meshfeed._src.base.types import JsonValue, PyTree
 from meshfeed._src.sources.checks import stopped

@@ -7,13 +7,13 @@ import pathlib
 
 import pytest
 
-from meshfeed._src.base import cpus
+from meshfeed._src.base import machine
 
 
 def test_the_affinity_counts(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cpus, "_QUOTAS", ())
+    monkeypatch.setattr(machine, "_QUOTAS", ())
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(5)), raising=False)
-    assert cpus.available_cpus() == 5
+    assert machine.available_cpus() == 5
 
 
 @pytest.mark.parametrize(
@@ -34,15 +34,15 @@ def test_the_quota_of_a_container_is_rounded_up(
     paths = [tmp_path / str(number) for number in range(len(texts))]
     for path, text in zip(paths, texts, strict=True):
         path.write_text(f"{text}\n")
-    monkeypatch.setattr(cpus, "_QUOTAS", (("/no/such/file",), tuple(map(str, paths))))
+    monkeypatch.setattr(machine, "_QUOTAS", (("/no/such/file",), tuple(map(str, paths))))
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(8)), raising=False)
-    assert cpus.available_cpus() == found
+    assert machine.available_cpus() == found
 
 
 def test_xla_has_as_many_threads_as_nproc_says(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cpus, "available_cpus", lambda: 3)
+    monkeypatch.setattr(machine, "available_cpus", lambda: 3)
     for given, found in (("24", 24), ("", 3), ("many", 3)):
         monkeypatch.setenv("NPROC", given)
-        assert cpus.xla_threads() == found
+        assert machine.xla_threads() == found
     monkeypatch.delenv("NPROC")
-    assert cpus.xla_threads() == 3
+    assert machine.xla_threads() == 3

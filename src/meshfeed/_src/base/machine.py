@@ -1,4 +1,4 @@
-"""How many CPUs this process may use."""
+"""How many CPUs and how much memory this machine, or the container on it, gives its processes."""
 
 from __future__ import annotations
 
@@ -6,10 +6,12 @@ import contextlib
 import os
 import pathlib
 
-_QUOTAS = (  # of a container: control groups of version 2, and of version 1
+# Of a container: control groups of version 2, and of version 1.
+_QUOTAS = (
     ("/sys/fs/cgroup/cpu.max",),
     ("/sys/fs/cgroup/cpu/cpu.cfs_quota_us", "/sys/fs/cgroup/cpu/cpu.cfs_period_us"),
 )
+_MEMORY_LIMITS = ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes")
 
 
 def available_cpus() -> int:
@@ -32,3 +34,12 @@ def xla_threads() -> int:
     """
     given = os.environ.get("NPROC", "")
     return int(given) if given.isdigit() else available_cpus()
+
+
+def host_memory_bytes() -> int:
+    """Returns the memory of this host in bytes, or the limit of its container if that is lower."""
+    sizes = [os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")]
+    for path in _MEMORY_LIMITS:
+        with contextlib.suppress(OSError, ValueError):  # there is no such file, or it contains "max"
+            sizes.append(int(pathlib.Path(path).read_text()))
+    return min(sizes)
