@@ -365,7 +365,8 @@ def test_a_feed_that_leaves_before_it_has_begun_tells_others_only_if_it_is_to(le
     call = SimpleNamespace(join=lambda seconds: True, discard=lambda function: None, succeeded=False)
     opening = SimpleNamespace(wake=lambda: None, discard=lambda function: None)
     startup = SimpleNamespace(
-        _owner=SimpleNamespace(is_here=True), _opening=opening, _call=call, _reader=None, _step=3, _name="mine",
+        _owner=SimpleNamespace(is_here=True), _opening=opening, _call=call, _reader=None,
+        _generation=SimpleNamespace(name="mine", cursor=SimpleNamespace(step=3)),
         _handshake=SimpleNamespace(abandon=told.append),
     )  # fmt: skip
     Startup.close(startup, leaving)  # type: ignore[arg-type]

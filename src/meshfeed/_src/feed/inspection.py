@@ -9,14 +9,13 @@ from typing import TYPE_CHECKING, cast
 
 import numpy as np
 
-from meshfeed._src.arrays.placer import Placer
 from meshfeed._src.base.errors import SettingsError, hides_own_frames
 from meshfeed._src.base.settings import FeedSettings
 from meshfeed._src.base.stats import CACHES, FeedStats, Sample, StatsRecorder, stats_since
 from meshfeed._src.base.stores import write_output
 from meshfeed._src.base.types import JsonValue, PyTree, RecordIds
 from meshfeed._src.feed.membership import Membership
-from meshfeed._src.feed.parts import replay_step
+from meshfeed._src.feed.parts import FeedPlace, replay_step
 from meshfeed._src.feed.sizing import Sizer
 from meshfeed._src.reading.host_batch import spec_with_mask
 from meshfeed._src.state import state as feed_state
@@ -36,7 +35,7 @@ class Inspection:
     _cursor: Cursor
     _stream: AnyStream
     _settings: FeedSettings
-    _placer: Placer
+    _place: FeedPlace
     _membership: Membership
     _stats: StatsRecorder
     _sizer: Sizer | None
@@ -74,7 +73,7 @@ class Inspection:
     def element_spec(self) -> PyTree:
         """Spec of the next batch, a pytree of ``jax.ShapeDtypeStruct`` with shardings. Reads a record if needed."""
         spec = spec_with_mask(self._stream.record_spec(self._cursor), self._settings.mask_key)
-        return self._placer.element_spec(spec, self._stream.batch_size_at(self._cursor))
+        return self._place.placer.element_spec(spec, self._stream.batch_size_at(self._cursor))
 
     @hides_own_frames
     def record_ids(self, step: int) -> RecordIds:

@@ -15,7 +15,7 @@ from typing import Literal, NamedTuple, NoReturn
 
 from jax.sharding import Mesh, NamedSharding
 
-from meshfeed._src.agreement.handshake import Handshake, agreed_settings
+from meshfeed._src.agreement.handshake import Handshake
 from meshfeed._src.agreement.meeting import Meetings
 from meshfeed._src.agreement.windows import leave_notice
 from meshfeed._src.arrays.placer import make_placer
@@ -47,9 +47,9 @@ from meshfeed._src.base.types import JsonValue, PyTree, public
 from meshfeed._src.feed.inspection import Inspection
 from meshfeed._src.feed.local_iterator import LocalIterator
 from meshfeed._src.feed.membership import Membership
-from meshfeed._src.feed.parts import check_can_follow, make_pipeline, make_stream
+from meshfeed._src.feed.parts import FeedPlace, Generation, make_stream, take_place
 from meshfeed._src.feed.pipeline import Pipeline, PrefetchDepth, Ready
-from meshfeed._src.feed.resharding import FeedPlace, conclude, make_offer, make_place, warn_of_going_back
+from meshfeed._src.feed.resharding import conclude, make_offer, make_place, warn_of_going_back
 from meshfeed._src.feed.sizing import Sizer
 from meshfeed._src.feed.startup import Startup, wait_until_open
 from meshfeed._src.feed.step_log import STEP_LOG, log_step
@@ -93,7 +93,7 @@ class SecondPass:
             )
 
 
-class _Generation(NamedTuple):
+class _Left(NamedTuple):
     """The parts of a generation that must be closed; ``doing`` and ``because`` explain its end to the other hosts.
 
     ``membership`` is that in the hosts of the feed, if this host leaves them too.
@@ -214,7 +214,7 @@ class Feed(Inspection, Checkpointable, NotCopied):
         self._finalizer: Finalizer | None = None
         self._ready: Ready | None = None  # the next batch after a peek, or the remains of the last delivered one
         self._previous: Cursor | None = None
-        self._left: _Generation | None = None  # replaced by reset or set_state and not yet closed
+        self._left: _Left | None = None  # replaced by reset or set_state and not yet closed
         self._closed = self._released = False
         self._failed: BaseException | None = None
         self._failed_at: TracebackType | None = None
@@ -234,12 +234,10 @@ class Feed(Inspection, Checkpointable, NotCopied):
         scope = coordination.next_scope(f"feed/{self.name}", participants)
         self._meetings = Meetings(scope)
         self._membership = Membership(scope, participants)
-        self._hosts_agree = self._handshake.needed
-        self._follows = False  # a stream that only other hosts read
         self._origin = 0  # step of the state that the feed was last set to
         self._taken: int | None = None  # batches before a reset, which hosts compare when they begin anew
         try:
-            if self._hosts_agree:
+            if self._handshake.needed:
                 coordination.require_store()
             warn_if_forgotten()
             with shared_probes.divided(f"meshfeed/{scope}/probes", participants):
@@ -258,13 +256,10 @@ class Feed(Inspection, Checkpointable, NotCopied):
         self._settings = settings
         self._prefetch = PrefetchDepth(settings.prefetch, self.name)
         self._sizer = Sizer(settings, self._prefetch) if settings.auto else None
-        self._placer = make_placer(sharding, settings)
-        self._stream = make_stream(source, settings, self._placer)
-        if not self._stream.length_is_known and self._host not in self._membership.participants:
-            check_can_follow(self._stream, self._membership.participants)
-            self._follows = True
+        placer = make_placer(sharding, settings)
+        self._stream = make_stream(source, settings, placer)
+        self._place = take_place(placer, self._stream)
         self._cursor: Cursor = self._stream.start()
-        self._host_rows = self._placer.host_rows(self._stream.record_spec if self._stream.in_columns else None)
 
     def __repr__(self) -> str:
         known = vars(self)  # the constructor may have failed before setting every attribute
@@ -324,7 +319,7 @@ class Feed(Inspection, Checkpointable, NotCopied):
                 ready = self._ready
                 if ready is None or ready.batch.step < self._cursor.step:
                     self._ready = ready = pipeline.peek()
-                if self._placer.finish_computes and not ready.finished:
+                if self._place.placer.finish_computes and not ready.finished:
                     self._finish(ready)
             except Closed:  # by another thread
                 self._raise_closed()
@@ -349,7 +344,7 @@ class Feed(Inspection, Checkpointable, NotCopied):
         raise MeshfeedError(f"{self.name} is closed. To continue, pass its get_state() to set_state of a new feed.")
 
     def _finish(self, ready: Ready) -> None:
-        if ready.finishing and self._hosts_agree:
+        if ready.finishing and self._handshake.needed:
             raise MeshfeedError(
                 f"{self.name}: step {ready.batch.step} was interrupted while its rows moved between hosts; moving them "
                 "again would pair them with the other hosts' next step. Call set_state(get_state()) on every host, or "
@@ -357,9 +352,9 @@ class Feed(Inspection, Checkpointable, NotCopied):
             )
         ready.finishing = True
         try:
-            ready.arrays = self._placer.finish(ready.arrays, ready.batch.global_batch_size)
+            ready.arrays = self._place.placer.finish(ready.arrays, ready.batch.global_batch_size)
         except BaseException as error:
-            if self._hosts_agree and not isinstance(error, Exception):
+            if self._handshake.needed and not isinstance(error, Exception):
                 self._membership.tell(_INTERRUPTED % (self.name, ready.batch.step, type(error).__name__))
             raise
         ready.finished = True
@@ -460,48 +455,20 @@ class Feed(Inspection, Checkpointable, NotCopied):
         return startup
 
     def _make_startup(self) -> Startup:
-        # Neither the startup nor what it calls may refer to the feed: a dropped feed closes it.
-        cursor, settings, stream, handshake = self._cursor, self._settings, self._stream, self._handshake
-        hosts_agree, follows, name, scope = self._hosts_agree, self._follows, self.name, self._membership.scope
-        placer, host_rows, prefetch, stats = self._placer, self._host_rows, self._prefetch, self._stats
-        sizer, membership, origin = self._sizer, self._membership, self._origin
-
-        def agreed() -> dict[str, JsonValue]:
-            return agreed_settings(settings, stream.fingerprint(cursor) if hosts_agree else {}, cursor, placer.layout)
-
-        def pipeline_of(reader: AnyReader) -> Pipeline:
-            if sizer is not None:
-                sizer.begin(reader, alone=not hosts_agree)
-            pipeline = make_pipeline(
-                reader,
-                stream=stream,
-                placer=placer,
-                cursor=cursor,
-                host_rows=host_rows,
-                settings=settings,
-                prefetch=prefetch,
-                stats=stats,
-                name=name,
-                scope=scope,
-                round=handshake.round,
-                origin=origin,
-                hosts_agree=hosts_agree,
-                follows=follows,
-            )
-            membership.on_beat(pipeline.tell_if_late)
-            return pipeline
-
-        return Startup(
-            self._opening or self._open(cursor),
-            handshake,
-            agreed,
-            pipeline_of,
-            timeout_seconds=settings.timeout_seconds,
-            hosts_agree=hosts_agree,
-            step=cursor.step,
+        generation = Generation(
+            name=self.name,
+            settings=self._settings,
+            stream=self._stream,
+            place=self._place,
+            membership=self._membership,
+            prefetch=self._prefetch,
+            stats=self._stats,
+            sizer=self._sizer,
+            cursor=self._cursor,
+            origin=self._origin,
             taken=self._taken,
-            name=name,
         )
+        return Startup(generation, self._opening or self._open(self._cursor))
 
     # ------------------------------------------------------------------ state
 
@@ -532,7 +499,9 @@ class Feed(Inspection, Checkpointable, NotCopied):
             cursor = self._stream.restore(parsed)
             if self._stream.opens_at_restore:
                 opening = self._open(cursor)
-                wait_until_open(opening, self._settings.timeout_seconds, name=self.name, hosts_agree=self._hosts_agree)
+                wait_until_open(
+                    opening, self._settings.timeout_seconds, name=self.name, hosts_agree=self._handshake.needed
+                )
             self._begin(cursor, opening, "set a state in its feed")
             self._origin, self._taken = cursor.step, None
         except BaseException as error:
@@ -598,13 +567,13 @@ class Feed(Inspection, Checkpointable, NotCopied):
 
     def _open(self, cursor: Cursor) -> SingleCall[AnyReader]:
         """Opens the data on a separate thread, which no interrupt can stop halfway."""
-        stream, host_rows, hosts_agree = self._stream, self._host_rows, self._hosts_agree or self._follows
+        stream, place, hosts_agree = self._stream, self._place, self._handshake.needed or self._place.follows
         previous = self._last_opening
 
         def open_reader() -> AnyReader:
             if previous is not None:
                 previous.wait()  # an interrupt may have left it under way, and both may use one iterator
-            return stream.open_reader(cursor, host_rows, hosts_agree=hosts_agree)
+            return stream.open_reader(cursor, place.host_rows, hosts_agree=hosts_agree)
 
         self._last_opening = opening = SingleCall(open_reader, f"meshfeed-open-{self.name}")
         return opening
@@ -673,7 +642,7 @@ class Feed(Inspection, Checkpointable, NotCopied):
         settings, stream, cursor = self._settings, self._stream, self._cursor
         hosts, depth = _participants(sharding), self._prefetch.depth
         try:
-            place = make_place(sharding, settings, stream, self._placer, self._host_rows)
+            place = make_place(sharding, settings, stream, self._place)
             offer = make_offer(settings, stream, cursor, self._membership.scope, self._origin, place.placer.layout)
             self._step_aside()
         except Exception as error:
@@ -690,7 +659,9 @@ class Feed(Inspection, Checkpointable, NotCopied):
             moving = SingleCall(
                 lambda: stream.take_over(cursor, state, place.host_rows), f"meshfeed-reshard-{self.name}"
             )
-            moved = wait_until_open(moving, settings.timeout_seconds, name=self.name, hosts_agree=self._hosts_agree)
+            moved = wait_until_open(
+                moving, settings.timeout_seconds, name=self.name, hosts_agree=self._handshake.needed
+            )
         except BaseException as error:
             joined.handshake.fail(error)  # the others wait for this host before their next batch
             raise
@@ -707,13 +678,11 @@ class Feed(Inspection, Checkpointable, NotCopied):
         if self._left is not None:
             self._close_left()
         joined.join(self)
-        left = _Generation(self._startup, self._opening, self._finalizer, _RESHARDED, None, self._membership)
-        agree = joined.handshake.needed
+        left = _Left(self._startup, self._opening, self._finalizer, _RESHARDED, None, self._membership)
         # As in _leave.
         self._left, self._cursor, self._opening = left, cursor, None
         self._startup = self._pipeline = self._finalizer = self._ready = self._failed = self._failed_at = None
-        self._placer, self._host_rows, self._follows = place.placer, place.host_rows, place.follows
-        self._membership, self._hosts_agree, self._origin = joined, agree, cursor.step
+        self._place, self._membership, self._origin = place, joined, cursor.step
         self._close_left()
 
     @property
@@ -729,7 +698,7 @@ class Feed(Inspection, Checkpointable, NotCopied):
         """Discards the read-ahead and publishes a leave notice for hosts that continue."""
         if self._left is not None:
             self._close_left()
-        left = _Generation(self._startup, self._opening, self._finalizer, doing, because)
+        left = _Left(self._startup, self._opening, self._finalizer, doing, because)
         # Python handles signals at calls and backward jumps, so an interrupt cannot split these assignments.
         self._left, self._cursor, self._opening = left, cursor, opening
         self._startup = self._pipeline = self._finalizer = self._ready = self._failed = self._failed_at = None

@@ -1,4 +1,4 @@
-"""The parts of a feed: the stream of its source, and the pipeline of each of its generations."""
+"""The parts of a feed: the stream of its source, its place in a sharding, and the pipeline of each of its generations."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import numpy as np
 
 from meshfeed._src.agreement.followers import Follower, Summary
 from meshfeed._src.agreement.handover import Handover
+from meshfeed._src.agreement.handshake import agreed_settings
 from meshfeed._src.agreement.window_report import WindowReports
 from meshfeed._src.agreement.windows import WindowAgreement
 from meshfeed._src.arrays.placer import Placer
@@ -19,8 +20,10 @@ from meshfeed._src.base.hooks import is_stream
 from meshfeed._src.base.settings import FeedSettings
 from meshfeed._src.base.stacks import feed_stacks
 from meshfeed._src.base.stats import StatsRecorder
-from meshfeed._src.base.types import PyTree
+from meshfeed._src.base.types import JsonValue, PyTree
+from meshfeed._src.feed.membership import Membership
 from meshfeed._src.feed.pipeline import Pipeline, PrefetchDepth
+from meshfeed._src.feed.sizing import Sizer
 from meshfeed._src.plan.plan import HostRows
 from meshfeed._src.sources.host_batches import HostBatches
 from meshfeed._src.sources.recognize import as_source
@@ -66,7 +69,7 @@ def _learn(stream: AnyStream, mask_key: str | None, batch: PyTree) -> None:
         stream.learn({key: leaf for key, leaf in batch.items() if key != mask_key} if mask_key is not None else batch)
 
 
-def check_can_follow(stream: AnyStream, participants: Sequence[int]) -> None:
+def _check_can_follow(stream: AnyStream, participants: Sequence[int]) -> None:
     """Checks that a host without a device in the sharding can follow the hosts that read a stream.
 
     Raises:
@@ -88,112 +91,148 @@ def check_can_follow(stream: AnyStream, participants: Sequence[int]) -> None:
     coordination.require_store()
 
 
-def make_pipeline(
-    reader: AnyReader,
-    *,
-    stream: AnyStream,
-    placer: Placer,
-    cursor: Cursor,
-    host_rows: HostRows,
-    settings: FeedSettings,
-    prefetch: PrefetchDepth,
-    stats: StatsRecorder,
-    name: str,
-    scope: str,
-    round: int,
-    origin: int,
-    hosts_agree: bool,
-    follows: bool,
-) -> Pipeline:
-    """Builds the pipeline that reads from ``cursor``. No thread starts before its first ``peek``.
+@dataclasses.dataclass(frozen=True)
+class FeedPlace:
+    """What a sharding determines for a feed on this host.
 
-    No argument may reference the feed: garbage collection of the feed closes the pipeline, and a reference from the
-    pipeline would keep the feed alive.
-
-    Args:
-      reader: opened at ``cursor``; the pipeline closes it.
-      stream: the feed's stream.
-      placer: the feed's placer.
-      cursor: where to start.
-      host_rows: this host's rows.
-      settings: the feed's settings.
-      prefetch: the number of batches to keep ready.
-      stats: records read times and retries.
-      name: name of the feed.
-      scope: key prefix, unique to the feed.
-      round: number of this generation, counted alike by hosts that only follow.
-      origin: step of the state that the feed was last set to.
-      hosts_agree: whether there are other hosts to agree with.
-      follows: whether this host follows the hosts that read.
+    Attributes:
+      placer: places batches in the sharding.
+      host_rows: what this host reads.
+      follows: whether this host only follows the hosts that read the stream.
     """
-    window_reports = WindowReports(
-        first_step=cursor.step,
-        bad_records=settings.bad_records,
-        blocks_of=placer.blocks if settings.check_replicas else None,
-        num_rows=lambda size: len(host_rows.rows(size)),
-        num_skipped=cursor.num_skipped,
-        records_after=lambda step, ended: stream.records_after(cursor, step, ended),
-        compare_records=not stream.in_columns,
-        compare_sizes=stream.hosts_make_batches,
-        largest_batch=0 if settings.schedule is None else max(settings.schedule.sizes),
-        learn_batch=functools.partial(_learn, stream, settings.mask_key),
-    )
-    agreement: WindowAgreement | Follower | None = None
-    handover: Handover | None = None
-    num_followers = coordination.process_count() - len(placer.participants)
+
+    placer: Placer
+    host_rows: HostRows
+    follows: bool
+
+
+def take_place(placer: Placer, stream: AnyStream) -> FeedPlace:
+    """Returns the place of a feed over a stream.
+
+    Raises:
+      SettingsError: this host has no device in the sharding, and cannot follow the hosts that have.
+    """
+    follows = not stream.length_is_known and coordination.process_index() not in placer.participants
     if follows:
-        agreement = Follower(
+        _check_can_follow(stream, placer.participants)
+    return FeedPlace(placer, placer.host_rows(stream.record_spec if stream.in_columns else None), follows)
+
+
+@dataclasses.dataclass(frozen=True)
+class Generation:
+    """What a generation of a feed is made of.
+
+    Nothing here may refer to the feed: garbage collection of the feed closes the generation, whose threads refer to this.
+    """
+
+    name: str
+    settings: FeedSettings
+    stream: AnyStream
+    place: FeedPlace
+    membership: Membership
+    prefetch: PrefetchDepth
+    stats: StatsRecorder
+    sizer: Sizer | None
+    cursor: Cursor  # where it begins
+    origin: int  # step of the state that the feed was last set to
+    taken: int | None  # see Handshake.agree
+
+    def agreed(self) -> dict[str, JsonValue]:
+        """Returns what must be equal on all hosts before the first batch."""
+        fingerprint = self.stream.fingerprint(self.cursor) if self.membership.handshake.needed else {}
+        return agreed_settings(self.settings, fingerprint, self.cursor, self.place.placer.layout)
+
+    def make_pipeline(self, reader: AnyReader) -> Pipeline:
+        """Returns the pipeline of a reader that was opened at the cursor, and closes it. It starts no thread yet."""
+        hosts_agree = self.membership.handshake.needed
+        if self.sizer is not None:
+            self.sizer.begin(reader, alone=not hosts_agree)
+        agreement: WindowAgreement | Follower | None = None
+        handover: Handover | None = None
+        reports = self._window_reports()
+        if self.place.follows:
+            agreement = self._follower()
+        elif hosts_agree:
+            agreement, handover = self._window_agreement(reader, reports), self._handover()
+        pipeline = Pipeline(
+            reader,
+            self.place.placer.put,
+            prefetch=self.prefetch,
+            agreement=agreement,
+            window_reports=reports,
+            handover=handover,
+            check=self.place.placer.check,
+            cursor=self.cursor,
+            timeout_seconds=self.settings.timeout_seconds,
+            stats=self.stats,
+            name=self.name,
+            host=coordination.process_index(),
+        )
+        self.membership.on_beat(pipeline.tell_if_late)
+        return pipeline
+
+    def _window_reports(self) -> WindowReports:
+        settings, stream, cursor, place = self.settings, self.stream, self.cursor, self.place
+        return WindowReports(
+            first_step=cursor.step,
+            bad_records=settings.bad_records,
+            blocks_of=place.placer.blocks if settings.check_replicas else None,
+            num_rows=lambda size: len(place.host_rows.rows(size)),
+            num_skipped=cursor.num_skipped,
+            records_after=lambda step, ended: stream.records_after(cursor, step, ended),
+            compare_records=not stream.in_columns,
+            compare_sizes=stream.hosts_make_batches,
+            largest_batch=0 if settings.schedule is None else max(settings.schedule.sizes),
+            learn_batch=functools.partial(_learn, stream, settings.mask_key),
+        )
+
+    @property
+    def _num_followers(self) -> int:
+        return coordination.process_count() - len(self.place.placer.participants)
+
+    def _follower(self) -> Follower:
+        return Follower(
             coordination.require_store(),
-            scope=scope,
-            generation=round,
-            participants=placer.participants,
-            num_followers=num_followers,
-            first_step=cursor.step,
-            timeout_seconds=settings.timeout_seconds,
+            scope=self.membership.scope,
+            generation=self.membership.handshake.round,
+            participants=self.place.placer.participants,
+            num_followers=self._num_followers,
+            first_step=self.cursor.step,
+            timeout_seconds=self.settings.timeout_seconds,
         )
-    elif hosts_agree:
-        store = coordination.require_store()
-        can_follow = num_followers > 0 and not stream.length_is_known and not stream.hosts_make_batches
-        agreement = WindowAgreement(
+
+    def _window_agreement(self, reader: AnyReader, reports: WindowReports) -> WindowAgreement:
+        store, scope, number = coordination.require_store(), self.membership.scope, self.membership.handshake.round
+        stream = self.stream
+        can_follow = self._num_followers > 0 and not stream.length_is_known and not stream.hosts_make_batches
+        return WindowAgreement(
             store,
-            scope=f"{scope}/{round}",
-            participants=placer.participants,
+            scope=f"{scope}/{number}",
+            participants=self.place.placer.participants,
             host=coordination.process_index(),
-            first_step=cursor.step,
-            pad=settings.end == "pad" and not stream.length_is_known,
+            first_step=self.cursor.step,
+            pad=self.settings.end == "pad" and not stream.length_is_known,
             byte_limit=_HOST_READ_AHEAD_BYTES,
-            timeout_seconds=settings.timeout_seconds,
+            timeout_seconds=self.settings.timeout_seconds,
             describe=reader.describe,
-            reduce=window_reports.reduce,
+            reduce=reports.reduce,
             stacks=feed_stacks,
-            on_stall=stats.stalled,
-            summary=Summary(store, scope, round) if can_follow else None,
+            on_stall=self.stats.stalled,
+            summary=Summary(store, scope, number) if can_follow else None,
         )
-        handover = Handover(
-            store,
-            scope=scope,
+
+    def _handover(self) -> Handover:
+        return Handover(
+            coordination.require_store(),
+            scope=self.membership.scope,
             host=coordination.process_index(),
-            num_hosts=len(placer.participants),
-            cursor=cursor,
-            state=stream.state(cursor),
-            to_json=stream.handover,
-            prefetch=prefetch.depth,
-            origin=origin,
+            num_hosts=len(self.place.placer.participants),
+            cursor=self.cursor,
+            state=self.stream.state(self.cursor),
+            to_json=self.stream.handover,
+            prefetch=self.prefetch.depth,
+            origin=self.origin,
         )
-    return Pipeline(
-        reader,
-        placer.put,
-        prefetch=prefetch,
-        agreement=agreement,
-        window_reports=window_reports,
-        handover=handover,
-        check=placer.check,
-        cursor=cursor,
-        timeout_seconds=settings.timeout_seconds,
-        stats=stats,
-        name=name,
-        host=coordination.process_index(),
-    )
 
 
 def replay_step(stream: FeedStream[C], cursor: C, step: int) -> PyTree:

@@ -10,7 +10,6 @@ from __future__ import annotations
 import dataclasses
 import logging
 from collections.abc import Iterable, Mapping, Sequence
-from typing import NamedTuple
 
 from meshfeed._src.agreement.handover import HandedOver, Past
 from meshfeed._src.agreement.handshake import differing_fields
@@ -22,8 +21,8 @@ from meshfeed._src.base.coordination import format_differences, format_hosts
 from meshfeed._src.base.errors import AgreementError, SettingsError
 from meshfeed._src.base.settings import FeedSettings
 from meshfeed._src.base.types import JsonValue, PyTree
-from meshfeed._src.feed.parts import check_can_follow
-from meshfeed._src.plan.plan import HostRows, normalize_sharding, participants
+from meshfeed._src.feed.parts import FeedPlace, take_place
+from meshfeed._src.plan.plan import normalize_sharding, participants
 from meshfeed._src.state.state import Ledgers, flatten, parse_state
 from meshfeed._src.streams.lane_moves import furthest_entries
 from meshfeed._src.streams.protocol import AnyStream, Cursor
@@ -33,44 +32,17 @@ _SHOWN_CHARACTERS = 120  # of a setting in a message
 _NAMED_DIFFERENCES = 4
 
 
-class FeedPlace(NamedTuple):
-    """What a sharding determines for a feed on this host.
-
-    Attributes:
-      placer: places batches in the sharding.
-      host_rows: what this host reads.
-      follows: whether this host only follows the hosts that read the stream.
-    """
-
-    placer: Placer
-    host_rows: HostRows
-    follows: bool
-
-
-def make_place(
-    sharding: PyTree, settings: FeedSettings, stream: AnyStream, before: Placer, rows_before: HostRows
-) -> FeedPlace:
-    """Returns the place of a feed on another sharding.
-
-    Args:
-      sharding: as passed by the user.
-      settings: the feed's settings.
-      stream: the feed's stream.
-      before: the feed's current placer.
-      rows_before: what this host reads now.
+def make_place(sharding: PyTree, settings: FeedSettings, stream: AnyStream, before: FeedPlace) -> FeedPlace:
+    """Returns the place of a feed on another sharding, as passed by the user; ``before`` is its current place.
 
     Raises:
       SettingsError: the sharding is invalid, or this kind of stream cannot continue on it.
       PlanError: a batch size is not divisible over the mesh.
     """
     placer = make_placer(sharding, dataclasses.replace(settings, load=hosts_left(settings.load, sharding)))
-    host_rows = placer.host_rows(stream.record_spec if stream.in_columns else None)
     if stream.hosts_make_batches:
-        _check_same_rows(stream, before, rows_before, placer, host_rows)
-    follows = not stream.length_is_known and coordination.process_index() not in placer.participants
-    if follows:
-        check_can_follow(stream, placer.participants)
-    return FeedPlace(placer, host_rows, follows)
+        _check_same_rows(stream, before, placer)
+    return take_place(placer, stream)
 
 
 def hosts_left(load: str | Sequence[int], sharding: PyTree) -> str | Sequence[int]:
@@ -88,14 +60,12 @@ def hosts_left(load: str | Sequence[int], sharding: PyTree) -> str | Sequence[in
     return left
 
 
-def _check_same_rows(
-    stream: AnyStream, before: Placer, rows_before: HostRows, placer: Placer, host_rows: HostRows
-) -> None:
+def _check_same_rows(stream: AnyStream, before: FeedPlace, placer: Placer) -> None:
     if stream.cannot_resume is not None:
         raise SettingsError(f"reshard drops what was read ahead, and {stream.cannot_resume}", setting="sharding")
-    shards = before.smallest_batch_size()
-    same = before.participants == placer.participants and shards == placer.smallest_batch_size()
-    if not same or rows_before.rows(shards).tolist() != host_rows.rows(shards).tolist():
+    shards = before.placer.smallest_batch_size()
+    same = before.placer.participants == placer.participants and shards == placer.smallest_batch_size()
+    if not same or before.host_rows.rows(shards).tolist() != placer.host_rows(None).rows(shards).tolist():
         raise SettingsError(
             "the sharding passed to reshard gives hosts other rows, but the source is host batches, which are not elastic: "
             "each host makes its own rows, and no other can make them. Restart the job on as many hosts as before, or "

@@ -8,10 +8,9 @@ computation; the pipeline, which it starts, transfers batches.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import TypeVar
 
-from meshfeed._src.agreement.handshake import Handshake
 from meshfeed._src.agreement.windows import late_seconds, leave_notice
 from meshfeed._src.base import coordination
 from meshfeed._src.base.errors import MeshfeedError, StalledError
@@ -20,7 +19,7 @@ from meshfeed._src.base.progress import PROGRESS
 from meshfeed._src.base.reduction import ProgressReport
 from meshfeed._src.base.stacks import feed_stacks, note_stacks
 from meshfeed._src.base.threads import SingleCall
-from meshfeed._src.base.types import JsonValue
+from meshfeed._src.feed.parts import Generation
 from meshfeed._src.feed.pipeline import Pipeline
 from meshfeed._src.streams.protocol import AnyReader
 
@@ -83,41 +82,18 @@ def wait_until_open(
 class Startup:
     """Begins one generation of a feed, once.
 
-    No argument may reference the feed, whose garbage collection closes this.
-
     Args:
+      generation: what it is made of.
       opening: opens the data at the generation's cursor; closed with this.
-      handshake: the feed's handshake.
-      settings: returns what all hosts must agree on; called once the data is open.
-      make_pipeline: makes the pipeline of a reader, once all hosts agree.
-      timeout_seconds: longest wait for the data to be opened, and for another host.
-      hosts_agree: whether other hosts take part.
-      step: the generation's first step.
-      taken: see :meth:`Handshake.agree`.
-      name: name of the feed, for the thread's name.
     """
 
-    def __init__(
-        self,
-        opening: SingleCall[AnyReader],
-        handshake: Handshake,
-        settings: Callable[[], Mapping[str, JsonValue]],
-        make_pipeline: Callable[[AnyReader], Pipeline],
-        *,
-        timeout_seconds: float,
-        hosts_agree: bool,
-        step: int,
-        taken: int | None,
-        name: str,
-    ) -> None:
+    def __init__(self, generation: Generation, opening: SingleCall[AnyReader]) -> None:
         self._owner = Owner()
-        self._opening, self._handshake = opening, handshake
-        self._settings, self._make_pipeline = settings, make_pipeline
-        self._timeout_seconds, self._hosts_agree, self._name = timeout_seconds, hosts_agree, name
-        self._step, self._taken = step, taken
+        self._generation, self._opening = generation, opening
+        self._handshake = generation.membership.handshake
         self._begun = self._canceled = False
         self._reader: AnyReader | None = None  # while hosts agree
-        self._call = SingleCall(self._run, f"meshfeed-start-{name}")
+        self._call = SingleCall(self._run, f"meshfeed-start-{generation.name}")
 
     def start(self) -> None:
         """Starts the thread, once. An interrupted call can be repeated."""
@@ -146,19 +122,24 @@ class Startup:
             raise MeshfeedError("the feed was closed")
 
     def _run(self) -> Pipeline:
+        generation, timeout_seconds = self._generation, self._generation.settings.timeout_seconds
         try:
             reader = wait_until_open(
-                self._opening, self._timeout_seconds, name=self._name, hosts_agree=self._hosts_agree, check=self._check
+                self._opening,
+                timeout_seconds,
+                name=generation.name,
+                hosts_agree=self._handshake.needed,
+                check=self._check,
             )
-            settings = self._settings()
+            settings = generation.agreed()
         except Exception as error:
             if not self._canceled:
                 self._handshake.fail(error)
             raise
         self._check()  # do not wait for other hosts
         self._reader = reader
-        self._handshake.agree(settings, self._timeout_seconds, self._check, taken=self._taken)
-        pipeline = self._make_pipeline(reader)
+        self._handshake.agree(settings, timeout_seconds, self._check, taken=generation.taken)
+        pipeline = generation.make_pipeline(reader)
         pipeline.start()
         return pipeline
 
@@ -187,10 +168,15 @@ class Startup:
         self._canceled = True
         self._opening.wake()
         if not self._call.join(_JOIN_SECONDS):
-            _log.warning("%s: a request of its start has not returned after %.0f s", self._name, _JOIN_SECONDS)
+            _log.warning(
+                "%s: a request of its start has not returned after %.0f s", self._generation.name, _JOIN_SECONDS
+            )
         self._call.discard(lambda pipeline: pipeline.close(leaving, because))
         if not self._call.succeeded:
             if self._reader is not None and self._handshake.others_may_have_agreed:
-                self._make_pipeline(self._reader).close(leaving, because)  # then they find the notice in their windows
+                # Then they find the notice in their windows.
+                self._generation.make_pipeline(self._reader).close(leaving, because)
             self._opening.discard(lambda reader: reader.close())
-            self._handshake.abandon(None if leaving is None else leave_notice(leaving, self._step, because))
+            self._handshake.abandon(
+                None if leaving is None else leave_notice(leaving, self._generation.cursor.step, because)
+            )
