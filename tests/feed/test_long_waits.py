@@ -154,8 +154,9 @@ def test_a_read_is_published_once_it_has_lasted_half_as_long_as_other_hosts_wait
 
     now = [1000.0]
     monkeypatch.setattr(pipeline.time, "monotonic", lambda: now[0])
+    monkeypatch.setattr(pipeline, "late_seconds", lambda timeout: 60.0)
     feed = SimpleNamespace(
-        _reading_since=1000.0, _closed=False, _agreement=Agreement(), _tell_after=60.0, _late_after=60.0
+        _reading_since=1000.0, _closed=False, _agreement=Agreement(), _to_tell=None, _timeout_seconds=240
     )
     for second in range(1000, 1101):
         now[0] = float(second)
@@ -163,4 +164,9 @@ def test_a_read_is_published_once_it_has_lasted_half_as_long_as_other_hosts_wait
     assert published == [1030.0, 1060.0]  # and then after 120 s
     feed._reading_since = None
     Pipeline.tell_if_late(feed)  # type: ignore[arg-type]
-    assert feed._tell_after == 60.0
+    published.clear()
+    feed._reading_since = now[0]
+    for second in range(1101, 1133):
+        now[0] = float(second)
+        Pipeline.tell_if_late(feed)  # type: ignore[arg-type]
+    assert published == [1130.0]

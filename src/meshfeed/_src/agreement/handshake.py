@@ -29,6 +29,7 @@ from meshfeed._src.base.identities import ALL_RECORDS
 from meshfeed._src.base.reduction import Reduction, leave
 from meshfeed._src.base.settings import FeedSettings
 from meshfeed._src.base.types import JsonValue
+from meshfeed._src.base.waits import Grace
 from meshfeed._src.state.state import flatten
 from meshfeed._src.streams.protocol import Cursor
 
@@ -378,29 +379,22 @@ class Handshake:
         self, check: Check, with_gone: Callable[[Mapping[int, JsonValue]], Mapping[int, JsonValue]]
     ) -> Callable[[Mapping[int, JsonValue]], bool]:
         """Returns whether all hosts have published settings, or a failure has lasted while another host was ready."""
-        failed_since: float | None = None
+        grace = Grace(_GRACE_SECONDS)
 
         def complete(values: Mapping[int, JsonValue]) -> bool:
-            nonlocal failed_since
             _call(check)
             values = with_gone(values)
-            if not any("failure" in value for value in values.values()):
-                failed_since = None
-                return len(values) == len(self.participants)
-            if any("settings" in value and not value["refused"] for value in values.values()):
-                now = time.monotonic()
-                failed_since = now if failed_since is None else failed_since
-                return now - failed_since > _GRACE_SECONDS
-            return False
+            failed = any("failure" in value for value in values.values())
+            ready = any("settings" in value and not value["refused"] for value in values.values())
+            return grace.is_over(failed and ready) or (not failed and len(values) == len(self.participants))
 
         return complete
 
     def _give_up_reducer(self, reduction: Reduction, check: Check = lambda: None) -> Callable[[float], None]:
         """Returns a tick that raises once the reducer's failure has lasted for the grace period."""
-        failed_since: float | None = None
+        grace = Grace(_GRACE_SECONDS)
 
         def tick(waited: float) -> None:
-            nonlocal failed_since
             _call(check)
             value = None if self._refused_before else reduction.value_of_reducer()
             if (value is None or "failure" not in value) and waited >= ASIDE_SECONDS and not self._refused_before:
@@ -410,11 +404,8 @@ class Handshake:
                 gone = store.try_get(f"{self._gone_key()}/{reduction.reducer}") if aside is None else None
                 value = None if aside is None else {"failure": aside.to_json()}
                 value = value if gone is None else json.loads(gone)
-            if value is None or "failure" not in value:
-                failed_since = None
-                return
-            failed_since = waited if failed_since is None else failed_since
-            if waited - failed_since > _GRACE_SECONDS:
+            failed = value is not None and "failure" in value
+            if grace.is_over(failed) and value is not None:
                 raise _GivenUp({"failure": value["failure"], "differences": []})
 
         return tick

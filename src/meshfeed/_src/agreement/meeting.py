@@ -24,7 +24,6 @@ import contextlib
 import json
 import logging
 import re
-import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
@@ -33,6 +32,7 @@ from meshfeed._src.base.coordination import KeyValueStore, call_briefly, format_
 from meshfeed._src.base.errors import AgreementError, Failure, MeshfeedError, PeerError, StalledError
 from meshfeed._src.base.reduction import Reduction
 from meshfeed._src.base.types import JsonValue
+from meshfeed._src.base.waits import Grace
 
 _KEPT_RESULTS = 2
 _GRACE_SECONDS = 3.0  # for a host that calls again with other participants
@@ -329,7 +329,7 @@ class _Calls:
     def __init__(self, store: KeyValueStore, scope: str, participants: Sequence[int], host: int) -> None:
         self._store, self._key, self._host = store, f"meshfeed/{scope}-calls", host
         self._participants = sorted(participants)
-        self._since: float | None = None
+        self._grace = Grace(_GRACE_SECONDS)
 
     def publish(self) -> None:
         self._store.set(f"{self._key}/{self._host}", json.dumps(self._participants), overwrite=True)
@@ -341,12 +341,7 @@ class _Calls:
         """Raises AgreementError once a participant has come for others than this host for some time."""
         found = {int(host): json.loads(text) for host, text in self._store.directory(self._key).items()}
         other = next((host for host in found if host in self._participants and found[host] != self._participants), None)
-        if other is None:
-            self._since = None
-            return
-        now = time.monotonic()
-        self._since = now if self._since is None else self._since
-        if now - self._since > _GRACE_SECONDS:
+        if self._grace.is_over(other is not None) and other is not None:
             raise AgreementError(
                 f"hosts called reshard with shardings over different hosts (host {self._host}: "
                 f"{format_hosts(self._participants)}; host {other}: {format_hosts(found[other])}). Find out on one of them "

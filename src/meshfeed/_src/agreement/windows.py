@@ -41,6 +41,7 @@ from meshfeed._src.base.errors import Failure, StalledError, text_of
 from meshfeed._src.base.reduction import Patience, ProgressReport, Reduction, Stragglers
 from meshfeed._src.base.threads import Background
 from meshfeed._src.base.types import JsonValue
+from meshfeed._src.base.waits import Grace, Reminder, late_seconds
 
 _MIN_WINDOW = 8  # steps; spreads the three requests of a window, of up to 0.8 ms each, over short steps
 # With 320 hosts or more and 20 ms per step, 2 requests per host and window are 4,000 requests per second. One coordinator
@@ -69,11 +70,6 @@ def full_window(num_participants: int, batch_bytes: int, byte_limit: int) -> int
     """
     wanted = max(_MIN_WINDOW, -(-num_participants // _HOSTS_PER_STEP))
     return max(1, min(wanted, byte_limit // (2 * max(1, batch_bytes))))
-
-
-def late_seconds(timeout_seconds: float) -> float:
-    """Returns the seconds of a wait after which the log names who is late."""
-    return min(30.0, timeout_seconds / 4)
 
 
 def window_ends(first_step: int, size: Callable[[], int]) -> Iterator[int]:
@@ -334,7 +330,7 @@ class WindowAgreement:
         self._start_reducer()
         start = time.monotonic()
         report = ProgressReport(self._keys.store, self._timeout_seconds)
-        late_log = _LateLog(start, late_seconds(self._timeout_seconds))
+        reminder = Reminder(late_seconds(self._timeout_seconds))
 
         def tick(waited: float) -> None:
             if self._closed:
@@ -346,11 +342,13 @@ class WindowAgreement:
             own = self._published <= number
             if own:
                 report.update()
-            if late_log.due():
+            waited = time.monotonic() - start  # a renewed wait begins at 0
+            if reminder.due(waited):
                 if own:
                     self.publish_doing()
                 who, stacks = self._describe_stragglers(self._keys.reduction(number).stragglers())
-                self._record(step, late_log.write(step, who, stacks), who, stacks)
+                _log.warning("waited %.0f s for step %d: %s%s", waited, step, who, f"\n{stacks}" if stacks else "")
+                self._record(step, waited, who, stacks)
 
         try:
             announcement, stragglers = self._announcement(number, tick)
@@ -450,29 +448,6 @@ class WindowAgreement:
         call_briefly(publish, name="meshfeed-leave-notice", at_exit=True)
 
 
-class _LateLog:
-    """Logs the late hosts at increasing intervals.
-
-    Args:
-      start: when the wait began, in seconds of ``time.monotonic()``.
-      first_seconds: time to the first entry.
-    """
-
-    def __init__(self, start: float, first_seconds: float) -> None:
-        self._start, self._next = start, first_seconds
-
-    def due(self) -> bool:
-        """Whether it is time for an entry."""
-        return time.monotonic() - self._start >= self._next
-
-    def write(self, step: int, who: str, stacks: str) -> float:
-        """Logs an entry; returns the seconds waited."""
-        self._next *= 2
-        waited = time.monotonic() - self._start
-        _log.warning("waited %.0f s for step %d: %s%s", waited, step, who, f"\n{stacks}" if stacks else "")
-        return waited
-
-
 class _WindowReducer:
     """Reduces the reports on one window after the other, on a separate thread, until all hosts stop."""
 
@@ -533,14 +508,11 @@ class _WindowReducer:
 
     def _collect(self, reduction: Reduction) -> dict[int, WindowReport]:
         """Collects the reports of all hosts, or, some time after the first failure, of those that are not late."""
-        failed_since: float | None = None
+        grace = Grace(_ERROR_GRACE_SECONDS)
 
         def done(values: Mapping[int, JsonValue]) -> bool:
-            nonlocal failed_since
-            if failed_since is None and any(WindowReport.from_json(value).failure for value in values.values()):
-                failed_since = time.monotonic()
-            late = failed_since is not None and time.monotonic() - failed_since > _ERROR_GRACE_SECONDS
-            return self._closed or late or len(values) == len(self._keys.participants)
+            failed = any(WindowReport.from_json(value).failure for value in values.values())
+            return grace.is_over(failed) or self._closed or len(values) == len(self._keys.participants)
 
         return {host: WindowReport.from_json(value) for host, value in reduction.collect(float("inf"), done).items()}
 

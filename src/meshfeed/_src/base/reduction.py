@@ -31,6 +31,7 @@ from meshfeed._src.base.ended import find_ended
 from meshfeed._src.base.errors import StalledError
 from meshfeed._src.base.progress import PROGRESS
 from meshfeed._src.base.types import JsonValue
+from meshfeed._src.base.waits import Reminder
 
 _log = logging.getLogger("meshfeed.agreement")
 _LATE_SECONDS = 30.0  # after which hosts that are late are in the log, and again after twice as long
@@ -376,12 +377,10 @@ class Rounds:
         store = coordination.require_store()
         reduction = Reduction(store, f"{self._prefix}/{number}", self.participants, here)
 
-        next_entry = _LATE_SECONDS
+        reminder = Reminder(_LATE_SECONDS)
 
         def tick(waited: float) -> None:
-            nonlocal next_entry
-            if waited >= next_entry:
-                next_entry *= 2
+            if reminder.due(waited):
                 late, count = reduction.stragglers(), len(self.participants)
                 who = late if late.total else f"host {reduction.reducer}"  # which has all values, and is slow
                 _log.warning("%s: waited %.0f s for %s (this is host %d of %d)", self.doing, waited, who, here, count)

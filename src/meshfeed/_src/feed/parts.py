@@ -24,7 +24,7 @@ from meshfeed._src.base.types import JsonValue, PyTree
 from meshfeed._src.feed.membership import Membership
 from meshfeed._src.feed.pipeline import Pipeline, PrefetchDepth
 from meshfeed._src.feed.sizing import Sizer
-from meshfeed._src.plan.plan import HostRows
+from meshfeed._src.plan.plan import HostRows, normalize_sharding, participants
 from meshfeed._src.sources.host_batches import HostBatches
 from meshfeed._src.sources.recognize import as_source
 from meshfeed._src.streams.lane_stream import LaneStream
@@ -233,6 +233,14 @@ class Generation:
             prefetch=self.prefetch.depth,
             origin=self.origin,
         )
+
+
+def participants_of(sharding: PyTree) -> Sequence[int]:
+    """Hosts with a device in the sharding. All hosts if ``sharding`` is invalid: any may be waiting for this one."""
+    try:
+        return participants(normalize_sharding(sharding))
+    except Exception:  # make_placer raises it again
+        return range(coordination.process_count())
 
 
 def replay_step(stream: FeedStream[C], cursor: C, step: int) -> PyTree:

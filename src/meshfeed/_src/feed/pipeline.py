@@ -23,7 +23,7 @@ from meshfeed._src.agreement.followers import Follower
 from meshfeed._src.agreement.handover import Handover
 from meshfeed._src.agreement.messages import ReportContents, Stop, WindowReport
 from meshfeed._src.agreement.window_report import WindowReports
-from meshfeed._src.agreement.windows import WindowAgreement, late_seconds, leave_notice
+from meshfeed._src.agreement.windows import WindowAgreement, leave_notice
 from meshfeed._src.base.errors import Failure, StalledError
 from meshfeed._src.base.fork import Owner
 from meshfeed._src.base.machine import host_memory_bytes
@@ -32,6 +32,7 @@ from meshfeed._src.base.read_ahead import ReadAhead
 from meshfeed._src.base.stacks import feed_stacks, note_stacks
 from meshfeed._src.base.stats import StatsRecorder
 from meshfeed._src.base.types import PyTree
+from meshfeed._src.base.waits import Reminder, late_seconds
 from meshfeed._src.streams.protocol import AnyReader, Cursor, HostBatch
 
 _log = logging.getLogger("meshfeed.prefetch")
@@ -163,7 +164,8 @@ class Pipeline:
         self._host = host
         self._running = self._closed = False
         self._reading_since: float | None = None
-        self._late_after = self._tell_after = late_seconds(timeout_seconds)
+        self._late = Reminder(late_seconds(timeout_seconds))
+        self._to_tell: Reminder | None = None  # of the read that is under way
         self._held: HostBatch | None = None  # without a reader thread: a batch read but not yet transferred
         self._host_stage: ReadAhead[HostBatch] | None = None
         self._device_stage: ReadAhead[Ready] | None = None
@@ -231,14 +233,15 @@ class Pipeline:
         """Publishes what this host reads, and its stacks, before other hosts log that it is late. On any thread."""
         since = self._reading_since
         if since is None or self._closed or not isinstance(self._agreement, WindowAgreement):
-            self._tell_after = self._late_after
-        elif time.monotonic() - since >= self._tell_after / 2:  # hosts that wait began after this read
-            self._tell_after *= 2
+            self._to_tell = None
+            return
+        if self._to_tell is None:
+            self._to_tell = Reminder(late_seconds(self._timeout_seconds) / 2)  # hosts that wait began after this read
+        if self._to_tell.due(time.monotonic() - since):
             self._agreement.publish_doing()
 
     def _tick(self, waited: float) -> None:
-        if self._agreement is None and waited >= self._late_after:
-            self._late_after *= 2
+        if self._agreement is None and self._late.due(waited):
             what, stacks = f"this host is {self._reader.describe()}", feed_stacks()
             _log.warning("waited %.0f s for step %d: %s\n%s", waited, self._step, what, stacks)
             self._stats.stalled(self._step, waited, what, stacks)

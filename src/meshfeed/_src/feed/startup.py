@@ -11,7 +11,7 @@ import logging
 from collections.abc import Callable
 from typing import TypeVar
 
-from meshfeed._src.agreement.windows import late_seconds, leave_notice
+from meshfeed._src.agreement.windows import leave_notice
 from meshfeed._src.base import coordination
 from meshfeed._src.base.errors import MeshfeedError, StalledError
 from meshfeed._src.base.fork import Owner
@@ -19,6 +19,7 @@ from meshfeed._src.base.progress import PROGRESS
 from meshfeed._src.base.reduction import ProgressReport
 from meshfeed._src.base.stacks import feed_stacks, note_stacks
 from meshfeed._src.base.threads import SingleCall
+from meshfeed._src.base.waits import Reminder, late_seconds
 from meshfeed._src.feed.parts import Generation
 from meshfeed._src.feed.pipeline import Pipeline
 from meshfeed._src.streams.protocol import AnyReader
@@ -50,15 +51,13 @@ def wait_until_open(
     """
     host = coordination.process_index()
     report = ProgressReport(coordination.key_value_store() if hosts_agree else None, timeout_seconds)
-    late_after = late_seconds(timeout_seconds)
+    reminder = Reminder(late_seconds(timeout_seconds))
 
     def tick(waited: float) -> None:
-        nonlocal late_after
         check()
         report.update()
         what = str(PROGRESS) or "opening the data"
-        if waited >= late_after:
-            late_after *= 2
+        if reminder.due(waited):
             stacks = feed_stacks()
             _log.warning("%s: %s for %.0f s\n%s", name, what, waited, stacks)
             report.tell(f"{what} for {waited:.0f} s\n{stacks}".rstrip())

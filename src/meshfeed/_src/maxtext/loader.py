@@ -24,7 +24,6 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from meshfeed._src.arrays.dtypes import narrowed_dtype
 from meshfeed._src.base import coordination, memory
-from meshfeed._src.base.compiled import refuse_compiled, trace_state_clean
 from meshfeed._src.base.errors import (
     MeshfeedError,
     PlanError,
@@ -46,6 +45,7 @@ from meshfeed._src.base.stats import FeedStats
 from meshfeed._src.base.threads import close_within
 from meshfeed._src.base.turn import TURN, in_turn, in_use
 from meshfeed._src.base.types import JsonValue, PyTree, public
+from meshfeed._src.feed.compiled import refuse_compiled, trace_state_clean
 from meshfeed._src.feed.iterator import Feed
 from meshfeed._src.plan.plan import normalize_sharding, participants
 from meshfeed._src.remote.client import zeros

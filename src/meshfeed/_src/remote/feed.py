@@ -26,7 +26,6 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from numpy.typing import ArrayLike
 
 from meshfeed._src.base import coordination
-from meshfeed._src.base.compiled import refuse_compiled, trace_state_clean
 from meshfeed._src.base.errors import (
     Failure,
     MeshfeedError,
@@ -49,6 +48,7 @@ from meshfeed._src.base.stats import FeedStats, stats_since
 from meshfeed._src.base.stores import write_output
 from meshfeed._src.base.turn import in_turn
 from meshfeed._src.base.types import PyTree, RecordIds, public
+from meshfeed._src.feed.compiled import refuse_compiled, trace_state_clean
 from meshfeed._src.feed.iterator import Feed, SecondPass
 from meshfeed._src.feed.local_iterator import LocalIterator
 from meshfeed._src.feed.parts import SourceFactory
