@@ -9,6 +9,7 @@ import re
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import hypothesis
@@ -22,7 +23,7 @@ from hosts import CountingStore, Job
 from meshfeed import AgreementError, PeerError, SkipBad, StalledError
 from meshfeed._src.agreement import followers, handshake
 from meshfeed._src.agreement.handshake import Handshake, agreed_settings, compare
-from meshfeed._src.base import coordination, reduction
+from meshfeed._src.base import coordination, reduction, waits
 from meshfeed._src.base.errors import Failure
 from meshfeed._src.base.settings import BatchSchedule, FeedSettings
 from meshfeed._src.streams.protocol import Cursor
@@ -507,10 +508,17 @@ def test_no_store_is_an_error_of_agree_alone(monkeypatch: pytest.MonkeyPatch) ->
         one.agree(SEED, 1)
 
 
-def test_the_grace_period_of_the_reducer_begins_with_its_failure_and_ends_if_it_recovers(job: Job) -> None:
+def test_the_grace_period_of_the_reducer_begins_with_its_failure_and_ends_if_it_recovers(
+    job: Job, monkeypatch: pytest.MonkeyPatch
+) -> None:
     one = make(2)[1]
     failed = json.dumps({"failure": Failure("OSError", "no disk", 0).to_json()})
-    give_up = one._give_up_reducer(one._reduction(job.store))
+    tick = one._give_up_reducer(one._reduction(job.store))
+
+    def give_up(now: float) -> None:
+        monkeypatch.setattr(waits, "time", SimpleNamespace(monotonic=lambda: now))
+        tick(now)
+
     give_up(0.0)
     job.store.set(f"{FEED}/settings/0/in/0", failed)
     give_up(10.0)

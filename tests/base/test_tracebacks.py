@@ -142,8 +142,8 @@ def test_a_fault_of_meshfeed_keeps_its_frames(monkeypatch: pytest.MonkeyPatch) -
     fault = "def finish(self, arrays, size):\n    return {}['no such key']\n"
     exec(compile(fault, str(OWN / "_placer.py"), "exec"), namespace)
     with make_feed({"x": np.zeros((16, 2))}) as feed:
-        monkeypatch.setattr(type(feed._placer), "finish", namespace["finish"])
-        monkeypatch.setattr(type(feed._placer), "finish_computes", True)
+        monkeypatch.setattr(type(feed._place.placer), "finish", namespace["finish"])
+        monkeypatch.setattr(type(feed._place.placer), "finish_computes", True)
         frames = frames_of(lambda: next(feed), KeyError)
     assert [frame.name for frame in frames][-3:] == ["__next__", "_finish", "finish"]
 

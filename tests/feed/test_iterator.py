@@ -569,11 +569,11 @@ def test_keyboard_interrupt_in_next_loses_no_batch(prefetch: int) -> None:
             with pytest.raises(KeyboardInterrupt):
                 next(feed)
         else:
-            original = feed._placer.finish
-            feed._placer.finish = lambda *args: (_ for _ in ()).throw(KeyboardInterrupt)  # type: ignore[method-assign]
+            original = feed._place.placer.finish
+            feed._place.placer.finish = lambda *args: (_ for _ in ()).throw(KeyboardInterrupt)  # type: ignore[method-assign]
             with pytest.raises(KeyboardInterrupt):
                 next(feed)
-            feed._placer.finish = original  # type: ignore[method-assign]
+            feed._place.placer.finish = original  # type: ignore[method-assign]
         seen += ids_of(feed)
     assert [i for batch in seen for i in batch] == list(range(64))
 
@@ -947,7 +947,7 @@ def test_a_move_between_hosts_that_was_interrupted_is_not_made_twice(monkeypatch
     moves: list[int] = []
     with make_feed(load="once") as feed:
         next(feed)
-        real = feed._placer.finish
+        real = feed._place.placer.finish
 
         def interrupted_once(arrays: Any, size: int) -> Any:
             moves.append(feed.step)
@@ -956,21 +956,21 @@ def test_a_move_between_hosts_that_was_interrupted_is_not_made_twice(monkeypatch
                 raise KeyboardInterrupt  # after the computation was enqueued
             return moved
 
-        monkeypatch.setattr(feed._placer, "finish", interrupted_once)
+        monkeypatch.setattr(feed._place.placer, "finish", interrupted_once)
         with pytest.raises(KeyboardInterrupt):
             next(feed)
         assert np.asarray(next(feed)["id"]).tolist() == list(range(16, 32))  # one host: nobody else takes part
         assert moves == [1, 1]
         moves.clear()
-        monkeypatch.setattr(feed, "_hosts_agree", True)
-        with pytest.raises(KeyboardInterrupt):
-            next(feed)
-        for _ in range(2):
-            with pytest.raises(meshfeed.MeshfeedError, match=r"step 2 was interrupted.*set_state\(get_state\(\)\)"):
+        with monkeypatch.context() as patched:
+            patched.setattr(type(feed._handshake), "needed", True)
+            with pytest.raises(KeyboardInterrupt):
                 next(feed)
-        assert moves == [2]
-        assert feed.step == 2
-        monkeypatch.setattr(feed, "_hosts_agree", False)
+            for _ in range(2):
+                with pytest.raises(meshfeed.MeshfeedError, match=r"step 2 was interrupted.*set_state\(get_state\(\)\)"):
+                    next(feed)
+            assert moves == [2]
+            assert feed.step == 2
         feed.set_state(feed.get_state())
         assert np.asarray(next(feed)["id"]).tolist() == list(range(32, 48))
 
