@@ -146,6 +146,14 @@ def test_an_unknown_keyword_is_a_type_error() -> None:
         make_feed(batch_size=3)
 
 
+def test_an_unknown_keyword_of_a_method_names_the_feed() -> None:
+    with make_feed() as feed:
+        with pytest.raises(TypeError, match=r"^Feed\.record_ids\(\) got an unexpected keyword.*did you mean step=\?"):
+            feed.record_ids(steps=1)
+        with pytest.raises(TypeError, match=r"^Feed\.set_state\(\) got an unexpected keyword"):
+            feed.set_state(position=1)
+
+
 @pytest.mark.parametrize(
     ("given", "meant"),
     [

@@ -374,7 +374,7 @@ def hides_own_frames(function: F) -> F:
             return function(*args, **kwargs)
         except Exception as error:
             unbound = isinstance(error, TypeError) and error.__traceback__ and error.__traceback__.tb_next is None
-            if unbound and (text := _wrong_arguments(function, len(args), kwargs)):
+            if unbound and (text := _wrong_arguments(function, args, kwargs)):
                 raise TypeError(text) from None
             hide_own_frames(error)
             raise
@@ -382,7 +382,9 @@ def hides_own_frames(function: F) -> F:
     return cast("F", call)
 
 
-def _wrong_arguments(function: Callable[..., Any], num_args: int, kwargs: Mapping[str, object]) -> str | None:
+def _wrong_arguments(
+    function: Callable[..., Any], args: tuple[object, ...], kwargs: Mapping[str, object]
+) -> str | None:
     """Returns what is wrong with the arguments of a call, or None if Python's own message says it."""
     every = inspect.signature(function).parameters
     parameters = [one for one in every.values() if one.name != "self"]
@@ -390,6 +392,8 @@ def _wrong_arguments(function: Callable[..., Any], num_args: int, kwargs: Mappin
         return None
     takes = [one.name for one in parameters]
     name = function.__qualname__.removesuffix(".__init__")
+    if args and "self" in every and function.__name__ != "__init__":
+        name = f"{type(args[0]).__name__}.{function.__name__}"  # not the base class that defines the method
     unknown = next((name for name in kwargs if name not in takes), None)
     if unknown is not None:
         words = set(unknown.split("_"))
@@ -399,7 +403,7 @@ def _wrong_arguments(function: Callable[..., Any], num_args: int, kwargs: Mappin
             remedy = KEYWORDS.get(unknown, remedy)
         return f"{name}() got an unexpected keyword argument {unknown!r}; {remedy}"
     by_place = [one.name for one in parameters if one.kind != one.KEYWORD_ONLY]
-    given = num_args - ("self" in every)
+    given = len(args) - ("self" in every)
     if given > len(by_place) and (named := takes[len(by_place) :]):
         return (
             f"{name}() takes {len(by_place)} arguments by position ({', '.join(by_place)}), but {given} were given; pass the "

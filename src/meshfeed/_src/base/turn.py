@@ -21,7 +21,7 @@ import functools
 from collections.abc import Callable
 from typing import Concatenate, ParamSpec, Protocol, TypeVar
 
-from meshfeed._src.base.errors import MeshfeedError
+from meshfeed._src.base.errors import MeshfeedError, hides_own_frames
 
 TURN = "turn"
 P = ParamSpec("P")
@@ -47,11 +47,13 @@ def in_use(name: str) -> MeshfeedError:
 
 
 def in_turn(method: Callable[Concatenate[S, P], None]) -> Callable[Concatenate[S, P], None]:
-    """Makes a method without a result raise :func:`in_use` during another call.
+    """Makes a method without a result raise :func:`in_use` during another call, and hide own frames from its errors.
 
     Not for ``next``: an interrupt in the frame of the decorator would lose the batch.
     """
+    method = hides_own_frames(method)  # names an argument that the method does not take
 
+    @hides_own_frames
     @functools.wraps(method)
     def call(self: S, *args: P.args, **kwargs: P.kwargs) -> None:
         turn, mine = self._turn, object()

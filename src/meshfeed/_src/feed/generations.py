@@ -14,7 +14,7 @@ from typing import NamedTuple, NoReturn
 from meshfeed._src.agreement.handshake import Handshake
 from meshfeed._src.agreement.meeting import Meetings
 from meshfeed._src.agreement.windows import leave_notice
-from meshfeed._src.base.errors import MeshfeedError, PeerError, StalledError, hides_own_frames
+from meshfeed._src.base.errors import MeshfeedError, PeerError, StalledError
 from meshfeed._src.base.fork import Finalizer, Owner, finalize
 from meshfeed._src.base.threads import SingleCall
 from meshfeed._src.base.turn import in_turn
@@ -75,7 +75,6 @@ class Generations(Inspection):
     def _raise_closed(self) -> NoReturn:
         raise MeshfeedError(f"{self.name} is closed. To continue, pass its get_state() to set_state of a new feed.")
 
-    @hides_own_frames
     @in_turn
     def start(self) -> None:
         """Begins to open the data, agree with the other hosts and read ahead, in the background, and returns at once.
@@ -141,7 +140,6 @@ class Generations(Inspection):
         """Returns the state after the last delivered batch, as JSON. Call at any time; no cross-host communication."""
         return self._stream.state(self._cursor).to_json()
 
-    @hides_own_frames
     @in_turn
     def set_state(self, state: Mapping[str, JsonValue]) -> None:
         """Resumes from ``state``. An interrupt (Ctrl-C) leaves the feed either at its old cursor or at the new one.
@@ -176,7 +174,6 @@ class Generations(Inspection):
                 self._handshake.fail(error, refused=True)
             raise
 
-    @hides_own_frames
     @in_turn
     def set_weights(self, weights: Mapping[str, float], *, from_step: int | None = None) -> None:
         """Changes the weights of a mixture from a step on, as if the mixture had been made with that stage.
@@ -238,7 +235,6 @@ class Generations(Inspection):
         self._last_opening = opening = SingleCall(open_reader, f"meshfeed-open-{self.name}")
         return opening
 
-    @hides_own_frames
     @in_turn
     def reset(self) -> None:
         """Returns to the first batch of the stream; keeps ``num_lanes`` from a restored state."""
@@ -255,7 +251,6 @@ class Generations(Inspection):
         if self._closed:  # nothing will read from what was opened to check a state
             self._leave(cursor, None, doing)
 
-    @hides_own_frames
     @in_turn
     def reshard(self, sharding: PyTree) -> None:
         """Continues the same stream on another sharding, such as one without the devices of a lost host.

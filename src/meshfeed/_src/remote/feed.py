@@ -276,7 +276,6 @@ class RemoteFeed(Checkpointable, NotCopied):
         if self._closed:
             raise MeshfeedError(f"{self.name} is closed. To continue, pass its get_state() to set_state of a new feed.")
 
-    @hides_own_frames
     @in_turn
     def start(self) -> None:
         """Begins to open the data and read ahead on the hosts, and returns at once; see :meth:`meshfeed.Feed.start`."""
@@ -290,7 +289,6 @@ class RemoteFeed(Checkpointable, NotCopied):
         states = [json.loads(text) for text in self._client.call("get_state")]
         return states[0] if len(states) == 1 else feed_state.merge_states(states)
 
-    @hides_own_frames
     @in_turn
     def set_state(self, state: Mapping[str, Any]) -> None:
         """Resumes from ``state``, which may come from a local feed.
@@ -303,14 +301,12 @@ class RemoteFeed(Checkpointable, NotCopied):
         self._client.call("set_state", json.dumps(state))
         self._ended = False
 
-    @hides_own_frames
     @in_turn
     def reset(self) -> None:
         """Restarts from the first batch."""
         self._client.call("reset")
         self._ended = False
 
-    @hides_own_frames
     @in_turn
     def set_weights(self, weights: Mapping[str, float], *, from_step: int | None = None) -> None:
         """Changes the weights of a mixture from a step on; see :meth:`meshfeed.Feed.set_weights`."""
@@ -318,7 +314,6 @@ class RemoteFeed(Checkpointable, NotCopied):
         self._client.call("set_weights", weights, from_step)
         self._ended = False
 
-    @hides_own_frames
     @in_turn
     def reshard(self, sharding: PyTree) -> None:
         """Continues the same stream on another sharding: creates the feeds on its hosts, at the state of the current ones.
