@@ -74,7 +74,7 @@ def scraped(feed: Any) -> Iterator[None]:
 def costs(options: argparse.Namespace) -> Table:
     """Microseconds per batch of the thread that calls ``next``, and the ratio to the way without events."""
     import meshfeed
-    from meshfeed._src.base.stats import StatsRecorder
+    from meshfeed._src.feed.recorder import StatsRecorder
 
     data = {"x": np.zeros((100_000, 128), np.int32)}
     rows: list[dict[str, Any]] = []

@@ -19,9 +19,9 @@ import meshfeed
 from meshfeed._src.agreement.window_report import WindowReports
 from meshfeed._src.agreement.windows import WindowAgreement
 from meshfeed._src.base.settings import FeedSettings
-from meshfeed._src.base.stats import StatsRecorder
 from meshfeed._src.feed.parts import make_stream
 from meshfeed._src.feed.pipeline import Pipeline, PrefetchDepth
+from meshfeed._src.feed.recorder import StatsRecorder
 from meshfeed._src.plan.plan import HostRows
 from meshfeed._src.state.state import merge_states, parse_state
 

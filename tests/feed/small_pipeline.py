@@ -9,8 +9,8 @@ import numpy as np
 
 from meshfeed._src.agreement.window_report import WindowReports
 from meshfeed._src.agreement.windows import WindowAgreement
-from meshfeed._src.base.stats import StatsRecorder
 from meshfeed._src.feed.pipeline import Pipeline, PrefetchDepth
+from meshfeed._src.feed.recorder import StatsRecorder
 from meshfeed._src.streams.protocol import HostBatch
 
 

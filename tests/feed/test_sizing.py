@@ -14,9 +14,9 @@ from hypothesis import strategies as st
 
 from meshfeed._src.base import machine
 from meshfeed._src.base.settings import FeedSettings
-from meshfeed._src.base.stats import StatsRecorder
 from meshfeed._src.feed import sizing
 from meshfeed._src.feed.pipeline import PrefetchDepth
+from meshfeed._src.feed.recorder import StatsRecorder
 from meshfeed._src.feed.sizing import Numbers, Sizer, Window, climb, control
 from meshfeed._src.reading.reads import AutoReads, ReadNumbers
 

@@ -17,7 +17,8 @@ from jax import monitoring
 
 import meshfeed
 from meshfeed._src.base import stats as base_stats
-from meshfeed._src.base.stats import CACHES, FeedStats, Sample, StatsRecorder, Totals, rates, total_stats
+from meshfeed._src.base.stats import CACHES, FeedStats, Sample, Totals, rates, total_stats
+from meshfeed._src.feed.recorder import StatsRecorder
 
 Heard = dict[str, float]
 

@@ -19,13 +19,7 @@ RecordsAfter = Callable[[int, Mapping[int, int]], int]
 
 
 class BadRecords:
-    """This host's and the reducer's side of the bad-record count.
-
-    Args:
-      setting: the feed's ``bad_records``.
-      num_skipped: bad records in the batches delivered so far.
-      records_after: see :data:`RecordsAfter`.
-    """
+    """This host's and the reducer's side of the bad-record count; ``num_skipped`` were in batches delivered so far."""
 
     def __init__(self, setting: SkipBad | None, num_skipped: int, records_after: RecordsAfter) -> None:
         self._limit = None if setting is None else setting.max_fraction

@@ -56,13 +56,7 @@ def _generations(store: KeyValueStore, key: str) -> list[int]:
 
 
 class Summary:
-    """The reducer's summary of its announcements.
-
-    Args:
-      store: the key-value store.
-      scope: the feed's scope.
-      generation: number of the feed's generation.
-    """
+    """The reducer's summary of its announcements."""
 
     def __init__(self, store: KeyValueStore, scope: str, generation: int) -> None:
         self._store, self._key = store, follow_key(scope, generation)
@@ -88,17 +82,7 @@ class Summary:
 
 
 class Follower:
-    """The agreement as seen by a host that only follows; see :class:`meshfeed._src.agreement.windows.WindowAgreement`.
-
-    Args:
-      store: the key-value store.
-      scope: the feed's scope.
-      generation: number of the feed's generation.
-      participants: process indices of the hosts that read.
-      num_followers: hosts of the job that do not take part.
-      first_step: the next step to be delivered.
-      timeout_seconds: longest wait for a sign of progress.
-    """
+    """The agreement as seen by a host that only follows; see :class:`meshfeed._src.agreement.windows.WindowAgreement`."""
 
     def __init__(
         self,
@@ -106,10 +90,10 @@ class Follower:
         *,
         scope: str,
         generation: int,
-        participants: Sequence[int],
-        num_followers: int,
+        participants: Sequence[int],  # hosts that read
+        num_followers: int,  # hosts of the job that do not
         first_step: int,
-        timeout_seconds: float,
+        timeout_seconds: float,  # longest wait for a sign of progress
     ) -> None:
         self._store, self._key = store, follow_key(scope, generation)
         self._generation = f"meshfeed/{scope}/{generation}"

@@ -72,32 +72,22 @@ class Past:
 
 
 class Handover:
-    """What this host publishes in one generation of a feed. Called on the reader's thread.
-
-    Args:
-      store: the key-value store.
-      scope: the feed's scope over its current hosts.
-      host: this process.
-      num_hosts: hosts of the feed.
-      cursor: where the generation starts.
-      state: the state there.
-      to_json: :attr:`HostBatch.entries` → lanes as a state has them.
-      prefetch: global batches that a host may have ready.
-      origin: step of the state that the feed was last set to. A ledger only grows from there on.
-    """
+    """What this host publishes in one generation of a feed. Called on the reader's thread."""
 
     def __init__(
         self,
         store: KeyValueStore,
         *,
-        scope: str,
+        scope: str,  # of the feed, over its current hosts
         host: int,
         num_hosts: int,
-        cursor: Cursor,
-        state: FeedState,
-        to_json: Callable[[Mapping[str, Any]], Mapping[str, JsonValue]],
-        prefetch: int,
-        origin: int,
+        cursor: Cursor,  # where the generation starts
+        state: FeedState,  # the state there
+        to_json: Callable[
+            [Mapping[str, Any]], Mapping[str, JsonValue]
+        ],  # HostBatch.entries → lanes as a state has them
+        prefetch: int,  # global batches that a host may have ready
+        origin: int,  # step of the state that the feed was last set to; a ledger only grows from there on
     ) -> None:
         self._store, self._key, self._host, self._num_hosts = store, f"{_prefix(scope)}/{host}", str(host), num_hosts
         self._start_past = Past.of(state, cursor.step)

@@ -48,13 +48,7 @@ def interval_seconds(num_hosts: int) -> float:
 
 
 class Pulse:
-    """One process's side of the heartbeat, without its thread.
-
-    Args:
-      store: the key-value store.
-      host: this process.
-      interval: seconds between two beats.
-    """
+    """One process's side of the heartbeat, without its thread; ``interval`` is in seconds."""
 
     def __init__(self, store: KeyValueStore, host: int, interval: float) -> None:
         self._store, self._host, self._interval = store, host, interval

@@ -38,33 +38,21 @@ _Contents = Mapping[int, ReportContents]
 
 
 class WindowReports:
-    """The contents of this host's window reports; on the reducer, also the comparison of all hosts' reports.
-
-    Args:
-      first_step: first step of the feed's current generation.
-      bad_records: the feed's setting.
-      blocks_of: cuts a host batch into labelled blocks; None without ``check_replicas``.
-      num_rows: global batch size → rows of this host.
-      num_skipped: bad records in the batches delivered so far.
-      records_after: (step, ended lanes) → records of the stream up to and including the step.
-      compare_records: whether to compare the structure of records; requires that hosts read whole records.
-      compare_sizes: whether to compare global batch sizes, which can differ if each host derives its own from its rows.
-      largest_batch: largest global batch size of the schedule; bounds the window's length to what memory allows.
-      learn_batch: receives a batch of zeros of the announced structure, on a host without a record of its own.
-    """
+    """The contents of this host's window reports; on the reducer, also the comparison of all hosts' reports."""
 
     def __init__(
         self,
         *,
-        first_step: int,
+        first_step: int,  # of the feed's current generation
         bad_records: SkipBad | None,
-        blocks_of: BlocksOf | None,
-        num_rows: Callable[[int], int],
-        num_skipped: int = 0,
+        blocks_of: BlocksOf | None,  # None without ``check_replicas``
+        num_rows: Callable[[int], int],  # global batch size → rows of this host
+        num_skipped: int = 0,  # in the batches delivered so far
         records_after: RecordsAfter = lambda step, ended: 0,
-        compare_records: bool = True,
-        compare_sizes: bool = False,
-        largest_batch: int = 0,
+        compare_records: bool = True,  # requires that hosts read whole records
+        compare_sizes: bool = False,  # which can differ if each host derives its own from its rows
+        largest_batch: int = 0,  # of the schedule; bounds the window's length to what memory allows
+        # Receives a batch of zeros of the announced structure, on a host without a record of its own.
         learn_batch: Callable[[PyTree], None] = lambda tree: None,
     ) -> None:
         self._learn_batch = learn_batch

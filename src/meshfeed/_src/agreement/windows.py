@@ -63,10 +63,7 @@ def full_window(num_participants: int, batch_bytes: int, byte_limit: int) -> int
 
     Long enough to limit the request rate on many hosts, and short enough for two windows to fit in ``byte_limit``.
 
-    Args:
-      num_participants: number of hosts.
-      batch_bytes: bytes of one host's part of a batch, the largest over all hosts.
-      byte_limit: host memory in bytes for the read-ahead.
+    ``batch_bytes`` are those of one host's part of a batch, the largest over all hosts.
     """
     wanted = max(_MIN_WINDOW, -(-num_participants // _HOSTS_PER_STEP))
     return max(1, min(wanted, byte_limit // (2 * max(1, batch_bytes))))
@@ -88,12 +85,7 @@ def conclude(
 ) -> tuple[int, Stop | None, AnnouncedContents]:
     """Returns how far all hosts can deliver in the window ``[first, end)``.
 
-    Args:
-      reports: host → its report; hosts may be missing only if some host has failed.
-      participants: all hosts.
-      first: first step of the window; no host has delivered it.
-      end: one past the window's last step.
-      reduce: see :data:`Reduce`; called only if no report is missing.
+    No host has delivered the first step. Reports may be missing only if some host has failed; then ``reduce`` is not called.
 
     Returns:
       The step up to which all hosts may deliver (exclusive), the stop at that step or None, and the contents of the
@@ -186,40 +178,24 @@ class _Keys:
 
 
 class WindowAgreement:
-    """One host's side of the agreement for one generation of a feed; on the lowest participant, also the reducer.
-
-    Args:
-      store: the key-value store.
-      scope: key prefix, unique to this feed and generation.
-      participants: process indices that read or hold rows.
-      host: this process.
-      first_step: the next step to be delivered.
-      pad: see :attr:`WindowReport.pads`.
-      byte_limit: bytes available to the host-side read-ahead.
-      timeout_seconds: longest wait for an announcement.
-      describe: returns what this host's reader is doing, for the other hosts' logs.
-      reduce: merges the contents of the reports, on the reducer; the same on all hosts.
-      stacks: returns the stacks of what reads on this host.
-      on_stall: called with each entry in the log about a late host.
-      summary: gets every announcement, on the reducer; None if no host follows.
-    """
+    """One host's side of the agreement for one generation of a feed; on the lowest participant, also the reducer."""
 
     def __init__(
         self,
         store: KeyValueStore,
         *,
-        scope: str,
-        participants: Sequence[int],
+        scope: str,  # unique to this feed and generation
+        participants: Sequence[int],  # hosts that read or hold rows
         host: int,
-        first_step: int,
-        pad: bool,
-        byte_limit: int,
-        timeout_seconds: float,
-        describe: Callable[[], str],
-        reduce: Reduce,
-        stacks: Callable[[], str] = lambda: "",
+        first_step: int,  # the next one to be delivered
+        pad: bool,  # see WindowReport.pads
+        byte_limit: int,  # for the host-side read-ahead
+        timeout_seconds: float,  # longest wait for an announcement
+        describe: Callable[[], str],  # returns what this host's reader is doing, for the other hosts' logs
+        reduce: Reduce,  # the same on all hosts
+        stacks: Callable[[], str] = lambda: "",  # returns those of what reads on this host
         on_stall: OnStall | None = None,
-        summary: Summary | None = None,
+        summary: Summary | None = None,  # gets every announcement, on the reducer; None if no host follows
     ) -> None:
         self._stacks, self._on_stall = stacks, on_stall
         self._keys = _Keys(store, f"meshfeed/{scope}", tuple(participants), host)

@@ -50,14 +50,6 @@ _log = logging.getLogger("meshfeed.child")
 class ChildProcess:
     """A child as seen by its parent. One thread at a time may receive; any thread may send.
 
-    Args:
-      target: ``"module:function"``, called in the child with its :class:`Parent`.
-      *arguments: the child's ``sys.argv[1:]``.
-      env: environment variables to set in addition to those of this process.
-      log_path: file to which the child's output is appended; None to share the output of this process.
-      own_group: whether the child leads a new process group. The terminal's Ctrl-C does not reach that group, and
-        signals reach all of it.
-
     Attributes:
       pid: process id.
       hung_up: whether the child has closed its connection, usually because it has ended.
@@ -65,11 +57,11 @@ class ChildProcess:
 
     def __init__(
         self,
-        target: str,
-        *arguments: str,
-        env: Mapping[str, str] | None = None,
-        log_path: pathlib.Path | None = None,
-        own_group: bool = False,
+        target: str,  # "module:function", called in the child with its Parent
+        *arguments: str,  # the child's ``sys.argv[1:]``
+        env: Mapping[str, str] | None = None,  # in addition to that of this process
+        log_path: pathlib.Path | None = None,  # to append its output to; None to share the output of this process
+        own_group: bool = False,  # as a leader: the terminal's Ctrl-C does not reach the group, and signals reach all of it
     ) -> None:
         self._log_path = log_path
         self._own_group = own_group

@@ -179,12 +179,7 @@ def format_hosts(hosts: Sequence[int]) -> str:
 
 
 def format_differences(values: Mapping[int, str], limit: int | None = None) -> str | None:
-    """Formats the values of hosts, such as ``host 0: a; hosts 1, 2: b``; None if all are equal.
-
-    Args:
-      values: host → value.
-      limit: characters of a value to show; None for all.
-    """
+    """Formats values by host, such as ``host 0: a; hosts 1, 2: b``, up to a number of characters each; None if equal."""
     groups: dict[str, list[int]] = {}
     for host, value in values.items():
         groups.setdefault(value, []).append(host)
@@ -199,12 +194,8 @@ def format_differences(values: Mapping[int, str], limit: int | None = None) -> s
 def call_briefly(function: Callable[[], None], *, name: str, at_exit: bool) -> None:
     """Calls a function that uses the coordination service, and waits at most two seconds for it.
 
-    A coordinator that has exited may never reply, and closing must not block on it.
-
-    Args:
-      function: the function to call; its exceptions are logged at DEBUG.
-      name: name of the thread.
-      at_exit: whether to call it even if the interpreter is shutting down and cannot start a thread.
+    A coordinator that has exited may never reply, and closing must not block on it. Exceptions are logged at DEBUG. With
+    ``at_exit``, calls it even if the interpreter is shutting down and cannot start a thread.
     """
     thread = _start_call(function, name)
     if thread is not None:

@@ -293,10 +293,7 @@ class Failure:
 def refuse_stop_iteration(what: str, where: str = "", **location: int) -> Generator[None]:
     """Turns a StopIteration of the user's code into a SourceError where it would pass for the end of the data.
 
-    Args:
-      what: the object whose code is called.
-      where: the methods, such as ``in close``, unless ``what`` names them.
-      **location: fields of the SourceError.
+    ``what`` names the object whose code is called, and ``where`` its methods, such as ``in close``.
     """
     try:
         yield

@@ -24,18 +24,18 @@ class Owner:
     """The process that created an object."""
 
     def __init__(self) -> None:
-        self._pid = os.getpid()
+        self.pid = os.getpid()
 
     @property
     def is_here(self) -> bool:
         """Whether this is the process that created the object; False in a forked child."""
-        return os.getpid() == self._pid
+        return os.getpid() == self.pid
 
     def check(self, what: str) -> None:
         """Raises a MeshfeedError about ``what`` in a forked child."""
         if not self.is_here:
             raise MeshfeedError(
-                f"{what} belongs to process {self._pid} and cannot be used in its forked child {os.getpid()}, which has "
+                f"{what} belongs to process {self.pid} and cannot be used in its forked child {os.getpid()}, which has "
                 "none of its threads and connections. Create a new one in the child, or start the child with "
                 'multiprocessing\'s "spawn" method.'
             )

@@ -625,14 +625,9 @@ def accepts_keyword(function: Callable[..., Any] | None, keyword: str, *, in_kwa
 
 
 def check_function(function: object, argument: str, what: str, whose: str, setting: str) -> None:
-    """Checks a function of one argument and ``rng=``, if it has that.
+    """Checks a function of one argument, which is named and described, and ``rng=``, if it has that.
 
-    Args:
-      function: what the user gave.
-      argument: ``"record"`` or ``"records"``.
-      what: describes it, such as ``"one record (bytes)"``.
-      whose: the class or function that it was given to.
-      setting: name of the keyword.
+    It is the user's value of the keyword ``setting`` of a class or function, ``whose``.
 
     Raises:
       SettingsError: it cannot be called like that.

@@ -336,13 +336,8 @@ class Rounds:
     """Successive reductions of one JSON value per participant, to a JSON result that all participants receive.
 
     Takes few requests per host. Every participant must call :meth:`reduce` equally often, in the same order, and close
-    the rounds at the end, which deletes their last keys.
-
-    Args:
-      scope: name of the rounds; unique in the job.
-      participants: process indices, equal on all hosts and including this host.
-      timeout_seconds: how long to wait for the slowest host; longer while it drops records and makes progress.
-      doing: the operation, for the error message.
+    the rounds at the end, which deletes their last keys. The scope is unique in the job, and ``doing`` names the operation in
+    messages. A slow host has longer than the timeout while it drops records and makes progress.
     """
 
     hint = ""
@@ -415,13 +410,8 @@ class Rounds:
 def leave(store: KeyValueStore, prefix: str, num_hosts: int, *, wait: bool = True) -> None:
     """Marks this host as done with the keys below ``prefix``; the last of ``num_hosts`` hosts deletes them.
 
-    Errors are only logged, and at interpreter exit this does nothing: leftover keys are harmless and end with the job.
-
-    Args:
-      store: the store that holds the keys.
-      prefix: the keys' prefix.
-      num_hosts: how many hosts call this.
-      wait: wait up to two seconds for the requests, which take 10 to 30 ms if all cores are busy.
+    Errors are only logged, and at interpreter exit this does nothing: leftover keys are harmless and end with the job. With
+    ``wait``, waits up to two seconds for the requests, which take 10 to 30 ms if all cores are busy.
     """
 
     def count() -> None:
@@ -437,11 +427,7 @@ def leave(store: KeyValueStore, prefix: str, num_hosts: int, *, wait: bool = Tru
 class Patience:
     """The deadline of a wait for stragglers, extended while one of them makes progress dropping records to resume.
 
-    Makes no request before the timeout.
-
-    Args:
-      store: the store in which stragglers publish their progress.
-      seconds: longest wait without progress.
+    Makes no request before the timeout, ``seconds`` without progress.
 
     Attributes:
       deadline: on the clock of ``time.monotonic()``.

@@ -36,8 +36,7 @@ class ErrorDescription(TypedDict):
 class TaskServer:
     """Makes a task, and answers one request at a time.
 
-    Args:
-      gc_every: requests between runs of the garbage collector, which is disabled in between; 0 keeps Python's default.
+    The garbage collector is disabled between runs after every ``gc_every`` requests; 0 keeps Python's default.
     """
 
     def __init__(self, gc_every: int) -> None:

@@ -184,11 +184,9 @@ _SHARDS_PER_LANE = 8  # the shard at the cut between two lanes is read by both: 
 
 
 def default_num_lanes(sizes: Sequence[int], num_shards: int | None = None) -> int:
-    """Returns the default of ``num_lanes``: the largest common divisor of ``sizes`` that is at most 64.
+    """Returns the default of ``num_lanes``: the largest common divisor of the batch sizes that is at most 64.
 
-    Args:
-      sizes: global batch sizes.
-      num_shards: for ``shuffle="shards"``, the number of shards that have records; each lane gets at least 8.
+    With ``shuffle="shards"``, ``num_shards`` have records, and each lane gets at least 8.
     """
     limit = _MAX_LANES if num_shards is None else min(_MAX_LANES, num_shards // _SHARDS_PER_LANE)
     common = math.gcd(*sizes)

@@ -305,15 +305,10 @@ def _call(file_system: Any, method: str, arguments: tuple[Any, ...], keywords: d
 
 
 def call_while_alive(file_system: Any, method: str, path: str, deadline: float) -> Any:
-    """Calls a method of a file system, for as long as the store answers other requests.
+    """Calls a method of a file system, from ``deadline`` on only for as long as the store answers other requests.
 
-    A listing may take minutes, but clients repeat requests to a store that is down for minutes too.
-
-    Args:
-      file_system: of fsspec; if it has no event loop, the call is not limited.
-      method: name of the method.
-      path: its argument.
-      deadline: ``time.monotonic()`` from which on the store has to answer other requests.
+    A listing may take minutes, but clients repeat requests to a store that is down for minutes too. If the file system has no
+    event loop, the call is not limited.
 
     Raises:
       TimeoutError: the store answers no request.

@@ -11,11 +11,12 @@ import numpy as np
 
 from meshfeed._src.base.errors import SettingsError, hides_own_frames
 from meshfeed._src.base.settings import FeedSettings
-from meshfeed._src.base.stats import CACHES, FeedStats, Sample, StatsRecorder, stats_since
+from meshfeed._src.base.stats import CACHES, FeedStats, Sample, stats_since
 from meshfeed._src.base.stores import write_output
 from meshfeed._src.base.types import JsonValue, PyTree, RecordIds
 from meshfeed._src.feed.membership import Membership
 from meshfeed._src.feed.parts import FeedPlace, replay_step
+from meshfeed._src.feed.recorder import StatsRecorder
 from meshfeed._src.feed.sizing import Sizer
 from meshfeed._src.reading.host_batch import spec_with_mask
 from meshfeed._src.state import state as feed_state
@@ -181,13 +182,6 @@ class Inspection:
         """Returns the figures now, for exporters. May be called from any thread."""
         stats = self._stats
         return Sample(time.time(), self.step, self.position, stats.snapshot(), CACHES.totals(), stats.stalls)
-
-    def _counted(self) -> dict[str, JsonValue]:
-        return self._stats.to_json()
-
-    def _continue_from(self, counted: Mapping[str, JsonValue]) -> None:
-        """Continues the figures of a feed before this one; ``counted`` is its :meth:`_counted`."""
-        self._stats.continue_from(counted)
 
     def _figures(self) -> HostLog:
         from meshfeed._src.pictures.report import HostLog

@@ -34,7 +34,6 @@ from meshfeed._src.base.settings import (
     ShardShuffle,
     SkipBad,
 )
-from meshfeed._src.base.stats import StatsRecorder
 from meshfeed._src.base.turn import TURN, in_use
 from meshfeed._src.base.types import PyTree, public
 from meshfeed._src.feed.compiled import refuse_compiled, trace_state_clean
@@ -43,6 +42,7 @@ from meshfeed._src.feed.local_iterator import LocalIterator
 from meshfeed._src.feed.membership import Membership
 from meshfeed._src.feed.parts import make_stream, participants_of, take_place
 from meshfeed._src.feed.pipeline import Pipeline, PrefetchDepth, Ready
+from meshfeed._src.feed.recorder import StatsRecorder
 from meshfeed._src.feed.sizing import Sizer
 from meshfeed._src.feed.step_log import STEP_LOG, log_step
 from meshfeed._src.reading import shared_probes

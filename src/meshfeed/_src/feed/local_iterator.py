@@ -20,11 +20,7 @@ class ResumableIterator(Resumable, Protocol):
 
 
 class LocalIterator(Checkpointable, NotCopied):
-    """A feed as the local iterator that checkpoint code written for Grain, MaxText or Orbax v1 expects.
-
-    Args:
-      feed: the feed.
-    """
+    """A feed as the local iterator that checkpoint code written for Grain, MaxText or Orbax v1 expects."""
 
     def __init__(self, feed: ResumableIterator) -> None:
         self._feed = feed

@@ -12,9 +12,7 @@ from meshfeed._src.base.fork import finalize
 class Membership:
     """Membership of this host, which may also be none: with a single host, and on a host outside the sharding.
 
-    Args:
-      scope: key prefix of the feed over these hosts.
-      participants: process indices of the hosts.
+    ``scope`` is the key prefix of the feed over these hosts.
     """
 
     def __init__(self, scope: str, participants: Sequence[int]) -> None:
@@ -47,12 +45,7 @@ class Membership:
             heartbeat.tell(text)
 
     def leave(self, notice: str, *, awaited: bool = False) -> None:
-        """Ends the membership. Idempotent.
-
-        Args:
-          notice: why, for hosts that wait for this one in the next handshake.
-          awaited: whether another host has left this generation, and may wait there.
-        """
+        """Ends the membership; see :meth:`Handshake.leave`. Idempotent."""
         self.handshake.leave(notice, awaited=awaited)
         if self._heartbeat is not None:
             self._heartbeat.leave()

@@ -19,10 +19,10 @@ from meshfeed._src.base.errors import SettingsError
 from meshfeed._src.base.hooks import is_stream
 from meshfeed._src.base.settings import FeedSettings
 from meshfeed._src.base.stacks import feed_stacks
-from meshfeed._src.base.stats import StatsRecorder
 from meshfeed._src.base.types import JsonValue, PyTree
 from meshfeed._src.feed.membership import Membership
 from meshfeed._src.feed.pipeline import Pipeline, PrefetchDepth
+from meshfeed._src.feed.recorder import StatsRecorder
 from meshfeed._src.feed.sizing import Sizer
 from meshfeed._src.plan.plan import HostRows, normalize_sharding, participants
 from meshfeed._src.sources.host_batches import HostBatches
@@ -244,15 +244,9 @@ def participants_of(sharding: PyTree) -> Sequence[int]:
 
 
 def replay_step(stream: FeedStream[C], cursor: C, step: int) -> PyTree:
-    """Reads all rows of one global batch, on this host alone.
+    """Returns all rows of one global batch, read on this host alone, including padding and mask.
 
-    Args:
-      stream: the feed's stream.
-      cursor: a cursor at or before the step, with all lanes; a stream is read from there to the step.
-      step: index of the batch.
-
-    Returns:
-      A pytree of host-local arrays ``[global_batch_size, ...]``, including padding and mask.
+    The cursor, at or before the step, has all lanes; a stream is read from there to the step.
 
     Raises:
       IndexError: the data ends before the step.

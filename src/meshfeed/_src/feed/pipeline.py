@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import dataclasses
 import logging
+import os
 import time
 from collections.abc import Callable, Mapping
 from typing import Literal
@@ -30,9 +31,9 @@ from meshfeed._src.base.machine import host_memory_bytes
 from meshfeed._src.base.progress import PROGRESS
 from meshfeed._src.base.read_ahead import ReadAhead
 from meshfeed._src.base.stacks import feed_stacks, note_stacks
-from meshfeed._src.base.stats import StatsRecorder
 from meshfeed._src.base.types import PyTree
 from meshfeed._src.base.waits import Reminder, late_seconds
+from meshfeed._src.feed.recorder import StatsRecorder
 from meshfeed._src.streams.protocol import AnyReader, Cursor, HostBatch
 
 _log = logging.getLogger("meshfeed.prefetch")
@@ -67,10 +68,6 @@ class Ready:
 
 class PrefetchDepth:
     """The number of global batches to keep ready: ``prefetch=``, or fewer if they would take a quarter of the host's memory.
-
-    Args:
-      prefetch: the setting.
-      name: name of the feed, for the warning, which is logged once.
 
     Attributes:
       depth: the current number.
@@ -112,37 +109,22 @@ class PrefetchDepth:
 
 
 class Pipeline:
-    """Batches in order, starting at a cursor. No thread starts before the first :meth:`peek`.
-
-    Args:
-      reader: reads this host's part; closed with the pipeline.
-      put: (host tree, global batch size) → arrays; called on any thread.
-      prefetch: number of global batches to keep ready, possibly 0.
-      agreement: agreement with other hosts, also as seen by one that only follows; None in a single process.
-      window_reports: makes and checks window reports.
-      handover: publishes what hosts need that continue without this one; None if no other host takes part.
-      check: raises for a host tree that ``put`` cannot place, whatever other hosts have read.
-      cursor: where the reader starts.
-      timeout_seconds: longest wait for this host's own reader.
-      stats: ``peer_wait_seconds`` is added to.
-      name: name of the feed, for thread names.
-      host: this process.
-    """
+    """Batches in order, starting at a cursor. No thread starts before the first :meth:`peek`."""
 
     def __init__(
         self,
-        reader: AnyReader,
-        put: Callable[[PyTree, int], PyTree],
+        reader: AnyReader,  # closed with the pipeline
+        put: Callable[[PyTree, int], PyTree],  # (host tree, global batch size) → arrays; called on any thread
         *,
         prefetch: PrefetchDepth,
-        agreement: WindowAgreement | Follower | None,
+        agreement: WindowAgreement | Follower | None,  # None in a single process
         window_reports: WindowReports,
-        handover: Handover | None = None,
-        check: Callable[[PyTree], None] = lambda tree: None,
-        cursor: Cursor,
-        timeout_seconds: float,
+        handover: Handover | None = None,  # None if no other host takes part
+        check: Callable[[PyTree], None] = lambda tree: None,  # raises for a host tree that ``put`` cannot place
+        cursor: Cursor,  # where the reader starts
+        timeout_seconds: float,  # longest wait for this host's own reader
         stats: StatsRecorder,
-        name: str,
+        name: str,  # of the feed
         host: int,
     ) -> None:
         self._owner = Owner()
@@ -321,7 +303,8 @@ class Pipeline:
           MeshfeedError: a host failed, is late, or disagrees.
           Exception: any error of the source.
         """
-        self._owner.check("this feed")
+        if os.getpid() != self._owner.pid:  # once per batch
+            self._owner.check("this feed")
         if not self._running:
             self.start()
         stage = self._device_stage

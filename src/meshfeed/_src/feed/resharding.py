@@ -127,14 +127,7 @@ def conclude(offers: Mapping[int, JsonValue], prefetch: int) -> dict[str, JsonVa
 
 
 def warn_of_going_back(name: str, steps: Mapping[str, int], step: int, host: int) -> None:
-    """Warns if this host continues before a step that it has delivered.
-
-    Args:
-      name: of the feed.
-      steps: host → step that it had delivered; the keys are texts.
-      step: where all continue.
-      host: this host.
-    """
+    """Warns if this host continues, at ``step``, before one that it has delivered; ``steps`` are those of all, by host."""
     mine = steps.get(str(host), step)
     if mine > step:
         behind = [int(other) for other, at in steps.items() if at == step]

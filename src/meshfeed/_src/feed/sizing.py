@@ -19,8 +19,8 @@ from typing import Any, NamedTuple
 
 from meshfeed._src.base.machine import available_cpus, host_memory_bytes
 from meshfeed._src.base.settings import FeedSettings
-from meshfeed._src.base.stats import StatsRecorder
 from meshfeed._src.feed.pipeline import Pipeline, PrefetchDepth
+from meshfeed._src.feed.recorder import StatsRecorder
 from meshfeed._src.reading.reads import AutoReads, ReadNumbers
 from meshfeed._src.streams.protocol import AnyReader
 
@@ -130,13 +130,9 @@ def _compared(
 
 
 def climb(now: Numbers, found: Window, can: Callable[[Numbers], bool], max_workers: int) -> Search:
-    """Tries other numbers, one change at a time, and returns the best.
+    """Tries other numbers than ``now``, one change at a time, and returns the best.
 
-    Args:
-      now: the current numbers.
-      found: what was measured with them, while the step waited.
-      can: whether numbers are possible.
-      max_workers: the largest number of workers that makes sense.
+    ``found`` was measured with the current ones, while the step waited. ``can`` tells whether numbers are possible.
     """
     start = now
     if found.uneven >= found.stalled - found.peers:  # reads are fast enough on average, but not evenly
@@ -180,11 +176,7 @@ def control(
 ) -> Generator[tuple[Numbers, Window | None], Window | None, None]:
     """Yields the numbers to use, for ever; receives what was measured with them. See :data:`Search`.
 
-    Args:
-      now: the numbers to begin with.
-      can: whether numbers are possible.
-      max_workers: the largest number of workers that makes sense.
-      conclude: called with a reason, and whether numbers are being tried.
+    ``conclude`` is called with a reason, and whether numbers are being tried.
     """
     pause, pause_ends, settled, slow = _PAUSE_SECONDS, 0.0, 0.0, 0
     while True:
@@ -228,12 +220,6 @@ class _Totals(NamedTuple):
 class Sizer:
     """Measures a feed and changes its numbers. Called on the thread that takes batches.
 
-    Args:
-      settings: the feed's settings.
-      prefetch: the number of batches to keep ready.
-      clock: returns seconds.
-      cpu_clock: returns CPU seconds of this process.
-
     Attributes:
       look_at: time from which :meth:`delivered` is to be called again, so that it costs nothing with short batches.
     """
@@ -265,12 +251,7 @@ class Sizer:
         self._samples: list[_Totals] = []  # of this window
 
     def begin(self, reader: AnyReader, *, alone: bool) -> None:
-        """Makes the reader of a new generation use the numbers chosen so far, and measures again from its first batch.
-
-        Args:
-          reader: the reader.
-          alone: whether no other host takes part in the generation.
-        """
+        """Makes the reader of a new generation use the numbers chosen so far, and measures again from its first batch."""
         reader.adapt(self._reads)
         self._alone = alone
         self._applied, self._samples = False, []

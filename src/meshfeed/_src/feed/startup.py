@@ -35,16 +35,9 @@ def wait_until_open(
     *,
     name: str,
     hosts_agree: bool,
-    check: Callable[[], object] = lambda: None,
+    check: Callable[[], object] = lambda: None,  # called about twice per second; may raise
 ) -> T:
-    """Waits for the data to be opened, for as long as dropping records makes progress.
-
-    Args:
-      opening: opens the data.
-      timeout_seconds: longest wait without progress.
-      name: name of the feed, for the log.
-      hosts_agree: whether to publish the progress for other hosts.
-      check: called about twice per second; may raise.
+    """Waits for the data to be opened, for as long as dropping records makes progress, which other hosts learn of.
 
     Raises:
       StalledError: there was no progress for ``timeout_seconds``.
@@ -79,12 +72,7 @@ def wait_until_open(
 
 
 class Startup:
-    """Begins one generation of a feed, once.
-
-    Args:
-      generation: what it is made of.
-      opening: opens the data at the generation's cursor; closed with this.
-    """
+    """Begins one generation of a feed, once; closes ``opening``, which opens the data at the generation's cursor."""
 
     def __init__(self, generation: Generation, opening: SingleCall[AnyReader]) -> None:
         self._owner = Owner()

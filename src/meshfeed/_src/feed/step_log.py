@@ -18,13 +18,7 @@ def log_step(
 ) -> None:
     """Logs one line for a delivered batch: ids and files of this host's rows, and times in seconds.
 
-    Args:
-      name: name of the feed.
-      host: process index.
-      ready: the batch; its index, counted from 0, is logged as ``step``.
-      position: records delivered before it, over all hosts.
-      wait_seconds: time that the caller waited for it.
-      contents: the stream's description of the batch, such as record ids and files.
+    ``position`` is the number of records delivered before it; ``contents`` is the stream's description of the batch.
     """
     batch = ready.batch
     line: dict[str, JsonValue] = {

@@ -32,9 +32,7 @@ def _rest(work: Callable[[], object]) -> float:
 class FetchAhead:
     """Keeps the files that upcoming batches need next on a local disk.
 
-    Args:
-      plan: yields the files that each batch of the reader needs, from its first batch on; consumed lazily, on a
-        background thread.
+    The plan yields the files that each batch of the reader needs, from its first on; a background thread consumes it lazily.
     """
 
     def __init__(self, plan: Iterator[Iterable[CachedFile]]) -> None:

@@ -15,12 +15,7 @@ from meshfeed._src.reading.structure import LeafSpec, check_spec
 
 
 def spec_of_batch(batch: PyTree, num_rows: int, *, what: str) -> RecordSpec:
-    """Returns the structure of the records in a batch that the source stacked.
-
-    Args:
-      batch: pytree of arrays ``[num_rows, ...]``.
-      num_rows: required number of rows.
-      what: producer of the batch, for errors.
+    """Returns the structure of the records in a batch ``[num_rows, ...]`` that ``what``, named in errors, has stacked.
 
     Raises:
       SourceError: a leaf has no row dimension, a different number of rows, or a dtype that JAX does not support; or
@@ -46,14 +41,10 @@ def spec_of_batch(batch: PyTree, num_rows: int, *, what: str) -> RecordSpec:
 def check_alike(
     specs: dict[int, RecordSpec], shape: int, batch: PyTree, num_rows: int, *, where: Callable[[], str]
 ) -> None:
-    """Checks that a batch has the structure of the first one of its shape. Threads may call it with the same ``specs``.
+    """Checks that a batch ``[num_rows, ...]`` has the structure of the first one of its shape.
 
-    Args:
-      specs: number of the shape → the structure of its records; that of a first batch is added.
-      shape: number of the shape of these records.
-      batch: pytree of arrays ``[num_rows, ...]``.
-      num_rows: required number of rows.
-      where: returns what names the batch, for errors.
+    ``specs`` are by number of the shape; that of a first batch is added. Threads may call this with the same ones. ``where``
+    returns what names the batch, for errors.
 
     Raises:
       SourceError: the structures differ, or see :func:`spec_of_batch`.
@@ -71,12 +62,9 @@ def num_rows(batch: PyTree) -> int:
 
 
 def join_batches(batches: Sequence[PyTree], *, what: Callable[[int], str], lane_index: int | None = None) -> PyTree:
-    """Concatenates batches into new 64-byte-aligned arrays; returns a single batch unchanged.
+    """Concatenates batches, at least one, into new 64-byte-aligned arrays; returns a single batch unchanged.
 
-    Args:
-      batches: at least one batch.
-      what: describes the batch with a given index, for errors.
-      lane_index: lane of the batches, for errors.
+    ``what`` describes the batch with a given index, for errors.
 
     Raises:
       SourceError: a batch differs in structure from the first; numpy would silently promote dtypes.

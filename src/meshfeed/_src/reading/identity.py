@@ -50,13 +50,8 @@ def probe_digest(
 ) -> str:
     """Returns a digest of up to four records spread over a source.
 
-    A single unreadable record does not raise: it is marked in the digest, because a feed over it must still have a state.
-
-    Args:
-      num_records: number of records of the source.
-      digest: maps ids, int64 ``[n]``, to the digest of these records.
-      retry: retry settings for failed reads.
-      numbers: the source, if it numbers its records itself: an id that it does not have is marked as well, silently.
+    A single unreadable record does not raise: it is marked in the digest, because a feed over it must still have a state. If
+    the source numbers its records itself (``numbers``), an id that it does not have is marked as well, silently.
 
     Raises:
       Exception: that of the first record, if none can be read. A digest of errors alone would be the same for any source that

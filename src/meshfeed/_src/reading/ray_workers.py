@@ -177,13 +177,6 @@ class RayPool(Generic[Request, Answer]):
     ``resume``. A worker that is lost again after 5 replacements in a row, without an answer in between, is an error. Tasks
     are not closed.
 
-    Args:
-      workers: number of actors, and their settings.
-      make_task: see ``WorkerPool``.
-      name: name of the pool, for messages.
-      describe: describes a request, for messages.
-      resume: see :func:`~meshfeed._src.reading.workers.open_pool`.
-
     Raises:
       SettingsError: there is no cluster, or ``ray_options`` has a value that Ray does not take.
     """
@@ -231,12 +224,9 @@ class RayPool(Generic[Request, Answer]):
         self._worker(worker_index).submit(request)
 
     def result(self, worker_index: int, timeout: float | None) -> Answer:
-        """Waits for and returns the result of a worker's oldest pending request.
+        """Waits for and returns the result of a worker's oldest pending request, or for ``timeout`` seconds for one actor.
 
-        Args:
-          worker_index: index of the worker.
-          timeout: maximum wait in seconds for one actor; None waits as long as there is one. Safe to call again after a
-            StalledError.
+        Safe to call again after a StalledError.
 
         Raises:
           StalledError: the result did not arrive in time, or Ray has not started the actor.

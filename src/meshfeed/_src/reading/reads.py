@@ -108,11 +108,7 @@ def _describe(request: _Read) -> str:
 class Reads:
     """Reads steps of a random-access source. Called from one thread at a time, in the order of the steps.
 
-    Args:
-      records: reads records of the source.
-      num_workers: number of processes.
-      num_threads: number of threads if there are no processes; 1 for the calling thread.
-      timeout_seconds: maximum wait for one result of a worker.
+    Without processes, ``num_threads`` read; 1 is the calling thread.
 
     Attributes:
       num_workers: number of processes that get reads.

@@ -112,9 +112,6 @@ def _unchanged(record: bytes) -> bytes:
 class SourceReader:
     """Reads and decodes records of one source with the most efficient hooks that it has, looked up once.
 
-    Args:
-      source: a random-access source.
-
     Attributes:
       source: the source.
       takes_rows: whether the decoder takes records as one array, and the source can read them so.
@@ -268,13 +265,7 @@ class ReadRows:
 class RecordReader:
     """Reads rows of a source with retries and, optionally, replacement of bad records.
 
-    Picklable if the source is, for use in worker processes.
-
-    Args:
-      source: a random-access source.
-      seed: the feed's seed, for ``rng=`` and for replacements.
-      retry: retry settings for each read of the source.
-      bad_records: whether to replace bad records; None to raise their errors.
+    Picklable if the source is, for use in worker processes. The feed's seed is for ``rng=`` and for replacements.
     """
 
     def __init__(self, source: RandomAccessSource, *, seed: int, retry: Retry, bad_records: SkipBad | None) -> None:
@@ -390,11 +381,6 @@ class JointRead:
 
     Most of the time of a small read does not depend on the number of its records: it goes to the files and row groups that
     it touches, and to calls of Python and numpy. The first step that is collected reads all of them.
-
-    Args:
-      records: reads records of the source.
-      steps: record ids and epochs of each step, int64 ``[n]`` each, n at least 1.
-      columns: the part of each leaf to read, for sources that read columns.
     """
 
     def __init__(

@@ -26,12 +26,6 @@ BadRecords = tuple[tuple[int, int, str], ...]
 class Recovery:
     """Reads records whose first read failed.
 
-    Args:
-      read: reads records, from record ids and epochs, int64 ``[n]`` each.
-      retry: retry settings.
-      since: ``time.monotonic()`` at the start of the first read.
-      replacement: (record id, epoch, attempt from 1) → record id to read instead; None to raise errors of bad records.
-
     Attributes:
       retries: number of retried reads.
     """
@@ -41,7 +35,8 @@ class Recovery:
         read: Callable[[RecordIds, RecordIds], PyTree],
         retry: Retry,
         *,
-        since: float,
+        since: float,  # ``time.monotonic()`` at the start of the first read
+        # (record id, epoch, attempt from 1) → record id to read instead; None to raise errors of bad records
         replacement: Callable[[int, int, int], int] | None,
     ) -> None:
         self._read = read

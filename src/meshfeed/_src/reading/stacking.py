@@ -110,10 +110,7 @@ def _flattened(record: PyTree, where: str, **location: int | None) -> tuple[list
 class RecordStack:
     """Stacks records one by one. Copies each immediately, since its producer may reuse the memory for the next record.
 
-    Args:
-      capacity: maximum number of records.
-      spec: required structure of the records; None to require the structure of the first record.
-      lane_index: lane of the records, for errors.
+    All must have the structure ``spec``; without one, that of the first.
 
     Attributes:
       count: number of records so far.

@@ -71,13 +71,7 @@ def check_spec(spec: RecordSpec, found: RecordSpec, *, what: str, lane_index: in
 
 
 def check_record(spec: RecordSpec, found: RecordSpec, where: str, **location: int | None) -> None:
-    """Checks that a record has the structure of the first one.
-
-    Args:
-      spec: structure of the first record.
-      found: structure of this one.
-      where: names it, for the error.
-      location: ``record_id`` or ``lane_index``, for the error.
+    """Checks that a record, which ``where`` names, has the structure of the first one, ``spec``.
 
     Raises:
       SourceError: the structures differ.

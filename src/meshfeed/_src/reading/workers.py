@@ -34,12 +34,8 @@ Answer = TypeVar("Answer")
 def pickle_task(make_task: Callable[[], object], max_bytes: int | None = None) -> bytes:
     """Pickles ``make_task`` for a worker, including closures and functions of the user's script.
 
-    Args:
-      make_task: a function without arguments.
-      max_bytes: maximum size of the pickled source; None for any.
-
     Raises:
-      SettingsError: ``make_task`` refers to an object that cannot be pickled, or is larger.
+      SettingsError: ``make_task`` refers to an object that cannot be pickled, or takes more than ``max_bytes``.
     """
     import cloudpickle
 
@@ -66,15 +62,9 @@ class WorkerPool(Generic[Request, Answer]):
     bound how many requests they submit ahead. Thread-safe if at most one thread at a time waits for each worker's
     results.
 
-    Args:
-      num_workers: number of processes.
-      make_task: the result of :func:`pickle_task` for a function without arguments that returns ``task``.
-        ``task(request)`` returns any picklable value. Its numpy arrays reach the caller without a copy, 64-byte-aligned
-        and read-only. On close, a worker calls ``task.close()``, if defined, unless it is busy with a request.
-      name: name of the pool, for messages.
-      gc_every: requests between runs of a worker's garbage collector, which is disabled in between; 0 keeps Python's
-        default.
-      describe: describes a request, for messages.
+    ``make_task`` is the result of :func:`pickle_task` for a function without arguments that returns ``task``.
+    ``task(request)`` returns any picklable value. Its numpy arrays reach the caller without a copy, 64-byte-aligned and
+    read-only. On close, a worker calls ``task.close()``, if defined, unless it is busy with a request.
 
     Raises:
       SettingsError: there is no Python interpreter to start processes with.
@@ -302,15 +292,10 @@ def open_pool(
     describe: Callable[[Any], str],
     resume: Callable[[Any, Any], Any] | None = None,
 ) -> Pool:
-    """Returns a pool of the engine of ``workers``.
+    """Returns a pool of the engine of ``workers``; see :class:`WorkerPool`.
 
-    Args:
-      workers: their number and settings.
-      make_task: see :class:`WorkerPool`.
-      name: see :class:`WorkerPool`.
-      describe: see :class:`WorkerPool`.
-      resume: for tasks with a state. ``resume(request, answer)`` returns the request that brings a new worker, as its
-        first one, to the state in which ``answer`` left the old one. Used by engines that replace lost workers.
+    For tasks with a state, ``resume(request, answer)`` returns the request that brings a new worker, as its first one, to the
+    state in which ``answer`` left the old one. Used by engines that replace lost workers.
 
     Raises:
       SettingsError: the engine cannot be used here.

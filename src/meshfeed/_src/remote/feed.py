@@ -127,8 +127,8 @@ class FeedTarget:
             "cannot_resume": lambda: feed.cannot_resume,
             "stats": lambda: dataclasses.asdict(feed.stats()),
             "report": lambda: report_figures([feed._figures()]),
-            "counted": feed._counted,
-            "continue_from": feed._continue_from,
+            "counted": feed._stats.to_json,
+            "continue_from": feed._stats.continue_from,
         }
 
     def next(self) -> PyTree:
