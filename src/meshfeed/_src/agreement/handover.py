@@ -83,9 +83,8 @@ class Handover:
         num_hosts: int,
         cursor: Cursor,  # where the generation starts
         state: FeedState,  # the state there
-        to_json: Callable[
-            [Mapping[str, Any]], Mapping[str, JsonValue]
-        ],  # HostBatch.entries → lanes as a state has them
+        # HostBatch.entries → lanes as a state has them
+        to_json: Callable[[Mapping[str, Any]], Mapping[str, JsonValue]],
         prefetch: int,  # global batches that a host may have ready
         origin: int,  # step of the state that the feed was last set to; a ledger only grows from there on
     ) -> None:

@@ -230,9 +230,8 @@ class Failure:
             "types": [[kind.__module__, kind.__qualname__] for kind in type(error).__mro__[:-1]],
             "args": [arg for arg in error.args if _is_json(arg)],
             "attributes": {key: value for key, value in vars(error).items() if _is_json(value)},
-            "tuples": [
-                key for key, value in vars(error).items() if isinstance(value, tuple)
-            ],  # which JSON does not have
+            # JSON does not have them.
+            "tuples": [key for key, value in vars(error).items() if isinstance(value, tuple)],
             "notes": list(getattr(error, "__notes__", ())),
         }
         return cls(type(error).__qualname__, text_of(error) or repr(error), details=details)

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import collections
 import ctypes
-import dataclasses
 import errno
 import functools
 import io
@@ -23,7 +22,7 @@ import struct
 import sys
 import weakref
 from collections.abc import Sequence
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 
@@ -190,14 +189,8 @@ def _libc() -> ctypes.CDLL:
     return libc
 
 
-@dataclasses.dataclass(frozen=True)
-class Frame:
-    """One message.
-
-    Attributes:
-      kind: first byte of the frame.
-      value: the value sent, with read-only arrays.
-    """
+class Frame(NamedTuple):
+    """One message: the first byte of the frame, and the value sent, with read-only arrays."""
 
     kind: int
     value: Any

@@ -96,9 +96,8 @@ class AlignedMemory(np.ndarray):
 
 
 def _placed(raw: np.ndarray[Any, Any], shape: Sequence[int], dtype: np.dtype[Any]) -> np.ndarray[Any, Any]:
-    start = ctypes.addressof(
-        ctypes.c_char.from_buffer(raw.data)
-    )  # much faster than `address`, for writable memory only
+    # Much faster than `address`, for writable memory only.
+    start = ctypes.addressof(ctypes.c_char.from_buffer(raw.data))
     return np.ndarray(shape, dtype, raw, -start % ALIGNMENT)
 
 

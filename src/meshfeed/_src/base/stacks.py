@@ -15,7 +15,7 @@ import threading
 import traceback
 import weakref
 from types import FrameType
-from typing import Protocol
+from typing import Any
 
 _HERE = pathlib.Path(__file__).resolve()
 _LIBRARY = pathlib.Path(threading.__file__).parent
@@ -50,15 +50,7 @@ _MAX_FRAMES = 16
 _MAX_CHARACTERS = 8_000  # of one host; the text travels through the key-value store
 
 
-class HasStacks(Protocol):
-    """Runs requests in other processes."""
-
-    def stacks(self) -> list[str]:
-        """Returns one text for each process with a request: what it does, and its stacks. Any thread."""
-        ...
-
-
-PROCESSES: weakref.WeakSet[HasStacks] = weakref.WeakSet()
+PROCESSES: weakref.WeakSet[Any] = weakref.WeakSet()
 """The pools of worker processes of this process, which add themselves. One per process, since the threads of all feeds are
 shown together, too."""
 

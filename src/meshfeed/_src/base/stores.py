@@ -57,9 +57,7 @@ _PACKAGES = {  # protocol → packages that provide it, including fsspec
     "s3": "s3fs",
 }
 _FAMILY = {"s3a": "s3", "gcs": "gs", "abfs": "az", "abfss": "az", "adl": "az"}
-_OPTIONS: dict[str, dict[str, Any]] = {
-    "s3": {"config_kwargs": {"max_pool_connections": 32}}
-}  # s3fs opens 10 by default
+_OPTIONS: dict[str, dict[str, Any]] = {"s3": {"config_kwargs": {"max_pool_connections": 32}}}  # 10 by default
 # Keywords of a method, by family: s3fs would ask for an object's size before it reads it, to read parts of it at once.
 _KEYWORDS: dict[tuple[str, str], dict[str, Any]] = {("s3", "cat_file"): {"max_concurrency": 1}}
 # Where clients look for credentials: environment variables, then files as (variable with the path, default path).

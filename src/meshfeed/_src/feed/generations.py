@@ -57,9 +57,7 @@ class Generations(Inspection):
     _finalizer: Finalizer | None
     _ready: Ready | None  # the next batch after a peek, or the remains of the last delivered one
     _left: _Left | None  # replaced by reset or set_state and not yet closed
-    _closed: bool
     _released: bool
-    _failed: BaseException | None
     _failed_at: TracebackType | None
     _turn: dict[str, object]
     _owner: Owner

@@ -19,6 +19,7 @@ from meshfeed._src.feed.parts import FeedPlace, replay_step
 from meshfeed._src.feed.recorder import StatsRecorder
 from meshfeed._src.feed.sizing import Sizer
 from meshfeed._src.reading.host_batch import spec_with_mask
+from meshfeed._src.sources.recognize import describe_source
 from meshfeed._src.state import state as feed_state
 from meshfeed._src.streams.protocol import AnyStream, Cursor
 
@@ -41,6 +42,8 @@ class Inspection:
     _stats: StatsRecorder
     _sizer: Sizer | None
     _host: int
+    _closed: bool
+    _failed: BaseException | None
 
     @property
     def step(self) -> int:
@@ -51,6 +54,22 @@ class Inspection:
     def position(self) -> int:
         """Real records delivered so far, over all hosts."""
         return self._cursor.position
+
+    def __repr__(self) -> str:
+        known = vars(self)  # the constructor may have failed before setting every attribute
+        if "_stream" not in known or "_cursor" not in known:
+            return f"<meshfeed.Feed {known.get('name')!r}: not made>"
+        parts = [describe_source(self._stream.source)]
+        schedule = self._stream.schedule
+        if schedule is not None:
+            parts.append(f"global_batch_size={schedule.sizes[0] if len(schedule.sizes) == 1 else schedule}")
+        parts += [f"step={self._cursor.step}", f"position={self._cursor.position}"]
+        if self._closed:
+            parts.append("closed")
+        if self._failed is not None:
+            ended = isinstance(self._failed, StopIteration)
+            parts.append("ended" if ended else f"failed: {type(self._failed).__name__}")
+        return f"<meshfeed.Feed {self.name!r}: {', '.join(parts)}>"
 
     def __bool__(self) -> bool:
         """True for every feed: without it, Python would ask for the length, which a stream does not have."""

@@ -18,22 +18,10 @@ from meshfeed._src.agreement.meeting import Meetings
 from meshfeed._src.arrays.placer import make_placer
 from meshfeed._src.base import coordination
 from meshfeed._src.base.coordination import warn_if_forgotten
-from meshfeed._src.base.errors import (
-    MeshfeedError,
-    SettingsError,
-    hide_own_frames,
-    hides_own_frames,
-)
+from meshfeed._src.base.errors import MeshfeedError, SettingsError, hide_own_frames, hides_own_frames
 from meshfeed._src.base.fork import NotCopied, Owner
 from meshfeed._src.base.read_ahead import Closed
-from meshfeed._src.base.settings import (
-    Balance,
-    BatchSchedule,
-    FeedSettings,
-    Retry,
-    ShardShuffle,
-    SkipBad,
-)
+from meshfeed._src.base.settings import Balance, BatchSchedule, FeedSettings, Retry, ShardShuffle, SkipBad
 from meshfeed._src.base.turn import TURN, in_use
 from meshfeed._src.base.types import PyTree, public
 from meshfeed._src.feed.compiled import refuse_compiled, trace_state_clean
@@ -46,7 +34,6 @@ from meshfeed._src.feed.recorder import StatsRecorder
 from meshfeed._src.feed.sizing import Sizer
 from meshfeed._src.feed.step_log import STEP_LOG, log_step
 from meshfeed._src.reading import shared_probes
-from meshfeed._src.sources.recognize import describe_source
 from meshfeed._src.state.files import Checkpointable
 from meshfeed._src.streams.protocol import Cursor
 
@@ -218,22 +205,6 @@ class Feed(Generations, Checkpointable, NotCopied):
         self._place = take_place(placer, self._stream)
         self._cursor: Cursor = self._stream.start()
 
-    def __repr__(self) -> str:
-        known = vars(self)  # the constructor may have failed before setting every attribute
-        if "_stream" not in known or "_cursor" not in known:
-            return f"<meshfeed.Feed {known.get('name')!r}: not made>"
-        parts = [describe_source(self._stream.source)]
-        schedule = self._stream.schedule
-        if schedule is not None:
-            parts.append(f"global_batch_size={schedule.sizes[0] if len(schedule.sizes) == 1 else schedule}")
-        parts += [f"step={self._cursor.step}", f"position={self._cursor.position}"]
-        if self._closed:
-            parts.append("closed")
-        if self._failed is not None:
-            ended = isinstance(self._failed, StopIteration)
-            parts.append("ended" if ended else f"failed: {type(self._failed).__name__}")
-        return f"<meshfeed.Feed {self.name!r}: {', '.join(parts)}>"
-
     # ------------------------------------------------------------------ iteration
 
     def __iter__(self) -> Feed:
@@ -315,21 +286,17 @@ class Feed(Generations, Checkpointable, NotCopied):
 
     def _fail(self, error: Exception) -> None:
         self._stats.publish(self._cursor.step, self._cursor.position)
-        if isinstance(error, StopIteration):
-            self._end()
-        else:
-            self._failed, self._failed_at = error, error.__traceback__
-        if self._startup is not None:
-            self._startup.forget_error()
-
-    def _end(self) -> None:
-        if not self._cursor.step and not self._stream.length_is_known:
+        ended = isinstance(error, StopIteration)
+        # A new one at the end: the traceback of the original keeps frames alive.
+        self._failed, self._failed_at = (StopIteration(), None) if ended else (error, error.__traceback__)
+        if ended and not self._cursor.step and not self._stream.length_is_known:
             _log.warning(
                 "%s: the data ended before one full batch, so there is no batch. With end='drop' a stream ends with its "
                 "shortest lane: give each lane data, or use end='pad' or fewer lanes.",
                 self.name,
             )
-        self._failed, self._failed_at = StopIteration(), None  # a new one: the original's traceback keeps frames alive
+        if self._startup is not None:
+            self._startup.forget_error()
 
     def _count(self, ready: Ready, start: float) -> None:
         batch, position = ready.batch, self._cursor.position

@@ -34,10 +34,8 @@ _CHANGED, _CHANGED_WINDOWS = 0.5, 10  # the pause ends early if the capacity is 
 _PAUSE_SECONDS, _MAX_PAUSE_SECONDS = 600.0, 7200.0  # between two searches while the step waits; doubles
 _MAX_THREADS, _MAX_PREFETCH = 16, 32
 _WORKER_MILLISECONDS = 1.0  # reading and decoding per batch from which a process, which must send it, may be faster
-_INTERRUPTED, _INTERRUPTED_SECONDS = (
-    5.0,
-    0.5,
-)  # a step longer than the usual by that, as for a checkpoint, is in no window
+# A step longer than the usual by that, as for a checkpoint, is in no window.
+_INTERRUPTED, _INTERRUPTED_SECONDS = 5.0, 0.5
 _READ_AHEAD_SHARE = 0.25  # of the host's memory
 _WORKER_BYTES = 400 << 20  # of a worker process, besides its batches
 _WINDOW_SECONDS, _WINDOW_BATCHES = 0.3, 8

@@ -91,9 +91,8 @@ class FetchPlan(Generic[F]):
         self.reached = 0
         self._plan = plan
         self._uses: dict[F, collections.deque[int]] = {}  # the batches that need a file, ascending
-        self._order: list[
-            tuple[int, int, F]
-        ] = []  # the first of them, when the file was found, and the file; ascending
+        # The first of them, when the file was found, and the file; ascending.
+        self._order: list[tuple[int, int, F]] = []
         self._found = self._num_uses = self._bytes = 0
         self._scanned = 0
         self._here: set[F] = set()

@@ -137,9 +137,8 @@ class Reads:
     def _count(self) -> None:
         self.num_workers = sum(group.size for group in self._groups)
         readers = self.num_workers or self._num_threads
-        self.ahead = (
-            2 * readers if self._groups or readers > 1 else 1
-        )  # two per reader, so that none waits for the next
+        # Two per reader, so that none waits for the next.
+        self.ahead = 2 * readers if self._groups or readers > 1 else 1
 
     @property
     def numbers(self) -> ReadNumbers:

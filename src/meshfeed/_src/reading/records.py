@@ -20,14 +20,7 @@ from meshfeed._src.base.ownership import declared_with, own_leaves, returns_fres
 from meshfeed._src.base.rng import philox
 from meshfeed._src.base.settings import Retry, SkipBad
 from meshfeed._src.base.threads import note_thread
-from meshfeed._src.base.types import (
-    ColumnSlices,
-    Decode,
-    PyTree,
-    RandomAccessSource,
-    RecordIds,
-    Rngs,
-)
+from meshfeed._src.base.types import ColumnSlices, Decode, PyTree, RandomAccessSource, RecordIds, Rngs
 from meshfeed._src.order import permutation
 from meshfeed._src.reading.host_batch import check_alike, spec_of_batch
 from meshfeed._src.reading.items import decode_each, ended, read_items
@@ -326,7 +319,14 @@ class RecordReader:
         except BaseException as error:
             failed.append(error)
         if rows is None:  # outside the handler, in which errors of further attempts would get this one as context
-            rows = self._read_again(failed, start, record_ids, epochs, columns, times)
+            recovery = Recovery(
+                lambda ids, epoch_ids: self._read_once(ids, epoch_ids, columns, times),
+                self._retry,
+                since=start,
+                replacement=None if self._bad_records is None else self._replacement,
+            )
+            tree, bad = recovery.read(failed, record_ids, epochs)
+            rows = ReadRows(tree, times, recovery.retries, bad)
         self._check(rows.tree, record_ids, columns)
         return rows
 
@@ -336,24 +336,6 @@ class RecordReader:
         rows = ReadRows(self._read_once(record_ids, epochs, columns, times), times)
         self._check(rows.tree, record_ids, columns)
         return rows
-
-    def _read_again(
-        self,
-        failed: list[BaseException],
-        since: float,
-        record_ids: RecordIds,
-        epochs: RecordIds,
-        columns: ColumnSlices | None,
-        times: dict[str, float],
-    ) -> ReadRows:
-        recovery = Recovery(
-            lambda ids, epoch_ids: self._read_once(ids, epoch_ids, columns, times),
-            self._retry,
-            since=since,
-            replacement=None if self._bad_records is None else self._replacement,
-        )
-        tree, bad = recovery.read(failed, record_ids, epochs)
-        return ReadRows(tree, times, recovery.retries, bad)
 
     def _check(self, tree: PyTree, record_ids: RecordIds, columns: ColumnSlices | None) -> None:
         if columns is not None:  # leaves are partial and do not have the shapes of the spec

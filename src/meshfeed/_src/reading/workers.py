@@ -114,13 +114,12 @@ class WorkerPool(Generic[Request, Answer]):
         Raises:
           Exception: a worker could not be set up, as :meth:`result` raises it.
         """
-        ready = [
-            worker.is_ready() for worker in self._workers
-        ]  # each sends and receives, also if an earlier one is not
+        # Each sends and receives, also if an earlier one is not ready.
+        ready = [worker.is_ready() for worker in self._workers]
         return all(ready)
 
     def stacks(self) -> list[str]:
-        """See :class:`meshfeed._src.base.stacks.HasStacks`."""
+        """Returns one text for each process with a request: what it does, and its stacks. Any thread."""
         return [text for worker in list(self._workers) if (text := worker.stacks())]
 
     def submit(self, worker_index: int, request: Request) -> None:
