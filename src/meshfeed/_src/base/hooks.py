@@ -625,9 +625,10 @@ def accepts_keyword(function: Callable[..., Any] | None, keyword: str, *, in_kwa
 
 
 def check_function(function: object, argument: str, what: str, whose: str, setting: str) -> None:
-    """Checks a function of one argument, which is named and described, and ``rng=``, if it has that.
+    """Checks that a function can be called with one argument, and with ``rng=`` if it has that parameter.
 
-    It is the user's value of the keyword ``setting`` of a class or function, ``whose``.
+    It was passed as the keyword ``setting`` of ``whose``; ``argument`` (``"record"``) and ``what`` (``"one record (bytes)"``)
+    describe what it gets.
 
     Raises:
       SettingsError: it cannot be called like that.

@@ -130,7 +130,7 @@ def _compared(
 def climb(now: Numbers, found: Window, can: Callable[[Numbers], bool], max_workers: int) -> Search:
     """Tries other numbers than ``now``, one change at a time, and returns the best.
 
-    ``found`` was measured with the current ones, while the step waited. ``can`` tells whether numbers are possible.
+    ``found`` was measured with the current ones, while the step waited. ``can`` returns whether numbers are possible.
     """
     start = now
     if found.uneven >= found.stalled - found.peers:  # reads are fast enough on average, but not evenly

@@ -37,7 +37,7 @@ def wait_until_open(
     hosts_agree: bool,
     check: Callable[[], object] = lambda: None,  # called about twice per second; may raise
 ) -> T:
-    """Waits for the data to be opened, for as long as dropping records makes progress, which other hosts learn of.
+    """Waits for the data to be opened, for as long as dropping records makes progress, and publishes that for other hosts.
 
     Raises:
       StalledError: there was no progress for ``timeout_seconds``.
