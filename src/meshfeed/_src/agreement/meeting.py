@@ -96,13 +96,7 @@ class Meetings:
     ) -> Outcome:
         """Waits for all participants and returns the result. A host that does not participate only waits for the result.
 
-        An interrupted or failed call changes nothing and can be repeated.
-
-        Args:
-          participants: process indices of the hosts that continue.
-          offer: this host's value, JSON.
-          conclude: see :data:`Conclude`; runs on the lowest participant.
-          timeout_seconds: longest wait.
+        An interrupted or failed call changes nothing and can be repeated. ``conclude`` runs on the lowest participant.
 
         Raises:
           PeerError: a participant cannot continue.

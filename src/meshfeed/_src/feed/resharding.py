@@ -93,11 +93,9 @@ def make_offer(
 
 
 def conclude(offers: Mapping[int, JsonValue], prefetch: int) -> dict[str, JsonValue]:
-    """Returns the state at which all hosts continue, and the steps that they have delivered.
+    """Returns the state at which all hosts continue, and the steps that they have delivered, from their offers.
 
-    Args:
-      offers: host → its offer.
-      prefetch: global batches that a host may have ready.
+    ``prefetch`` is the number of global batches that a host may have ready.
 
     Returns:
       ``state``: JSON, with lanes that may be behind its step, or missing; ``steps``: host → step.
