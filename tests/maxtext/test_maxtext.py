@@ -21,7 +21,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 import meshfeed
 from meshfeed import maxtext
 from meshfeed._src.base.threads import Threads
-from meshfeed._src.feed import iterator
+from meshfeed._src.feed import generations
 from meshfeed.maxtext import MultiHostDataLoadIterator, RemoteIterator, RemoteIteratorWrapper
 
 AUTO = (AxisType.Auto, AxisType.Auto)
@@ -579,7 +579,7 @@ def test_an_interrupt_once_set_state_has_opened_the_data_changes_nothing(
     loader = MultiHostDataLoadIterator(source(9), mesh)
     assert numbers([next(loader) for _ in range(at)]) == list(range(at))
     before = loader.local_iterator.get_state()
-    wait_until_open = iterator.wait_until_open
+    wait_until_open = generations.wait_until_open
 
     def interrupted(*args: Any, **kwargs: Any) -> Any:
         wait_until_open(*args, **kwargs)
@@ -587,7 +587,7 @@ def test_an_interrupt_once_set_state_has_opened_the_data_changes_nothing(
 
     resumed, saved = (loader, other) if own else (loader.local_iterator, other.local_iterator)
     state = saved.get_state()
-    monkeypatch.setattr(iterator, "wait_until_open", interrupted)
+    monkeypatch.setattr(generations, "wait_until_open", interrupted)
     with pytest.raises(KeyboardInterrupt):
         resumed.set_state(state)
     monkeypatch.undo()

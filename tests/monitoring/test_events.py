@@ -16,8 +16,8 @@ import pytest
 from jax import monitoring
 
 import meshfeed
-from meshfeed._src.base import stats as base_stats
 from meshfeed._src.base.stats import CACHES, FeedStats, Sample, Totals, rates, total_stats
+from meshfeed._src.feed import recorder as recorder_of_feeds
 from meshfeed._src.feed.recorder import StatsRecorder
 
 Heard = dict[str, float]
@@ -91,7 +91,7 @@ def test_a_listener_that_raises_is_logged_and_no_batch_is_lost(caplog: pytest.Lo
 
 def test_history_covers_the_whole_run_in_bounded_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     clock = [0.0]
-    monkeypatch.setattr(base_stats.time, "perf_counter", lambda: clock[0])
+    monkeypatch.setattr(recorder_of_feeds.time, "perf_counter", lambda: clock[0])
     recorder = StatsRecorder("x")
     published = 0
     for step in range(20_000):
