@@ -761,6 +761,28 @@ def test_no_plan_remains_of_a_feed_that_is_closed_while_a_fetch_publishes_it(sto
     assert not list(tmp_path.glob("*.plan"))
 
 
+def test_plans_that_do_not_fit_on_the_disk_leave_no_files_and_no_descriptors(
+    store: Store, tmp_path, monkeypatch
+) -> None:
+    cache = ShardCache(tmp_path, retry=QUICK)
+    file, plan = RemoteFile(cache, store.put("f0", bytes(1000)), None, 1000), _Plan(store.url("f0"), 3)
+    file.follow(plan.next_use)
+    assert file.fetch(3)
+    descriptors = len(os.listdir("/proc/self/fd"))
+
+    def full(handle: int, data: bytes) -> int:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "write", full)
+        for _ in range(3):
+            cache._publish_plan()
+    assert len(os.listdir("/proc/self/fd")) == descriptors
+    assert len(list(tmp_path.glob("*.plan"))) == 1
+    cache._unfollow(plan.next_use)
+    assert not list(tmp_path.glob("*.plan"))
+
+
 def test_discard_while_others_evict_and_open(store: Store, tmp_path) -> None:
     urls = [store.put(f"f{i}", os.urandom(1000)) for i in range(4)]
     cache, wrong = ShardCache(tmp_path, max_bytes=2500, retry=QUICK), []

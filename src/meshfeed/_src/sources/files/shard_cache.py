@@ -133,9 +133,11 @@ class _SharedPlans:
             self._written = time.monotonic()
             handle = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644)
             last, self._own[:] = list(self._own), [(path, handle)]
-            flock(handle, fcntl.LOCK_EX)
-            os.write(handle, json.dumps(nearest).encode())
-            _unlock_all(last)
+            try:
+                flock(handle, fcntl.LOCK_EX)
+                os.write(handle, json.dumps(nearest).encode())
+            finally:
+                _unlock_all(last)
 
     def withdraw(self) -> None:
         """Removes what was published."""
