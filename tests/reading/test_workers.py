@@ -337,6 +337,27 @@ def test_a_killed_worker_is_an_error_with_its_signal(number: int, message: str) 
         pool.close()
 
 
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1])
+def test_what_a_scheduler_sends_to_all_processes_of_a_job_ends_no_worker(echo, number: int) -> None:
+    """The program may save a checkpoint then, for which it takes further batches."""
+
+    def warned() -> tuple[str, list[int]]:
+        os.kill(os.getpid(), number)
+        with subprocess.Popen(["sleep", "600"]) as other:  # as a decoder may start, and end
+            other.terminate()
+        forked = os.fork()
+        if not forked:
+            time.sleep(600)
+            os._exit(0)
+        os.kill(forked, signal.SIGTERM)
+        return "here", [other.returncode, os.waitstatus_to_exitcode(os.waitpid(forked, 0)[1])]
+
+    pids = echo.pids
+    assert call(echo, warned) == ("here", [-signal.SIGTERM] * 2)
+    assert call(echo, lambda: "still here") == "still here"
+    assert echo.pids == pids
+
+
 def test_a_worker_that_exits_is_an_error_with_its_code() -> None:
     pool = pool_of(lambda request: os._exit(request))
     try:

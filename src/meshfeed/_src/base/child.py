@@ -349,11 +349,34 @@ def main() -> None:
         faulthandler.enable()
     faulthandler.register(signal.SIGUSR2, file=stacks, all_threads=False)
     if not _leads_group():
-        signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole group; the parent ends its children
+        _leave_signals_to_parent()
     parent = Parent(descriptor, stack_requests, stacks, pid)
     threading.Thread(target=parent.watch, name="meshfeed-parent", daemon=True).start()
     module, _, function = target.partition(":")
     getattr(importlib.import_module(module), function)(parent)
+
+
+def _leave_signals_to_parent() -> None:
+    """Ignores what reaches the whole group: Ctrl-C, and what a scheduler sends before it ends a job.
+
+    The parent may go on for a while after a warning, to save a checkpoint. It ends its children.
+    """
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    warnings = signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1
+    for number in warnings:  # not SIG_IGN, with which programs would begin that a decoder starts, and then terminates
+        signal.signal(number, lambda *_: None)
+        signal.siginterrupt(number, False)
+
+    def restore() -> None:
+        for number in warnings:
+            signal.signal(number, signal.SIG_DFL)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, warnings)
+
+    os.register_at_fork(
+        before=lambda: signal.pthread_sigmask(signal.SIG_BLOCK, warnings),  # or one before restore() would be lost
+        after_in_parent=lambda: signal.pthread_sigmask(signal.SIG_UNBLOCK, warnings),
+        after_in_child=restore,
+    )
 
 
 def serve(parent: Parent) -> None:
