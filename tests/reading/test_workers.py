@@ -337,6 +337,56 @@ def test_a_killed_worker_is_an_error_with_its_signal(number: int, message: str) 
         pool.close()
 
 
+def test_a_killed_worker_is_an_error_though_a_process_that_it_forked_lives() -> None:
+    def task(seconds: float) -> int:
+        forked = os.fork()  # which keeps the connection open
+        if not forked:
+            time.sleep(2 * SECONDS)
+            os._exit(0)
+        time.sleep(seconds)
+        return forked
+
+    pool = pool_of(task)
+    pool.submit(0, 0.0)
+    forked = [pool.result(0, SECONDS)]
+    try:
+        [worker] = pool.pids
+        pool.submit(0, 2 * SECONDS)
+        while len(children := psutil.Process(worker).children()) < 2:
+            time.sleep(0.01)
+        forked = [child.pid for child in children]
+        os.kill(worker, signal.SIGKILL)
+        with pytest.raises(SourceError, match=r"worker 0 of 1 .* was killed by signal 9 \(SIGKILL\).*memory"):
+            pool.result(0, SECONDS)
+        assert pool.killed
+    finally:
+        pool.close()
+        for pid in forked:
+            os.kill(pid, signal.SIGKILL)
+
+
+def test_results_of_several_workers_come_when_they_are_there_and_cost_those_that_work_nothing() -> None:
+    pool = pool_of(lambda seconds: time.sleep(seconds) or seconds, 3)
+    try:
+        for worker, seconds in enumerate((2.0, 0.0, 0.5)):
+            pool.submit(worker, seconds)
+        waiting, found = {0, 1, 2}, []
+        while waiting:
+            for worker, seconds in pool.results(waiting).items():
+                waiting.remove(worker)
+                found.append(seconds)
+        assert sorted(found) == [0.0, 0.5, 2.0]
+        assert found[-1] == 2.0
+        # Stacks, which a wait without a result shows, would be written to memory again and again.
+        assert [os.fstat(worker.child._stacks.fileno()).st_size for worker in pool._workers] == [0, 0, 0]
+        pool.submit(1, 2 * SECONDS)
+        os.kill(pool.pids[1], signal.SIGKILL)
+        with pytest.raises(SourceError, match=r"worker 1 of 3 .*SIGKILL"):
+            pool.results({1})
+    finally:
+        pool.close()
+
+
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1])
 def test_what_a_scheduler_sends_to_all_processes_of_a_job_ends_no_worker(echo, number: int) -> None:
     """The program may save a checkpoint then, for which it takes further batches."""

@@ -15,6 +15,7 @@ import contextlib
 import faulthandler
 import importlib
 import logging
+import math
 import os
 import pathlib
 import re
@@ -40,7 +41,7 @@ PROGRESS_TEXT = 7  # from the child, beside the messages of its TaskServer
 _BOOT = "import sys; sys.path[:] = {path!r}; from meshfeed._src.base.child import main; main()"
 _EXIT_SECONDS = 5.0  # for a child to close its task and exit; then it is killed
 _HANG_UP_SECONDS = 0.5  # for an idle child to close its task
-_PARENT_CHECK_MILLISECONDS = 1000
+_CHECK_SECONDS = 1.0  # between looks whether the other side has ended
 _STACK_SECONDS, _STACK_PAUSE_SECONDS = 0.5, 0.02
 _STACK_FRAMES = 16
 _WATCHES = re.compile(r'^.*\n.*child\.py", line \d+ in watch$', re.M)  # the stack of :meth:`Parent.watch`
@@ -52,7 +53,7 @@ class ChildProcess:
 
     Attributes:
       pid: process id.
-      hung_up: whether the child has closed its connection, usually because it has ended.
+      hung_up: whether the child has ended or closed its connection, and nothing more arrives.
     """
 
     def __init__(
@@ -120,19 +121,26 @@ class ChildProcess:
 
     def drain(self) -> None:
         """Waits until everything is sent, or the child is dead."""
-        while self._outbox:
+        while self._outbox and not self.hung_up:
             self.exchange(None)
 
     def exchange(self, seconds: float | None) -> bool:
         """Sends and receives available bytes; returns False if the socket was not ready in time."""
-        if seconds is not None and seconds < 0:
-            return False
+        left = math.inf if seconds is None else max(0.0, seconds)
         poller = select.poll()
         with self._lock:
             poller.register(self._connection, select.POLLIN | (select.POLLOUT if self._outbox else 0))
-        events = poller.poll(None if seconds is None else seconds * 1000)
-        if not events:
-            return False
+        while True:
+            ended = self.returncode is not None  # read first: then all that it has sent has arrived
+            pause = 0.0 if ended else min(left, _CHECK_SECONDS)
+            if events := poller.poll(pause * 1000):
+                break
+            if ended:  # and a process that it has forked keeps the connection open
+                self.hung_up = True
+                return True
+            left -= pause
+            if left <= 0:
+                return False
         with self._lock:
             self._flush()
         if events[0][1] & ~select.POLLOUT:
@@ -329,7 +337,7 @@ class Parent:
         poller.register(self._stack_requests, select.POLLIN)
         # A process forked by the parent may keep the parent's end of the socket open, so check the parent's id too.
         while os.getppid() == self._pid:
-            ready = {number for number, _ in poller.poll(_PARENT_CHECK_MILLISECONDS)}
+            ready = {number for number, _ in poller.poll(_CHECK_SECONDS * 1000)}
             if self._connection.fileno() in ready or (ready and not self._stack_requests.recv(64)):
                 break
             if ready:  # this thread holds Python's lock meanwhile, so that no other one changes its frames

@@ -15,7 +15,7 @@ from typing import Any, TypeAlias
 
 import numpy as np
 
-from meshfeed._src.base.errors import MeshfeedError, SettingsError, SourceError, StalledError, missing_package
+from meshfeed._src.base.errors import MeshfeedError, SettingsError, SourceError, missing_package
 from meshfeed._src.convert.destination import FOLDER, JOB, Destination, destination_of, remove_unfinished
 from meshfeed._src.convert.example import KIND_NAMES, feature_kinds
 from meshfeed._src.convert.formats import FORMATS, recognize, remote_files
@@ -45,7 +45,6 @@ from meshfeed._src.sources.files.manifest import NAME, digest_of, read_manifest,
 from meshfeed._src.sources.files.paths import identify_files, in_threads, is_url
 
 _log = logging.getLogger("meshfeed.convert")
-_POLL_SECONDS = 0.02  # a pool waits for one worker at a time
 _TICK_SECONDS = 0.02  # of the clock that stamps files, at most
 _SAMPLE = 100  # records, spread over all, that show the features of Examples that are copied
 _VERSION = 2  # of job.json and of what the manifest keeps of a job
@@ -408,13 +407,11 @@ def _work(pool: WorkerPool[int, None], waiting: list[int]) -> None:
     for worker in busy:
         pool.submit(worker, waiting.pop())
     while busy:
-        for worker in sorted(busy):
-            with contextlib.suppress(StalledError):
-                pool.result(worker, _POLL_SECONDS)
-                if waiting:
-                    pool.submit(worker, waiting.pop())
-                else:
-                    busy.remove(worker)
+        for worker in pool.results(busy):
+            if waiting:
+                pool.submit(worker, waiting.pop())
+            else:
+                busy.remove(worker)
 
 
 class RunInBeam:

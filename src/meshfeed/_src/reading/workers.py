@@ -6,10 +6,11 @@
 from __future__ import annotations
 
 import collections
+import select
 import signal
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import TYPE_CHECKING, Any, Generic, TypeAlias, TypeVar
 
 from meshfeed._src.base import child as child_process
@@ -26,6 +27,7 @@ if TYPE_CHECKING:
     from meshfeed._src.reading.ray_workers import RayPool
 
 _SHOWN_CHARACTERS = 200  # of a request in a message
+_LOOK_MILLISECONDS = 1000  # between looks at all workers, also at those that have sent nothing
 _CLOSED = "the worker pool is closed"
 Request = TypeVar("Request")
 Answer = TypeVar("Answer")
@@ -147,6 +149,20 @@ class WorkerPool(Generic[Request, Answer]):
         """
         return self._worker(worker_index).result(timeout)
 
+    def results(self, workers: Collection[int]) -> dict[int, Answer]:
+        """Waits until some of these workers have a result, and returns the oldest of each by index of the worker.
+
+        Raises as :meth:`result` does.
+        """
+        poller = select.poll()
+        for worker_index in workers:
+            poller.register(self._worker(worker_index).child, select.POLLIN)
+        while True:
+            answers = ((worker_index, self._worker(worker_index).poll(0)) for worker_index in workers)
+            if found := {worker_index: answer[0] for worker_index, answer in answers if answer is not None}:
+                return found
+            poller.poll(_LOOK_MILLISECONDS)
+
     def _worker(self, worker_index: int) -> _Worker[Request, Answer]:
         if not self._finalizer.alive:
             raise MeshfeedError(_CLOSED)
@@ -172,6 +188,7 @@ class _Worker(Generic[Request, Answer]):
         self._pending: collections.deque[Request] = collections.deque()
         self._ready = False
         self._resuming = ""
+        self._waits_since = 0.0
         self._death: Exception | None = None
         self._stopped = False
         self.child.send(child_process.SETUP, (make_task, gc_every))
@@ -202,24 +219,28 @@ class _Worker(Generic[Request, Answer]):
         if not self._pending:
             raise MeshfeedError(f"{self.label} has no pending request to return a result for")
         try:
-            return self._next_answer(timeout)
+            answer = self.poll(timeout)
+            if answer is None:
+                raise self._stalled(time.monotonic() - self._waits_since)
+            return answer[0]
         finally:
             PROGRESS.ended(self._resuming)
             self._resuming = ""
 
-    def _next_answer(self, timeout: float | None) -> Answer:
-        start = time.monotonic()
+    def poll(self, timeout: float | None) -> tuple[Answer] | None:
+        self._waits_since = time.monotonic()
         while True:
             frame = self.child.take()
             if frame is None:
                 if self._death is not None:
                     raise self._death.with_traceback(None)  # raised repeatedly; tracebacks would accumulate
-                if not self.child.exchange(None if timeout is None else timeout - (time.monotonic() - start)):
-                    raise self._stalled(time.monotonic() - start)
+                left = None if timeout is None else timeout - (time.monotonic() - self._waits_since)
+                if not self.child.exchange(left):
+                    return None
                 if self.child.hung_up:
                     self._death = MeshfeedError(_CLOSED) if self._stopped else self._died()
             elif frame.kind == child_process.PROGRESS_TEXT:
-                start, self._resuming = time.monotonic(), frame.value
+                self._waits_since, self._resuming = time.monotonic(), frame.value
                 PROGRESS.moved(self._resuming)
             elif frame.kind == serving.CACHE_USE:
                 CACHES.add(frame.value)
@@ -229,7 +250,7 @@ class _Worker(Generic[Request, Answer]):
                 raise self._error(frame.value)
             else:
                 self._pending.popleft()
-                return frame.value
+                return (frame.value,)
 
     def _error(self, description: serving.ErrorDescription) -> Exception:
         if self._ready:

@@ -188,11 +188,10 @@ class Host:
 
     def receive(self) -> None:
         """Reads available messages without blocking; sets ``ready`` or ``result``."""
-        dead = self.child.returncode is not None  # read first: then all that a dead host has sent has arrived
-        received = self.child.exchange(0)
+        self.child.exchange(0)
         while (frame := self.child.take()) is not None:
             self._handle(frame)
-        if self.child.hung_up or (dead and not received):  # a child of a dead host may keep the connection open
+        if self.child.hung_up:
             self.open = False
             if self.result is None:
                 how = self.child.how_it_ended()
