@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import logging
-import os
-import pathlib
 import time
 from typing import Any
 
@@ -14,7 +12,6 @@ import pytest
 from jax.sharding import AxisType
 
 import meshfeed
-from meshfeed._src.base import machine
 from meshfeed._src.feed import pipeline
 from meshfeed._src.feed.pipeline import PrefetchDepth
 
@@ -87,18 +84,3 @@ def test_the_depth_follows_the_largest_batch(
         depth.measure(size)
         found.append(depth())
     assert found == depths
-
-
-def test_a_container_limits_the_memory_of_the_host(monkeypatch: pytest.MonkeyPatch, tmp_path: pathlib.Path) -> None:
-    physical = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    limit, unlimited, missing = tmp_path / "limit", tmp_path / "unlimited", tmp_path / "missing"
-    limit.write_text("12345\n")
-    unlimited.write_text("max\n")
-    for paths, expected in (
-        ([missing], physical),
-        ([unlimited, missing], physical),
-        ([unlimited, limit], 12345),
-        ([limit, missing], 12345),
-    ):
-        monkeypatch.setattr(machine, "_MEMORY_LIMITS", [str(path) for path in paths])
-        assert machine.host_memory_bytes() == expected

@@ -12,7 +12,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from meshfeed._src.base import machine
 from meshfeed._src.base.settings import FeedSettings
 from meshfeed._src.feed import sizing
 from meshfeed._src.feed.pipeline import PrefetchDepth
@@ -417,12 +416,3 @@ def test_an_interrupt_inside_a_decision_begins_it_again() -> None:
     run.take(20)
     run.sizer._control.close()  # as a KeyboardInterrupt inside it leaves it
     assert run.take(400)["num_threads"] == 16
-
-
-def test_the_cores_of_the_container_count(monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> None:
-    whole = machine.available_cpus()
-    quota = tmp_path / "cpu.max"
-    monkeypatch.setattr(machine, "_QUOTAS", ((str(quota),),))
-    for text, expected in (("max 100000", whole), ("50000 100000", 1), ("99900000 100000", whole), ("junk", whole)):
-        quota.write_text(text)
-        assert machine.available_cpus() == (expected if expected == 1 else whole)
