@@ -8,6 +8,7 @@ import math
 import os
 import pathlib
 import signal
+import threading
 import urllib.request
 import weakref
 from collections.abc import Iterator
@@ -18,6 +19,7 @@ import pytest
 
 import meshfeed
 from meshfeed._src.base.stats import Sample, Stall
+from meshfeed._src.monitoring import exporters
 from meshfeed._src.monitoring.exporters import _to_json, read_logs
 
 
@@ -171,6 +173,29 @@ def test_an_exporter_does_not_keep_its_feed_alive(tmp_path: pathlib.Path) -> Non
     del feed
     gc.collect()
     assert alive() is None
+    log.close()
+
+
+def test_an_exporter_whose_disk_hangs_does_not_keep_the_program(
+    feed: meshfeed.Feed, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(exporters, "_CLOSE_SECONDS", 0.3)
+    begun, answers = threading.Event(), threading.Event()
+
+    def write(before: Sample | None, sample: Sample) -> None:
+        if before is not None:
+            begun.set()
+            assert answers.wait(60)
+
+    log = exporters.Sampler(feed, 0.01, write)
+    take(feed, 1)
+    assert begun.wait(60)
+    closing = threading.Thread(target=log.close, daemon=True)
+    closing.start()
+    closing.join(20)
+    assert not closing.is_alive()
+    assert "train: the last figures are not written after 0 s: the disk or the store" in caplog.text
+    answers.set()
     log.close()
 
 

@@ -134,27 +134,28 @@ class Sampler:
         self._write, self._end = write, end
         self._name = feed.name
         self._last: Sample | None = None
-        self._lock = threading.Lock()
         self._stopping = threading.Event()
-        self._ended = False
         self._tick()  # fails here rather than on the thread if the folder cannot be written
         finalize(feed, self.close)
         self._thread = Background(self._run, f"meshfeed-monitoring-{feed.name}")
         self._thread.start()
 
     def _run(self) -> None:
-        while not self._stopping.wait(self._seconds):
+        try:
+            while not self._stopping.wait(self._seconds):
+                self._try_tick()
             self._try_tick()
+        finally:
+            self._end()
 
     def _tick(self) -> None:
         feed = self._feed()
-        with self._lock:
-            if feed is None or self._ended:
-                return
-            sample = take_sample(feed)
-            if self._last is None or (sample.stats, sample.stalls) != (self._last.stats, self._last.stalls):
-                self._write(self._last, sample)
-                self._last = sample
+        if feed is None:
+            return
+        sample = take_sample(feed)
+        if self._last is None or (sample.stats, sample.stalls) != (self._last.stats, self._last.stalls):
+            self._write(self._last, sample)
+            self._last = sample
 
     def _try_tick(self) -> None:
         try:
@@ -163,14 +164,11 @@ class Sampler:
             _log.warning("%s: the figures cannot be written: %s", self._name, error)
 
     def close(self) -> None:
-        """Writes the last sample, if the feed is still there, and ends the thread."""
+        """Has the thread write the last sample, if the feed is still there, and end; does not wait for long."""
         self._stopping.set()
-        self._try_tick()
-        with self._lock:
-            if not self._ended:
-                self._ended = True
-                self._end()
-        self._thread.join(_CLOSE_SECONDS)
+        if not self._thread.join(_CLOSE_SECONDS):
+            what = "the disk or the store that they are written to does not answer"
+            _log.warning("%s: the last figures are not written after %.0f s: %s", self._name, _CLOSE_SECONDS, what)
 
 
 @public("meshfeed.monitoring")
