@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import html.parser
 import json
 import pathlib
@@ -81,6 +82,15 @@ def test_figures_of_several_hosts() -> None:
     assert set(course["stall_fraction"]["2"]) == {0.25}
     assert set(course["batches_per_second"]["0"]) == {10.0}
     json.dumps(feed)
+
+
+def test_a_clock_that_is_set_back_in_a_run_leaves_its_other_figures() -> None:
+    log = host_log(0)
+    samples = [dataclasses.replace(s, time=s.time - (30 if n > 5 else 0)) for n, s in enumerate(log.samples)]
+    (feed,) = report_figures([HostLog("train", 0, samples)])["feeds"]
+    assert (feed["start"], feed["seconds"]) == (1_699_999_976.0, 29)
+    assert {0.25} < set(feed["over_time"]["stall_fraction"]["0"])
+    assert Page(report_page({"feeds": [feed]})).loaded == []
 
 
 def test_runs_of_one_host_are_added_up() -> None:

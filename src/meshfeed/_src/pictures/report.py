@@ -24,7 +24,7 @@ _STALLED = 0.02
 
 @dataclasses.dataclass(frozen=True)
 class HostLog:
-    """The samples of one run of a feed on one host, at least one, in order of time."""
+    """The samples of one run of a feed on one host, at least one, in the order in which they were taken."""
 
     feed: str
     host: int
@@ -45,8 +45,8 @@ def report_figures(logs: Sequence[HostLog]) -> dict[str, JsonValue]:
 
 
 def _feed_figures(feed: str, logs: Sequence[HostLog]) -> dict[str, JsonValue]:
-    start = min(log.samples[0].time for log in logs)
-    end = max(log.samples[-1].time for log in logs)
+    times = [sample.time for log in logs for sample in log.samples]  # a clock may have been set back
+    start, end = min(times), max(times)
     hosts = [_host_figures(host, list(group)) for host, group in itertools.groupby(logs, key=lambda log: log.host)]
     # The host that all others wait for waits least. Comparing times of day would need synchronized clocks.
     longest = max(host["peer_wait_seconds"] for host in hosts)
