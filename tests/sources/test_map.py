@@ -218,6 +218,24 @@ def test_functions_one_after_the_other_draw_their_own_numbers(records: Any, betw
     assert not set(batch["noise"].tolist()) & set(batch["again"].tolist())
 
 
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: Map(memory(), add_noise),
+        lambda: Map(Stream(open_plain), add_noise),
+        lambda: Map(Stream(open_plain), add_noise_to_all, batched=True),
+        lambda: Map(Map(ShuffleBuffer(Map(Stream(open_plain), add_noise), 12), lambda record: record), again),
+    ],
+)
+def test_components_that_number_their_records_alike_draw_their_own_numbers(make: Any) -> None:
+    def numbers(*names: str) -> set[int]:
+        components = {"stream": Stream(open_plain), **{name: make() for name in names}}
+        with feed_of(Mixture(components, {"stream": 0, **dict.fromkeys(names, 1)}, block=8), num_lanes=4) as feed:
+            return {int(number) for batch in feed for name in batch if name != "x" for number in batch[name]}
+
+    assert len(numbers("a", "b")) == 2 * len(numbers("a"))
+
+
 def refill(buffer: np.ndarray, records: list[dict[str, Any]]) -> dict[str, Any]:
     buffer[: len(records)] = [int(record["x"]) for record in records]
     return {"x": buffer[: len(records)]}

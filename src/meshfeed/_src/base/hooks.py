@@ -650,12 +650,18 @@ def check_function(function: object, argument: str, what: str, whose: str, setti
         ) from None
 
 
-def open_lane(source: StreamSource, lane_index: int, num_lanes: int, *, epoch: int, seed: int) -> LaneIterator:
-    """Opens a lane; passes ``epoch`` and ``seed`` only to sources whose ``open`` has these parameters.
+def open_lane(
+    source: StreamSource, lane_index: int, num_lanes: int, *, epoch: int, seed: int, first_id: int = 0
+) -> LaneIterator:
+    """Opens a lane; passes ``epoch``, ``seed`` and ``first_id`` only to sources whose ``open`` has these parameters.
+
+    ``first_id`` is added to the numbers of records, of which their random numbers are made: components of a mixture that
+    number their records alike draw different ones.
 
     Errors of the user's code get a note that names the lane.
     """
-    extra = {name: value for name, value in (("epoch", epoch), ("seed", seed)) if accepts_keyword(source.open, name)}
+    given = {"epoch": epoch, "seed": seed, "first_id": first_id}
+    extra = {name: value for name, value in given.items() if accepts_keyword(source.open, name)}
     try:
         return source.open(lane_index, num_lanes, **extra)
     except MeshfeedError:

@@ -265,13 +265,16 @@ class MappedStream(_Mapped):
         *("check_lanes", "file_names", "mixture_config", "check_saved", "check_weights", "cut_version", "lane_lengths"),
     )
 
-    def open(self, lane_index: int, num_lanes: int, epoch: int = 0, seed: int = 0) -> MappedLane | StackedMappedLane:
+    def open(
+        self, lane_index: int, num_lanes: int, epoch: int = 0, seed: int = 0, first_id: int = 0
+    ) -> MappedLane | StackedMappedLane:
         """Lane ``lane_index`` of ``num_lanes`` of the source, mapped."""
-        lane = hooks.open_lane(self._source, lane_index, num_lanes, epoch=epoch, seed=seed)
+        lane = hooks.open_lane(self._source, lane_index, num_lanes, epoch=epoch, seed=seed, first_id=first_id)
         decode = getattr(self._source, "decode", None)
         below = hooks.num_drawing(self._source)
         key = derive_key(seed, lane_index, _FUNCTION_KEY, *([below] if below else []))
-        return (StackedMappedLane if self._batched else MappedLane)(self, lane, decode, (seed, lane_index, epoch), key)
+        kind = StackedMappedLane if self._batched else MappedLane
+        return kind(self, lane, decode, (seed, lane_index, epoch), key, first_id)
 
     @property
     def num_drawing(self) -> int:
@@ -304,7 +307,7 @@ class MappedLane:
     """One lane of a mapped stream.
 
     ``decode`` is the source's decoder, whose random numbers depend on ``place``: seed, lane index and epoch. Those of the
-    function depend on ``key``.
+    function depend on ``key``. Both are those of the records from ``first_id`` on.
     """
 
     def __init__(
@@ -314,8 +317,10 @@ class MappedLane:
         decode: Callable[..., Record] | None,
         place: tuple[int, int, int],
         key: int,
+        first_id: int,
     ) -> None:
         self._mapped, self._lane, self._decode, self._place, self._key = mapped, lane, decode, place, key
+        self._first_id = first_id
         self._decode_rng = hooks.accepts_keyword(decode, "rng")
         self._read = 0  # records of the source, including dropped ones
 
@@ -338,14 +343,15 @@ class MappedLane:
         """The next record of the source, and the generator for the function if it takes one."""
         record = next(self._lane)
         seed, lane_index, epoch = self._place
+        record_id = self._first_id + self._read
         if self._decode is not None:
-            extra = {"rng": philox(derive_key(seed, lane_index), epoch, self._read)} if self._decode_rng else {}
+            extra = {"rng": philox(derive_key(seed, lane_index), epoch, record_id)} if self._decode_rng else {}
             try:
                 record = self._decode(record, **extra)
             except StopIteration as error:
                 raise self._stopped("decode", self._read) from error
         # By the number in the source, so a record that is dropped does not change the numbers of the next.
-        rng = philox(self._key, epoch, self._read) if self._mapped._passes_rng else None
+        rng = philox(self._key, epoch, record_id) if self._mapped._passes_rng else None
         self._read += 1
         return record, rng
 

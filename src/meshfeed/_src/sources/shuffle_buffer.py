@@ -74,9 +74,9 @@ class ShuffleBuffer:
             raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
         return getattr(self.__dict__["_source"], name)
 
-    def open(self, lane_index: int, num_lanes: int, epoch: int = 0, seed: int = 0) -> WindowShuffle:
+    def open(self, lane_index: int, num_lanes: int, epoch: int = 0, seed: int = 0, first_id: int = 0) -> WindowShuffle:
         """Lane ``lane_index`` of ``num_lanes`` of the stream, shuffled."""
-        lane = hooks.open_lane(self._source, lane_index, num_lanes, epoch=epoch, seed=seed)
+        lane = hooks.open_lane(self._source, lane_index, num_lanes, epoch=epoch, seed=seed, first_id=first_id)
         return shuffle_windows(lane, window_of(self._size, num_lanes), (seed, epoch, lane_index))
 
     def with_cut(self, version: int) -> ShuffleBuffer:

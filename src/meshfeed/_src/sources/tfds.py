@@ -125,12 +125,12 @@ class TFDSShards(_Split):
 
     _version = CUT_EVENLY
 
-    def open(self, lane_index: int, num_lanes: int, epoch: int = 0, seed: int = 0) -> TFDSLane:
+    def open(self, lane_index: int, num_lanes: int, epoch: int = 0, seed: int = 0, first_id: int = 0) -> TFDSLane:
         """The records of lane ``lane_index`` of ``num_lanes``, from the beginning, in the same order in every epoch.
 
-        ``epoch`` and ``seed`` only seed the ``rng`` of ``decode``.
+        ``epoch``, ``seed`` and ``first_id`` only seed the ``rng`` of ``decode``.
         """
-        return TFDSLane(self, self._cut(lane_index, num_lanes, self._version), lane_index, epoch, seed)
+        return TFDSLane(self, self._cut(lane_index, num_lanes, self._version), lane_index, epoch, seed, first_id)
 
     def _cut(self, lane_index: int, num_lanes: int, version: int) -> FileCut:
         bounds = zip(self.starts.tolist(), self.stops.tolist(), strict=True)
@@ -161,8 +161,9 @@ class TFDSShards(_Split):
 class TFDSLane:
     """One lane: ranges of TFRecord files with known lengths, so its state is just the piece and the row."""
 
-    def __init__(self, split: TFDSShards, cut: FileCut, lane_index: int, epoch: int, seed: int) -> None:
+    def __init__(self, split: TFDSShards, cut: FileCut, lane_index: int, epoch: int, seed: int, first_id: int) -> None:
         self._split, self._cut, self._lane_index, self._epoch, self._seed = split, cut, lane_index, epoch, seed
+        self._first_id = first_id
         self._with_rng = accepts_keyword(split.decoder, "rng")
         self._offsets = (split.first_ids[:-1] - split.starts).tolist()  # id in the split minus row in the file
         self._piece = self._row = 0  # index of the piece, and its rows already returned
@@ -243,7 +244,7 @@ class TFDSLane:
 
     def _decode_one(self, raw: bytes, piece: Piece) -> Record:
         record_id = piece.file_row(self._row - 1) + self._offsets[piece.file_index]
-        extra = {"rng": philox(self._seed, self._epoch, record_id)} if self._with_rng else {}
+        extra = {"rng": philox(self._seed, self._epoch, self._first_id + record_id)} if self._with_rng else {}
         try:
             return self._split.decoder(raw, **extra)
         except StopIteration as error:

@@ -155,13 +155,17 @@ class ComponentLane:
         return SourceError(f"component {self.name!r} {what}", lane_index=self._lane_index)
 
     def _reopen(self) -> None:
+        first_id = join_ids(self._number, 0)
         if self._is_stream:
             iterator = hooks.open_lane(
-                self._source, self._lane_index, self._num_lanes, epoch=self.epoch, seed=self._seed
+                *(self._source, self._lane_index, self._num_lanes),
+                epoch=self.epoch,
+                seed=self._seed,
+                first_id=first_id,
             )
         else:
             make = RecordsLane if self._stacks else StoredRecordsLane
-            iterator = make(self._source, self._order, self.epoch, self._seed)
+            iterator = make(self._source, self._order, self.epoch, self._seed, first_id)
         if self._state is not None:
             resumable = hooks.find(iterator, hooks.Resumable)
             if resumable is None:
@@ -233,9 +237,9 @@ class RecordsLane:
 
     fresh_arrays = True
 
-    def __init__(self, source: Any, order: LaneOrder, epoch: int, seed: int) -> None:
+    def __init__(self, source: Any, order: LaneOrder, epoch: int, seed: int, first_id: int) -> None:
         self._source, self._reader = source, SourceReader(source)
-        self._order, self._epoch, self._seed = order, epoch, seed
+        self._order, self._epoch, self._seed, self._first_id = order, epoch, seed, first_id
         self._wants_rng = wants_rng(source)
         self._taken = 0
 
@@ -248,7 +252,8 @@ class RecordsLane:
         ids = self._order.ids(self._epoch, self._taken, self._taken + num_records)
         if not ids.size:
             raise StopIteration
-        rngs = [philox(self._seed, self._epoch, record_id) for record_id in ids.tolist()] if self._wants_rng else None
+        drawn = (ids + self._first_id).tolist() if self._wants_rng else None
+        rngs = None if drawn is None else [philox(self._seed, self._epoch, record_id) for record_id in drawn]
         batch = self._reader.read(ids, rngs)
         self._taken += ids.size
         return batch
