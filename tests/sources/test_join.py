@@ -368,6 +368,37 @@ def test_a_stream_is_joined_too(tmp_path: pathlib.Path) -> None:
         next(opened)
 
 
+def test_the_records_that_a_stream_is_joined_to_belong_to_its_identity_and_are_closed(tmp_path: pathlib.Path) -> None:
+    mesh = jax.make_mesh((1,), ("data",), devices=jax.devices()[:1], axis_types=(AxisType.Auto,))
+
+    class Others(meshfeed.sources.Memory):
+        closed = 0
+
+        def close(self) -> None:
+            self.closed += 1
+
+    def feed(factor: int) -> tuple[Any, Others]:
+        others = Others({"id": np.arange(NUMBER), "x": np.arange(NUMBER) * factor})
+        joined = Join(Stream(open_texts), others, key="id", other_key="id", into="other")
+        source = Map(joined, lambda record: {"x": record["other"]["x"]})
+        return meshfeed.Feed(source, mesh, global_batch_size=4, num_lanes=2), others
+
+    first, others = feed(1)
+    next(first)
+    state = first.get_state()
+    rest = [np.asarray(batch["x"]).tolist() for batch in first]
+    first.close()
+    assert others.closed == 1
+    other, _ = feed(2)
+    with other, pytest.raises(meshfeed.StateMismatchError, match=r"source\.source\.joined\.others"):
+        other.set_state(state)
+    del state["fingerprint"]["source"]["source"]["joined"]  # as earlier versions saved it
+    again, _ = feed(1)
+    with again:
+        again.set_state(state)
+        assert [np.asarray(batch["x"]).tolist() for batch in again] == rest
+
+
 def test_a_function_around_a_joined_stream_gets_lists_as_they_are(tmp_path: pathlib.Path) -> None:
     folder = write_folder(tmp_path)
     names = [f"{name}.raw" for name in NAMES]

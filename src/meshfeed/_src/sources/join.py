@@ -14,7 +14,8 @@ import numpy as np
 
 from meshfeed._src.base import hooks
 from meshfeed._src.base.errors import SettingsError, SourceError, hides_own_frames
-from meshfeed._src.base.types import JsonValue, RandomAccessSource, Record, RecordIds, public
+from meshfeed._src.base.identities import JOINED
+from meshfeed._src.base.types import JsonValue, RandomAccessSource, Record, RecordIds, StreamSource, public
 from meshfeed._src.reading.identity import source_identity
 from meshfeed._src.reading.records import wants_rng
 from meshfeed._src.sources.checks import check_ids
@@ -94,7 +95,7 @@ def Join(
     leaf = key_leaf(kept, other_key)
     found = _Lookup(kept, leaf, index_of(kept, leaf, index_file), key, key if into is None else into)
     if hooks.is_stream(records):
-        return JoinedStream(hooks.unconverted(records), found.join_one, False)
+        return JoinedStream(hooks.unconverted(records), found)
     return select(records, "Join", lambda listed: JoinedRecords(_stored(listed, "source"), found))
 
 
@@ -115,6 +116,12 @@ class _Lookup:
     def __init__(self, others: RandomAccessSource, leaf: str, index: KeyIndex, key: Key, into: Any) -> None:
         self.others, self.leaf, self.index, self.key, self.into = others, leaf, index, key, into
         self._has_keys = not knows_keys(others, leaf)  # otherwise a decoder may have changed the leaf
+
+    def identity(self) -> dict[str, JsonValue]:
+        """Returns the identity of the other records, and a digest of all keys."""
+        key = self.key if isinstance(self.key, str) else None
+        keys = {"key": key, "other_key": self.leaf, "into": self.into, "digest": self.index.digest()}
+        return {"others": source_identity(self.others), "keys": keys}
 
     def join_one(self, record: Record) -> Record:
         """Returns a record joined to those with its keys."""
@@ -189,11 +196,24 @@ class _Lookup:
 class JoinedStream(MappedStream):
     """A :func:`Join` of a stream; made by that function."""
 
+    def __init__(self, source: StreamSource, lookup: _Lookup) -> None:
+        super().__init__(source, lookup.join_one, False)
+        self._lookup = lookup
+
     def unconverted(self) -> JoinedStream:
         """Returns the stream with its records as they are joined, such as with lists, for functions that make arrays."""
         other = copy.copy(self)
         other._converts = False
         return other
+
+    def fingerprint(self) -> JsonValue:
+        """Identity: that of the source, those of the other records, and a digest of all keys."""
+        return {"source": source_identity(self._source), JOINED: self._lookup.identity()}
+
+    def close(self) -> None:
+        """Closes both sources."""
+        super().close()
+        hooks.close(self._lookup.others)
 
 
 class JoinedRecords:
@@ -250,13 +270,7 @@ class JoinedRecords:
 
     def fingerprint(self) -> JsonValue:
         """Identity: those of both sources, and a digest of all keys."""
-        lookup = self._lookup
-        key = lookup.key if isinstance(lookup.key, str) else None
-        return {
-            "source": source_identity(self._source),
-            "others": source_identity(lookup.others),
-            "keys": {"key": key, "other_key": lookup.leaf, "into": lookup.into, "digest": lookup.index.digest()},
-        }
+        return {"source": source_identity(self._source), **self._lookup.identity()}
 
     def close(self) -> None:
         """Closes both sources."""

@@ -10,7 +10,7 @@ from typing import Any, Self, TypeVar, cast
 
 from meshfeed._src.base import hooks
 from meshfeed._src.base.errors import SettingsError, SourceError
-from meshfeed._src.base.identities import ALL_RECORDS, without_all_records
+from meshfeed._src.base.identities import ALL_RECORDS, without_later
 from meshfeed._src.base.types import JsonValue
 from meshfeed._src.order.added_stages import check_stage_weights, merge_stages
 from meshfeed._src.order.mixture import MixtureSettings
@@ -115,8 +115,8 @@ def _used(take: int | float | None, whole: int) -> int:
 
 
 def _shortened(identity: dict[str, JsonValue]) -> dict[str, JsonValue]:
-    # States of before the digests of all records hold digests of the values without them.
-    bare, found = without_all_records(identity)
+    # Older states hold digests of the values without the fields that they lack.
+    bare, found = without_later(identity)
     return {key: _short(value) for key, value in bare.items()} | ({ALL_RECORDS: _short(found)} if found else {})
 
 
