@@ -11,7 +11,7 @@ import math
 import operator
 import os
 import secrets
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable
 from typing import Any, Self
 
 import jax
@@ -31,7 +31,7 @@ from meshfeed._src.base.errors import (
 from meshfeed._src.base.fork import NotCopied, Owner
 from meshfeed._src.base.hooks import CannotResume, Resumable, Startable, find
 from meshfeed._src.base.retry import call_with_retry
-from meshfeed._src.base.settings import Retry, checked, flag, instance, integer, optional
+from meshfeed._src.base.settings import Retry, checked, flag, integer, optional
 from meshfeed._src.base.store_path import StorePath, is_in_store
 from meshfeed._src.base.types import JsonValue, PyTree, public
 from meshfeed._src.checkpoint.agreement import Agreement
@@ -41,7 +41,6 @@ from meshfeed._src.checkpoint.directory import (
     as_directory,
     check_no_step,
     check_shared,
-    check_step_names,
     check_writable,
     checkpoints_near,
     is_begun,
@@ -62,9 +61,9 @@ from meshfeed._src.checkpoint.handlers import (
     check_feed,
 )
 from meshfeed._src.checkpoint.leaves import check_names, encode_tree
-from meshfeed._src.checkpoint.options import RestoreOptions, short
+from meshfeed._src.checkpoint.manager_options import manager_options
+from meshfeed._src.checkpoint.options import RestoreOptions, naming, short
 from meshfeed._src.checkpoint.orbax_internals import discard_errors
-from meshfeed._src.checkpoint.retention import check_manager_options, retention_options
 from meshfeed._src.checkpoint.saves import CapturedState, HasState, SkippedStep, StepSave, check_same, number_of
 from meshfeed._src.checkpoint.step import (
     ARRAYS,
@@ -75,7 +74,7 @@ from meshfeed._src.checkpoint.step import (
     newest_readable,
     read_step,
 )
-from meshfeed._src.checkpoint.store_manager import StoreManager, check_store_options
+from meshfeed._src.checkpoint.store_manager import StoreManager
 from meshfeed._src.checkpoint.stored import DamagedCheckpointError, read_manifest
 from meshfeed._src.checkpoint.waiting import wait_until_finished
 from meshfeed._src.checkpoint.writer import FolderWriter
@@ -207,15 +206,15 @@ class Checkpointer(NotCopied):
         in_store = isinstance(directory, str | os.PathLike) and is_in_store(directory)
         with naming("array_options", array_options):
             self._arrays = ArraysHandler(options, array_handler=array_options, use_ocdbt=not in_store)
-        with naming("orbax_options", orbax_options):
-            check_step_names(orbax_options)
-            if in_store:
-                check_store_options(orbax_options)
-            self._barrier = OrbaxBarrier() if process_count() > 1 else None
-            waits = ocp.AsyncOptions(timeout_secs=math.ceil(timeout_seconds), barrier_sync_fn=self._barrier)
-            settings = {"save_interval_steps": save_interval_steps, "async_options": waits, **(orbax_options or {})}
-            check_manager_options(settings)
-            manager_options = ocp.CheckpointManagerOptions(**retention_options(max_to_keep, settings))
+        self._barrier = OrbaxBarrier() if process_count() > 1 else None
+        waits = ocp.AsyncOptions(timeout_secs=math.ceil(timeout_seconds), barrier_sync_fn=self._barrier)
+        chosen = manager_options(
+            orbax_options,
+            max_to_keep=max_to_keep,
+            in_store=in_store,
+            save_interval_steps=save_interval_steps,
+            async_options=waits,
+        )
         if (forgotten := forgotten_processes()) is not None:
             raise CheckpointError(f"{directory}: every process would save into the same folder. {forgotten}")
         self._timeout_seconds = timeout_seconds
@@ -227,10 +226,10 @@ class Checkpointer(NotCopied):
                 handlers = {ARRAYS: self._arrays, ITERATOR: IteratorHandler()}
                 if isinstance(self._directory, StorePath):
                     steps = agreement.publish(lambda: find_steps(self._directory))
-                    self._manager = StoreManager(self._directory, handlers, manager_options, steps, self._writer)
+                    self._manager = StoreManager(self._directory, handlers, chosen, steps, self._writer)
                     self._wait = self._manager.wait_until_finished
                 else:
-                    self._manager = _open_manager(self._directory, manager_options, handlers)
+                    self._manager = _open_manager(self._directory, chosen, handlers)
                     self._wait = functools.partial(wait_until_finished, self._manager)
             # A random token per job and a counter make each save's id unique without communication per save.
             self._job_id = agreement.publish(lambda: secrets.token_hex(8))
@@ -744,15 +743,3 @@ def check_train_state(train_state: PyTree, order: str) -> None:
         raise SettingsError(
             f"train_state={short(train_state)}: is a feed, expected a pytree of arrays. {order}", setting="train_state"
         )
-
-
-@contextlib.contextmanager
-def naming(setting: str, keywords: object) -> Iterator[None]:
-    """Turns the TypeError with which Orbax rejects its keywords into a SettingsError that names the setting."""
-    checked(setting, keywords, optional(instance(Mapping)), "a dict of keywords, or None")
-    try:
-        yield
-    except TypeError as error:
-        raise SettingsError(
-            f"{setting}: {error}. Its keywords are passed to Orbax unchanged.", setting=setting
-        ) from error

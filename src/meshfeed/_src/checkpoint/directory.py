@@ -10,7 +10,7 @@ import re
 import secrets
 import shutil
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 
 import orbax.checkpoint as ocp
 from etils import epath
@@ -23,8 +23,6 @@ from meshfeed._src.checkpoint.step import ARRAYS, find_steps
 from meshfeed._src.checkpoint.store_steps import move_step, remove_leftovers
 
 _log = logging.getLogger("meshfeed.checkpoint")
-# Steps are found by their folders, which are named by their number alone.
-_NAMES_OF_STEPS = ("step_prefix", "step_format_fixed_length", "step_name_format")
 _UNFINISHED = ".orbax-checkpoint-tmp"
 SHARED = ".shared-with-all-hosts-"
 _BEGIN_SECONDS = 10.0  # in which a folder is made, also on a busy machine
@@ -34,19 +32,6 @@ _ATTEMPTS = 10
 _TRIAL_BYTES = 1 << 16  # more than a file system stores in an inode
 _FOLDERS_LOOKED_INTO = 20
 _FOLDERS_NAMED = 3
-
-
-def check_step_names(orbax_options: Mapping[str, object] | None) -> None:
-    """Rejects Orbax's options that give the folders of steps other names: no step would be found again."""
-    for name, value in (orbax_options or {}).items():
-        build_name = getattr(value, "build_name", None)
-        is_number = callable(build_name) and build_name(7) == "7"
-        if name in _NAMES_OF_STEPS and value and not is_number:
-            raise SettingsError(
-                f"orbax_options={{{name!r}: {short(value)}}}: the folder of a step is its number, without prefix or zeros, "
-                "or a Checkpointer would not find it again. Omit it.",
-                setting="orbax_options",
-            )
 
 
 def as_directory(directory: epath.PathLike) -> epath.Path:

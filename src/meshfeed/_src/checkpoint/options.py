@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from meshfeed._src.base.errors import SettingsError
-from meshfeed._src.base.settings import Check, checked, flag, integer, number, one_of, optional
+from meshfeed._src.base.settings import Check, checked, flag, instance, integer, number, one_of, optional
 from meshfeed._src.base.types import public
 
 
@@ -114,3 +115,15 @@ def split_options(options: tuple[Any, ...], keywords: Mapping[str, Any]) -> tupl
         renamed[name] = value
     rest = {name: value for name, value in keywords.items() if name not in fields and name not in _ORBAX_NAMES}
     return dataclasses.replace(given, **renamed), rest
+
+
+@contextlib.contextmanager
+def naming(setting: str, keywords: object) -> Iterator[None]:
+    """Turns the TypeError with which Orbax rejects its keywords into a SettingsError that names the setting."""
+    checked(setting, keywords, optional(instance(Mapping)), "a dict of keywords, or None")
+    try:
+        yield
+    except TypeError as error:
+        raise SettingsError(
+            f"{setting}: {error}. Its keywords are passed to Orbax unchanged.", setting=setting
+        ) from error

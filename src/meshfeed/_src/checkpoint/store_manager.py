@@ -29,7 +29,7 @@ from orbax.checkpoint import future as orbax_future
 from orbax.checkpoint.checkpoint_manager import CheckpointInfo
 
 from meshfeed._src.base.coordination import process_count, process_index
-from meshfeed._src.base.errors import CheckpointError, MeshfeedError, SettingsError
+from meshfeed._src.base.errors import CheckpointError, MeshfeedError
 from meshfeed._src.base.store_path import StorePath
 from meshfeed._src.base.threads import Background, Call, Threads
 from meshfeed._src.checkpoint.agreement import Agreement
@@ -40,7 +40,6 @@ from meshfeed._src.checkpoint.stored import write_files_part
 from meshfeed._src.checkpoint.writer import FolderWriter
 
 _log = logging.getLogger("meshfeed.checkpoint")
-_OPTIONS = ("max_to_keep", "keep_period", "save_interval_steps", "save_on_steps")
 _MADE_BY_HOST_0 = "array_metadatas"  # by Orbax, and other hosts wait for it, which do not see it here
 _TICK_SECONDS = 60.0
 _LOOK_SECONDS = 0.1
@@ -48,21 +47,10 @@ _CHUNK = re.compile(r"\d+(\.\d+)*")  # whole once it has this name: TensorStore 
 _UPLOADS = 16  # in flight at once, each with a file of about 16 MiB in memory
 
 
-def check_store_options(orbax_options: Mapping[str, object] | None) -> None:
-    """Rejects the options of Orbax's manager that do not apply in a store."""
-    for name in orbax_options or {}:
-        if name not in _OPTIONS:
-            raise SettingsError(
-                f"orbax_options={{{name!r}: …}}: does not apply to a checkpoint in a store, which takes "
-                f"{', '.join(_OPTIONS)}. Omit it.",
-                setting="orbax_options",
-            )
-
-
 class StoreManager:
     """Saves steps of one checkpoint in the background, one at a time; all hosts call the same methods in the same order.
 
-    ``steps`` are the committed ones. Of Orbax's options, :func:`check_store_options` accepts some.
+    ``steps`` are the committed ones. Of Orbax's options, it takes some; see ``manager_options``.
     """
 
     def __init__(
