@@ -10,10 +10,11 @@ constructing JAX's private classes.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import logging
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import NamedTuple, Self
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, NamedTuple, Self
 
 import jax
 import numpy as np
@@ -46,25 +47,16 @@ class _BatchKind(NamedTuple):
 
 
 class _Leaf(NamedTuple):
-    """How one leaf of the batches of one kind is put.
+    """How one leaf of the batches of one kind is put."""
 
-    Attributes:
-      path: for messages.
-      dtype: dtype of the global array; host arrays of other dtypes are narrowed to it.
-      put: puts the blocks.
-      rows: the rows of each block, if blocks are whole rows of the host array; else None.
-      parts: the distinct blocks; replicas on this host share one: a view, or a single copy if its columns are sliced.
-      part_of_block: for each block, its index in ``parts``.
-      align: whether an unaligned host array is copied first.
-    """
-
-    path: str
-    dtype: np.dtype
+    path: str  # for messages
+    dtype: np.dtype  # of the global array; host arrays of other dtypes are narrowed to it
     put: BlockDevicePut
-    rows: list[slice] | None
+    rows: list[slice] | None  # the rows of each block, if blocks are whole rows of the host array
+    # The distinct blocks; replicas on this host share one: a view, or a single copy if its columns are sliced.
     parts: list[tuple[slice, ...]]
-    part_of_block: list[int]
-    align: bool
+    part_of_block: list[int]  # for each block, its index in ``parts``
+    align: bool  # whether an unaligned host array is copied first
 
 
 class Assembler:
@@ -194,15 +186,10 @@ def local_indices(leaf: np.ndarray, plan: LeafPlan, path: str) -> list[tuple[sli
 
 
 class BlockDevicePut:
-    """Puts blocks on this host's devices, for arrays of one shape, dtype and sharding.
+    """Puts blocks on this host's devices, for global arrays of one shape, sharding and dtype, which is already narrowed.
 
-    Args:
-      device_put: shared by all leaves.
-      global_shape: shape of the global arrays.
-      sharding: sharding of the global arrays.
-      dtype: dtype of the blocks, already narrowed.
-      devices: this host's devices in the sharding's order; empty on a host outside the sharding's mesh.
-      indices: for each of ``devices``, the index of its block in the global array.
+    ``devices`` are this host's in the sharding's order, none on a host outside its mesh; ``indices`` has for each the index
+    of its block in the global array.
     """
 
     def __init__(
@@ -251,18 +238,12 @@ class BlockDevicePut:
         return self._number_of_index[_key(whole)]
 
 
+@dataclasses.dataclass(eq=False)
 class DevicePut:
-    """The transfer path (private or public) shared by all leaves of one feed.
+    """The transfer path (private or public) shared by all leaves of one feed."""
 
-    Args:
-      fast_call: the private call (``jax_internals.probe_fast_call``), or None to use only the public API.
-      x64: whether 64-bit dtypes are enabled. Passed explicitly because the ``jax.enable_x64`` context is
-        thread-local.
-    """
-
-    def __init__(self, fast_call: FastCall | None, x64: bool) -> None:
-        self.fast_call = fast_call
-        self.x64 = x64
+    fast_call: FastCall | None  # the private call (``jax_internals.probe_fast_call``); None uses only the public API
+    x64: bool  # whether 64-bit dtypes are enabled; here because the ``jax.enable_x64`` context is thread-local
 
     @classmethod
     def default(cls) -> Self:
@@ -284,14 +265,16 @@ class DevicePut:
     def transfer(self) -> contextlib.AbstractContextManager[object]:
         """Context for a transfer, annotated for the profiler. A guard against implicit transfers permits it."""
         annotation = jax.profiler.TraceAnnotation("meshfeed.transfer")
-        return _both(jax.transfer_guard_host_to_device("allow"), annotation) if _is_guarded() else annotation
+        config: Any = jax.config  # JAX 0.10 does not declare the setting
+        if config.jax_transfer_guard_host_to_device not in GUARDS_OF_IMPLICIT_TRANSFERS:
+            return annotation
+        stack = contextlib.ExitStack()
+        stack.enter_context(jax.transfer_guard_host_to_device("allow"))
+        stack.enter_context(annotation)
+        return stack
 
     def public_call(
-        self,
-        global_shape: tuple[int, ...],
-        sharding: NamedSharding,
-        dtype: np.dtype,
-        block_of: BlockOf,
+        self, global_shape: tuple[int, ...], sharding: NamedSharding, dtype: np.dtype, block_of: BlockOf
     ) -> jax.Array:
         """``jax.make_array_from_callback`` under the feed's own x64 setting."""
         with x64_types(self.x64):
@@ -301,18 +284,6 @@ class DevicePut:
         """Returns the array of a host with no device in the sharding: no addressable shards."""
         with x64_types(self.x64):  # make_array_from_callback calls for a block even here if the array is replicated
             return jax.make_array_from_single_device_arrays(global_shape, sharding, [], dtype=dtype)
-
-
-def _is_guarded() -> bool:
-    return jax.config.jax_transfer_guard_host_to_device in GUARDS_OF_IMPLICIT_TRANSFERS  # pyright: ignore[reportAttributeAccessIssue] # JAX 0.10 does not declare it
-
-
-@contextlib.contextmanager
-def _both(
-    first: contextlib.AbstractContextManager[object], second: contextlib.AbstractContextManager[object]
-) -> Iterator[None]:
-    with first, second:
-        yield
 
 
 def _key(index: Iterable[slice]) -> tuple[tuple[int, int], ...]:

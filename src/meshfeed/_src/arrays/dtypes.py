@@ -36,12 +36,7 @@ _AS_THEY_ARE = frozenset(
 
 
 def narrowed_dtype(dtype: npt.DTypeLike, x64: bool) -> np.dtype:
-    """Returns the dtype that values of ``dtype`` have on device.
-
-    Args:
-      dtype: dtype of the host array.
-      x64: whether 64-bit dtypes are kept (``jax_enable_x64``).
-    """
+    """Returns the dtype that values of ``dtype`` have on device; ``x64`` keeps 64-bit dtypes (``jax_enable_x64``)."""
     native: np.dtype = np.dtype(dtype).newbyteorder("=")
     return native if x64 else _NARROWED.get(native, native)
 
@@ -55,13 +50,10 @@ def _is_numeric(dtype: np.dtype) -> bool:
 
 
 def narrow(leaf: npt.ArrayLike, path: str, x64: bool) -> np.ndarray:
-    """Returns the leaf as an array of a dtype that JAX supports.
+    """Returns a leaf ``[rows, ...]`` as an array of a dtype that JAX supports: unchanged, or a new aligned copy.
 
-    Args:
-      leaf: array ``[rows, ...]``. Returned unchanged if its dtype needs no conversion, else as a new aligned copy.
-      path: the leaf's path, for messages.
-      x64: whether 64-bit dtypes are kept. If not, int64 and uint64 become 32 bits wide if every value fits, and
-        float64 and complex128 are rounded to 32 bits per component.
+    Without ``x64``, int64 and uint64 become 32 bits wide if every value fits, and float64 and complex128 are rounded to 32
+    bits per component. ``path`` is for messages.
 
     Raises:
       SourceError: an integer does not fit in 32 bits, or the dtype is not numeric (strings, objects, times).
@@ -125,14 +117,9 @@ def x64_types(wanted: bool) -> Iterator[None]:
 def leaf_spec(
     global_shape: tuple[int, ...], dtype: npt.DTypeLike, sharding: NamedSharding, path: str, x64: bool
 ) -> jax.ShapeDtypeStruct:
-    """Returns the shape, dtype and sharding of one leaf of a batch.
+    """Returns the spec of one leaf ``[global_batch_size, ...]`` of a batch, with the sharding cut to its rank.
 
-    Args:
-      global_shape: ``(global_batch_size, ...)``.
-      dtype: dtype of the host array.
-      sharding: its spec is truncated to the leaf's rank.
-      path: the leaf's path, for messages.
-      x64: whether 64-bit dtypes are kept.
+    ``dtype`` is that of the host array; ``path`` is for messages.
 
     Raises:
       PlanError: a dimension is not divisible by the mesh axes of its sharding.
@@ -145,11 +132,7 @@ def leaf_spec(
 def batch_spec(prefix: PyTree, record_shapes: PyTree, global_batch_size: int, x64: bool) -> PyTree:
     """Returns the spec of a batch: a pytree of ``jax.ShapeDtypeStruct`` with shardings.
 
-    Args:
-      prefix: normalized shardings, a pytree prefix of the batch.
-      record_shapes: pytree with the ``.shape`` and ``.dtype`` of each leaf of one record.
-      global_batch_size: rows of a global batch.
-      x64: whether 64-bit dtypes are kept.
+    ``prefix`` has normalized shardings; ``record_shapes`` the ``.shape`` and ``.dtype`` of each leaf of one record.
 
     Raises:
       PlanError: a dimension is not divisible by the mesh axes of its sharding.

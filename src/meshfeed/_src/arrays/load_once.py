@@ -18,7 +18,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any, TypeAlias, cast
+from typing import Any, NamedTuple, TypeAlias, cast
 
 import jax
 import jax.numpy as jnp
@@ -50,17 +50,11 @@ Load: TypeAlias = str | Sequence[int]
 """``"once"``, or the process indices that read."""
 
 
-@dataclasses.dataclass(frozen=True)
-class Carrier:
-    """The form in which values of a dtype are transferred.
-
-    Attributes:
-      dtype: dtype of the integers.
-      extra_shape: additional trailing dimensions: ``(2,)`` for the two parts of a complex number.
-    """
+class Carrier(NamedTuple):
+    """The form in which values of a dtype are transferred: integers."""
 
     dtype: np.dtype
-    extra_shape: tuple[int, ...] = ()
+    extra_shape: tuple[int, ...] = ()  # trailing dimensions: (2,) for the two parts of a complex number
 
 
 def carrier_of(dtype: npt.DTypeLike) -> Carrier:
@@ -100,16 +94,9 @@ Mover: TypeAlias = Callable[[tuple[jax.Array, ...]], tuple[jax.Array, ...]]
 def make_mover(
     load_sharding: NamedSharding, ranks: Sequence[int], chunk_rows: int, specs: Sequence[jax.ShapeDtypeStruct]
 ) -> Mover:
-    """Returns a compiled move from the load sharding to the target shardings, for all leaves at once.
+    """Returns a compiled move of all leaves at once: carriers ``[devices * chunk_rows, ...]`` → arrays like ``specs``.
 
-    Args:
-      load_sharding: rows over a flat mesh, one chunk per device.
-      ranks: for each device, its rank among the devices of reading hosts, or -1.
-      chunk_rows: rows per device.
-      specs: shape, dtype and sharding of each leaf, over the same devices in the same order.
-
-    Returns:
-      A jitted function of the tuple of carriers ``[devices * chunk_rows, ...]``, one per leaf.
+    The first three arguments are those of a :class:`MeshAssignment`; ``specs`` are over the same devices in the same order.
     """
 
     def move(arrays: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
@@ -154,10 +141,6 @@ _AXIS = "load"
 def load_participants(prefix: PyTree, load: Load) -> tuple[int, ...]:
     """Returns the participating process indices: all hosts with a device in the shardings, including those that read.
 
-    Args:
-      prefix: normalized shardings.
-      load: ``"once"`` or a list of process indices.
-
     Raises:
       SettingsError: ``load`` names a host with no device in the shardings, or leaves one of several meshes without a
         reading host.
@@ -196,19 +179,12 @@ def _devices_of(mesh: Mesh | AbstractMesh) -> tuple[MeshDevice, ...]:
 
 @dataclasses.dataclass(frozen=True)
 class MeshAssignment:
-    """Which device of one mesh reads which rows of a batch.
+    """Which device of one mesh reads which rows of a batch."""
 
-    Attributes:
-      sharding: rows over all devices of the mesh, in mesh order.
-      ranks: for each device, its rank among the devices of reading hosts, or -1.
-      chunk_rows: rows per device.
-      num_rows: rows of the batch; the last chunks may have fewer rows, or none.
-    """
-
-    sharding: NamedSharding
-    ranks: tuple[int, ...]
-    chunk_rows: int
-    num_rows: int
+    sharding: NamedSharding  # rows over all devices of the mesh, in mesh order: a flat mesh, one chunk per device
+    ranks: tuple[int, ...]  # for each device, its rank among the devices of reading hosts, or -1
+    chunk_rows: int  # rows per device
+    num_rows: int  # of the batch; the last chunks may have fewer rows, or none
 
     @classmethod
     def over(cls, devices: tuple[MeshDevice, ...], readers: tuple[int, ...], num_rows: int) -> MeshAssignment:
@@ -235,29 +211,15 @@ class MeshAssignment:
 @functools.partial(jax.tree_util.register_dataclass, data_fields=["arrays"], meta_fields=["treedef", "specs"])
 @dataclasses.dataclass(frozen=True)
 class LoadedBatch:
-    """A batch in the load sharding: transferred, not yet resharded.
+    """A batch in the load sharding: transferred, not yet resharded."""
 
-    Attributes:
-      arrays: one array per leaf, integers holding the bits.
-      treedef: structure of the batch.
-      specs: final shape, dtype and sharding of each leaf.
-    """
-
-    arrays: list[jax.Array]
+    arrays: list[jax.Array]  # one per leaf, integers holding the bits
     treedef: TreeDef
-    specs: tuple[jax.ShapeDtypeStruct, ...]
+    specs: tuple[jax.ShapeDtypeStruct, ...]  # final shape, dtype and sharding of each leaf
 
 
 class RowAssignment:
-    """The rows that one host reads of each batch of one size, and the move of all rows to the target shardings.
-
-    Args:
-      prefix: normalized shardings.
-      load: ``"once"`` or process indices.
-      global_batch_size: rows of a batch.
-      process_index: this host.
-      device_put: how blocks are put on devices.
-    """
+    """The rows that one host reads of each batch of one size, and the move of all rows to the target shardings."""
 
     def __init__(
         self,
@@ -275,7 +237,7 @@ class RowAssignment:
         held = [rows for assignment in self._assignments.values() for _, _, rows in assignment.held_by(process_index)]
         self._rows = HostPlan(process_index, global_batch_size, merge_ranges(held))
         self._kinds: dict[tuple[object, ...], tuple[tuple[jax.ShapeDtypeStruct, ...], list[_LoadedLeaf]]] = {}
-        self._movers: dict[tuple[object, ...], Mover] = {}
+        self._mover = functools.cache(lambda rows, specs: make_mover(rows.sharding, rows.ranks, rows.chunk_rows, specs))
 
     @property
     def row_ranges(self) -> tuple[RowRange, ...]:
@@ -326,33 +288,19 @@ class RowAssignment:
         Every process with a device in the shardings must call it for the same batches in the same order. A process
         without one gets arrays of the right shape and dtype with no addressable shards.
         """
-        with jax.profiler.TraceAnnotation("meshfeed.reshard"):
-            return self._reshard(loaded)
-
-    def _reshard(self, loaded: LoadedBatch) -> PyTree:
         out: list[Any] = [None] * len(loaded.arrays)
-        for devices, assignment in self._assignments.items():
-            numbers = [n for n, spec in enumerate(loaded.specs) if _devices_of(spec.sharding.mesh) == devices]
-            specs = tuple(loaded.specs[n] for n in numbers)
-            if not assignment.held_by(self._rows.process_index):
-                moved = [self._device_put.without_blocks(spec.shape, spec.sharding, spec.dtype) for spec in specs]
-            else:
-                moved = self._move(assignment, specs, tuple(loaded.arrays[n] for n in numbers))
-            for n, array in zip(numbers, moved, strict=True):
-                out[n] = array
+        annotation = jax.profiler.TraceAnnotation("meshfeed.reshard")
+        with annotation, x64_types(self._device_put.x64), without_callers_settings():
+            for devices, assignment in self._assignments.items():
+                numbers = [n for n, spec in enumerate(loaded.specs) if _devices_of(spec.sharding.mesh) == devices]
+                specs = tuple(loaded.specs[n] for n in numbers)
+                if not assignment.held_by(self._rows.process_index):
+                    moved = [self._device_put.without_blocks(spec.shape, spec.sharding, spec.dtype) for spec in specs]
+                else:
+                    moved = self._mover(assignment, specs)(tuple(loaded.arrays[n] for n in numbers)) if specs else ()
+                for n, array in zip(numbers, moved, strict=True):
+                    out[n] = array
         return jax.tree.unflatten(loaded.treedef, out)
-
-    def _move(
-        self, assignment: MeshAssignment, specs: tuple[jax.ShapeDtypeStruct, ...], arrays: tuple[jax.Array, ...]
-    ) -> Sequence[jax.Array]:
-        if not specs:
-            return ()
-        key = (assignment, tuple((spec.shape, spec.dtype, spec.sharding) for spec in specs))
-        mover = self._movers.get(key)
-        if mover is None:
-            mover = self._movers[key] = make_mover(assignment.sharding, assignment.ranks, assignment.chunk_rows, specs)
-        with x64_types(self._device_put.x64), without_callers_settings():
-            return mover(arrays)
 
 
 class _LoadedLeaf:
@@ -396,11 +344,7 @@ class _LoadedLeaf:
 class LoadOncePlacer:
     """One host reads each row; rows are resharded on device as integer bits.
 
-    Args:
-      prefix: normalized shardings.
-      load: ``"once"`` or process indices.
-      process_index: this host.
-      device_put: how blocks are put on devices; see :meth:`DevicePut.default`.
+    ``plan`` maps a global batch size to its row assignment; cached.
 
     Raises:
       SettingsError: ``load`` cannot be used with these shardings.
@@ -411,18 +355,8 @@ class LoadOncePlacer:
     def __init__(self, prefix: PyTree, load: Load, process_index: int, *, device_put: DevicePut | None = None) -> None:
         self.participants, self.layout = load_participants(prefix, load), describe_layout(prefix)
         self._prefix = prefix
-        self._load: Load = load
-        self._process_index = process_index
-        self._device_put = device_put or DevicePut.default()
-        self._plans: dict[int, RowAssignment] = {}
-
-    def plan(self, global_batch_size: int) -> RowAssignment:
-        """Returns the row assignment for a batch size; cached."""
-        plan = self._plans.get(global_batch_size)
-        if plan is None:
-            plan = RowAssignment(self._prefix, self._load, global_batch_size, self._process_index, self._device_put)
-            self._plans[global_batch_size] = plan
-        return plan
+        self._device_put = how = device_put or DevicePut.default()
+        self.plan = functools.cache(lambda size: RowAssignment(prefix, load, size, process_index, how))
 
     def host_rows(self, spec_of: Callable[[], RecordSpec] | None) -> HostRows:
         """See :class:`meshfeed._src.arrays.placer.Placer`; always whole records."""

@@ -66,12 +66,7 @@ def to_bits(x: jax.Array) -> jax.Array:
 
 
 def from_bits(bits: jax.Array, dtype: Any) -> jax.Array:
-    """Inverts :func:`to_bits`. Use under ``jit``.
-
-    Args:
-      bits: result of :func:`to_bits`, after the collective.
-      dtype: dtype of the original array; may be a PRNG key dtype.
-    """
+    """Inverts :func:`to_bits` after the collective. Use under ``jit``. ``dtype`` may be a dtype of PRNG keys."""
     if jnp.issubdtype(dtype, jax.dtypes.prng_key):
         return jax.random.wrap_key_data(lax.optimization_barrier(bits), impl=key_impl(dtype))
     dtype = np.dtype(dtype)
@@ -148,15 +143,9 @@ def _mover(dtypes: tuple[Any, ...], sources: tuple[Any, ...], targets: tuple[Any
 def reshard(arrays: Sequence[jax.Array], shardings: Sequence[jax.sharding.Sharding]) -> list[jax.Array]:
     """Moves ``arrays`` to ``shardings`` in one compiled call, bit for bit.
 
-    Every process with a device in the shardings must call it on the thread that runs the step, with the same arrays
-    in the same order. Source and target shardings must cover the same set of devices.
-
-    Args:
-      arrays: global arrays of any dtype, including PRNG keys.
-      shardings: one per array.
-
-    Returns:
-      Arrays of the same shapes and dtypes in the new shardings.
+    Takes global arrays of any dtype, including PRNG keys, and one sharding for each. Every process with a device in the
+    shardings must call it on the thread that runs the step, with the same arrays in the same order. Source and target
+    shardings must cover the same set of devices.
     """
     move = _mover(tuple(array.dtype for array in arrays), tuple(array.sharding for array in arrays), tuple(shardings))
     with without_callers_settings():
