@@ -89,15 +89,11 @@ def padded_length(length: int) -> int:
 def encode_answer(value: PyTree) -> bytes:
     """Encodes a pytree of numpy arrays, or any value that :func:`meshfeed._src.base.exact_json.encode_value` takes."""
     leaves = jax.tree.leaves(value)
-    if leaves and all(isinstance(leaf, np.ndarray) for leaf in leaves):
-        return _ARRAYS + _encode_arrays(value)
-    return _JSON + json.dumps(encode_value(value)).encode()
-
-
-def _encode_arrays(tree: PyTree) -> bytes:
-    spec = json.dumps(tree_to_json(tree)).encode()
-    data = [np.ascontiguousarray(leaf, leaf.dtype.newbyteorder("=")).tobytes() for leaf in jax.tree.leaves(tree)]
-    return b"".join((_LENGTH.pack(len(spec)), spec, *data))
+    if not leaves or not all(isinstance(leaf, np.ndarray) for leaf in leaves):
+        return _JSON + json.dumps(encode_value(value)).encode()
+    spec = json.dumps(tree_to_json(value)).encode()
+    data = [np.ascontiguousarray(leaf, leaf.dtype.newbyteorder("=")).tobytes() for leaf in leaves]
+    return b"".join((_ARRAYS, _LENGTH.pack(len(spec)), spec, *data))
 
 
 def _decode_arrays(data: bytes) -> PyTree:

@@ -78,12 +78,8 @@ def make_feed_payload(
 class FeedTarget:
     """The target of a :class:`meshfeed._src.remote.client.Endpoint`: a feed over the CPU devices of the host's mesh.
 
-    Args:
-      make_source: makes the source.
-      specs: pytree prefix of ``PartitionSpec``.
-      settings: keywords of the feed.
-      resharded: whether another feed continues on this mesh, as :meth:`meshfeed.Feed.reshard` does.
-      mesh: CPU devices.
+    ``specs`` is a pytree prefix of ``PartitionSpec``; ``settings`` are keywords of the feed. With ``resharded``, it continues
+    another feed on this mesh, as :meth:`meshfeed.Feed.reshard` does.
     """
 
     def __init__(

@@ -12,6 +12,7 @@ controller. Meant for tens to hundreds of hosts: the server has a thread for eac
 from __future__ import annotations
 
 import contextlib
+import functools
 import hmac
 import http.client
 import http.server
@@ -120,10 +121,10 @@ class _Handler(http.server.BaseHTTPRequestHandler):
             return
         body = self.rfile.read(int(self.headers["Content-Length"]))
         try:
-            name, args = json.loads(body)
+            name, args, keywords = json.loads(body)
             if name not in _METHODS:
                 raise LookupError(f"no method {name!r}")
-            answer = {"value": getattr(self.server.table, name)(*args)}
+            answer = {"value": getattr(self.server.table, name)(*args, **keywords)}
         except Exception as error:
             answer = {"error": str(error)}
         data = json.dumps(answer).encode()
@@ -193,8 +194,14 @@ class StoreClient:
         self.address = address
         self._local = threading.local()
 
-    def _call(self, name: str, *args: object, waits: float = 0.0) -> Any:
+    def __getattr__(self, name: str) -> Callable[..., Any]:
+        if name not in _METHODS:
+            raise AttributeError(name)
+        return functools.partial(self._call, name)
+
+    def _call(self, name: str, *args: Any, **keywords: object) -> Any:
         host, port, token = self.address
+        waits = args[1] / 1000 if name == "blocking_key_value_get" else 0.0
         connection: _Connection | None = getattr(self._local, "connection", None)
         if connection is None:
             connection = self._local.connection = _Connection(host, port)
@@ -203,7 +210,7 @@ class StoreClient:
         if connection.sock is not None:
             connection.sock.settimeout(connection.timeout)
         try:
-            connection.request("POST", "/", json.dumps([name, args]), {"Authorization": token})
+            connection.request("POST", "/", json.dumps([name, args, keywords]), {"Authorization": token})
             response = connection.getresponse()
             data = response.read()
             if response.status != http.HTTPStatus.OK:
@@ -221,34 +228,10 @@ class StoreClient:
             raise LookupError(answer["error"])
         return answer["value"]
 
-    def key_value_set(self, key: str, value: str, allow_overwrite: bool = False) -> None:
-        """See :class:`Table`."""
-        self._call("key_value_set", key, value, allow_overwrite)
-
-    def blocking_key_value_get(self, key: str, milliseconds: int) -> str:
-        """See :class:`Table`."""
-        return self._call("blocking_key_value_get", key, milliseconds, waits=milliseconds / 1000)
-
-    def key_value_try_get(self, key: str) -> str:
-        """See :class:`Table`."""
-        return self._call("key_value_try_get", key)
-
-    def key_value_dir_get(self, prefix: str) -> list[tuple[str, str]]:
-        """See :class:`Table`."""
-        return [(key, value) for key, value in self._call("key_value_dir_get", prefix)]
-
-    def key_value_increment(self, key: str, by: int) -> int:
-        """See :class:`Table`."""
-        return self._call("key_value_increment", key, by)
-
-    def key_value_delete(self, key: str) -> None:
-        """See :class:`Table`."""
-        self._call("key_value_delete", key)
-
     def answers(self) -> bool:
         """Whether the server answers."""
         with contextlib.suppress(MeshfeedError):
-            self.key_value_dir_get("none/")
+            self._call("key_value_dir_get", "none/")
             return True
         return False
 

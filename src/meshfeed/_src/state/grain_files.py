@@ -30,11 +30,7 @@ def file_name() -> str:
 
 
 def to_text(state: object, *, of_grain: bool) -> str:
-    """Returns the text of a file.
-
-    Args:
-      state: what ``get_state`` of an iterator returned.
-      of_grain: whether the iterator is one of Grain's.
+    """Returns the text of a file for what ``get_state`` returned, of one of Grain's iterators or of another.
 
     Raises:
       TypeError: part of the state has no exact JSON form.
@@ -47,13 +43,7 @@ def to_text(state: object, *, of_grain: bool) -> str:
 
 
 def from_text(text: str, path: epath.PathLike, *, of_grain: bool, as_bytes: bool) -> JsonValue:
-    """Returns the state in the text of a file.
-
-    Args:
-      text: the text.
-      path: the file, for error messages.
-      of_grain: whether the iterator that the state is for is one of Grain's.
-      as_bytes: whether its ``get_state`` returns bytes.
+    """Returns the state in the text of the file ``path``, for an iterator whose ``get_state`` returns bytes, or not.
 
     Raises:
       StateMismatchError: the text is not JSON.

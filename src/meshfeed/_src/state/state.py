@@ -447,14 +447,11 @@ class Ledgers:
     """Replaced records in delivered batches.
 
     A host appends only to its own ledger. Beyond its share of the limit, it counts records instead of listing them.
-
-    Attributes:
-      listed: process index → list of ``[record id, epoch, reason, step]``; reasons beyond :data:`MAX_REASONS` are
-        empty.
-      num_unlisted: process index → number of further records that the host replaced.
     """
 
+    # Process index → list of [record id, epoch, reason, step]; reasons beyond MAX_REASONS are empty.
     listed: Mapping[str, Sequence[JsonValue]] = dataclasses.field(default_factory=dict[str, Sequence[JsonValue]])
+    # Process index → number of further records that the host replaced.
     num_unlisted: Mapping[str, int] = dataclasses.field(default_factory=dict[str, int])
 
     @classmethod
@@ -468,12 +465,7 @@ class Ledgers:
         return {"skipped": listed or None, "num_unlisted": dict(self.num_unlisted) or None}
 
     def after(self, bad: Sequence[tuple[int, int, str]], step: int) -> Ledgers:
-        """Returns the ledgers after a batch.
-
-        Args:
-          bad: ``(record id, epoch, reason)`` of each record that this host replaced in the batch.
-          step: step of the batch.
-        """
+        """Returns the ledgers after a batch in which this host replaced ``bad``: (record id, epoch, reason) of each."""
         if not bad:
             return self
         host, num_hosts = str(coordination.process_index()), coordination.process_count()
