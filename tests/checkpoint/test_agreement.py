@@ -18,7 +18,7 @@ from memory_store import MemoryStore
 from meshfeed._src.base import coordination
 from meshfeed._src.checkpoint import agreement, directory
 from meshfeed._src.checkpoint.agreement import Agreement
-from meshfeed._src.checkpoint.barrier import OrbaxBarrier
+from meshfeed._src.checkpoint.saves import OrbaxBarrier
 
 
 @pytest.fixture

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import dataclasses
 import inspect
 
@@ -59,6 +60,16 @@ def test_registered_for_jax_arrays(tmp_path, mesh, tree, restore):
         again = checkpointer.restore(tmp_path / "a")  # shardings from Orbax's sharding file
         assert_same(tree, again, shardings=False)
         assert again["f32"].sharding.is_equivalent_to(tree["f32"].sharding, 2)
+
+
+def test_an_item_is_saved_where_an_event_loop_runs(tmp_path, tree):
+    """As in a notebook, in which ``asyncio.run`` is an error."""
+
+    async def cell() -> None:
+        ArraysHandler().save(tmp_path / "a", ArraysSave(tree))
+
+    asyncio.run(cell())
+    assert_same(tree, ArraysHandler().restore(tmp_path / "a", ArraysRestore(abstract(tree))))
 
 
 def test_async_and_composite_with_a_manager(tmp_path, tree):
@@ -419,9 +430,9 @@ def test_a_fraction_of_the_free_memory_is_a_limit(tmp_path, tree, monkeypatch):
     limits = []
     exact = checkpoint_restore.UnitReader
 
-    def reader(stored, **settings):
+    def reader(*args, **settings):
         limits.append(settings["bytes_in_flight"])
-        return exact(stored, **settings)
+        return exact(*args, **settings)
 
     monkeypatch.setattr(checkpoint_restore, "UnitReader", reader)
     monkeypatch.setattr(checkpoint_restore, "_device_bytes", lambda: 1 << 30)

@@ -11,7 +11,6 @@ from checkpoint_trees import make_mesh
 from jax.sharding import NamedSharding, PartitionSpec, SingleDeviceSharding
 
 from meshfeed._src.base.errors import CheckpointError
-from meshfeed._src.checkpoint.leaves import dtype_of
 from meshfeed.checkpoint import Checkpointer
 
 INNER = np.dtype([("x", "i1"), ("y", "i4", (2,))], align=True)
@@ -69,13 +68,6 @@ def test_padding_is_stored_as_zeros(tmp_path):
         ckpt.save(1, {"x": leaf})
         ckpt.wait()
         assert ckpt.restore(None)[1]["x"].tobytes() == expected.tobytes()
-
-
-def test_aligned_dtypes_of_earlier_versions_are_read():
-    """They wrote ``dtype.descr``, in which padding is a field without a name."""
-    for name in ("aligned", "padded_end", "nested"):
-        entry = {"dtype": [list(field) for field in STRUCTURED[name].descr]}
-        assert dtype_of(entry) == STRUCTURED[name]
 
 
 def jax_holds(dtype):

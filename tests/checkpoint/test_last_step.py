@@ -132,7 +132,9 @@ def test_an_exception_saves_nothing(tmp_path):
 def test_a_skipped_step_costs_neither_a_state_nor_a_copy(tmp_path, monkeypatch):
     captured = []
     encode = checkpointer.encode_tree
-    monkeypatch.setattr(checkpointer, "encode_tree", lambda tree: captured.append(tree["step"]) or encode(tree))
+    monkeypatch.setattr(
+        checkpointer, "encode_tree", lambda tree, **how: captured.append(tree["step"]) or encode(tree, **how)
+    )
     feed = Feed()
     with Checkpointer(tmp_path / "c", save_interval_steps=100) as ckpt:
         train(ckpt, feed, 1)

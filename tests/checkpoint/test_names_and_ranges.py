@@ -15,7 +15,7 @@ import pytest
 
 from meshfeed import checkpoint
 from meshfeed._src.base.errors import CheckpointError, SettingsError
-from meshfeed._src.checkpoint.leaves import may_overflow
+from meshfeed._src.checkpoint.casts import may_overflow
 from meshfeed._src.checkpoint.step import verify
 from meshfeed.checkpoint import ArraysHandler, ArraysRestore, ArraysSave, Checkpointer
 

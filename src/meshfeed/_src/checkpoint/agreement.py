@@ -47,13 +47,10 @@ def error_of(report: JsonValue, where: str | None = None) -> MeshfeedError:
 
 
 class Agreement(Rounds):
-    """Agreement among all processes of the job about one operation.
+    """Agreement among all processes of the job about one operation: ``doing``, in error messages.
 
-    Args:
-      doing: the operation, for error messages.
-      timeout_seconds: how long to wait for the slowest host.
-      name: unique name of the operation, needed on a background thread; by default operations are counted.
-      kind: what ``doing`` must have in common on all hosts, without the path, which may differ; by default all of it.
+    ``kind`` is what that must have in common on all hosts, without the path, which may differ; by default all of it. ``name``
+    is unique, and needed on a background thread; by default operations are counted.
     """
 
     hint = " (all hosts must call save, restore and close in the same order, not only host 0)"

@@ -10,6 +10,7 @@ from __future__ import annotations
 import atexit
 import concurrent.futures.thread  # noqa: F401 # registers its own exit handler first, which therefore runs last
 import contextlib
+import dataclasses
 import functools
 import logging
 import threading
@@ -22,19 +23,16 @@ from meshfeed._src.base.fork import Owner
 _log = logging.getLogger("meshfeed.checkpoint")
 
 
+@dataclasses.dataclass(eq=False)
 class OpenSaves:
-    """What a checkpointer has yet to save.
+    """What a checkpointer has yet to save."""
 
-    Args:
-      wait: waits for the save in the background, and raises its error.
-      leave: called at exit, when nothing is left to save.
-      directory: the checkpoint folder.
-    """
-
-    def __init__(self, wait: Callable[[], object], leave: Callable[[], object], directory: epath.Path) -> None:
-        self._wait, self._leave, self._directory, self._owner = wait, leave, directory, Owner()
-        self.saving: int | None = None  # the step that may be unfinished
-        self.skipped: int | None = None  # the newest step that the interval skipped, which close will save
+    wait: Callable[[], object]  # for the save in the background; raises its error
+    leave: Callable[[], object]  # called at exit, when nothing is left to save
+    directory: epath.Path
+    owner: Owner = dataclasses.field(default_factory=Owner)
+    saving: int | None = None  # the step that may be unfinished
+    skipped: int | None = None  # the newest step that the interval skipped, which close will save
 
     def register(self) -> None:
         """Asks for :meth:`finish` at exit; the checkpointer itself may be collected before."""
@@ -51,27 +49,27 @@ class OpenSaves:
         Returns:
           Whether there were any.
         """
-        saving = (one for one in list(_open.values()) if one.saving is not None and one._owner.is_here)
-        others = [one for one in saving if one is not self and one._directory == self._directory]
+        saving = (one for one in list(_open.values()) if one.saving is not None and one.owner.is_here)
+        others = [one for one in saving if one is not self and one.directory == self.directory]
         for one in others:
             with contextlib.suppress(Exception):  # it raises its errors itself
-                one._wait()
+                one.wait()
         return bool(others)
 
     def finish(self) -> None:
         """Waits for the save in the background; logs an ERROR if it failed, and one for a skipped step."""
-        if not self._owner.is_here:
+        if not self.owner.is_here:
             return
         saving, self.saving = self.saving, None
         skipped, self.skipped = self.skipped, None
         if saving is not None:
             try:
-                self._wait()
+                self.wait()
             except BaseException as error:  # including Ctrl-C: the program ends in any case
-                _log.error(_LOST, saving, self._directory, type(error).__name__, error)
+                _log.error(_LOST, saving, self.directory, type(error).__name__, error)
         if skipped is not None:
-            _log.error(_SKIPPED, skipped, self._directory)
-        self._leave()
+            _log.error(_SKIPPED, skipped, self.directory)
+        self.leave()
 
 
 _LOST = (

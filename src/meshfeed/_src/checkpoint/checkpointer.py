@@ -36,7 +36,6 @@ from meshfeed._src.base.store_path import StorePath, is_in_store
 from meshfeed._src.base.types import JsonValue, PyTree, public
 from meshfeed._src.checkpoint.agreement import Agreement
 from meshfeed._src.checkpoint.at_exit import OpenSaves
-from meshfeed._src.checkpoint.barrier import OrbaxBarrier
 from meshfeed._src.checkpoint.directory import (
     as_directory,
     check_no_step,
@@ -60,11 +59,20 @@ from meshfeed._src.checkpoint.handlers import (
     IteratorSave,
     check_feed,
 )
-from meshfeed._src.checkpoint.leaves import check_names, encode_tree
+from meshfeed._src.checkpoint.leaves import encode_tree
 from meshfeed._src.checkpoint.manager_options import manager_options
 from meshfeed._src.checkpoint.options import RestoreOptions, naming, short
 from meshfeed._src.checkpoint.orbax_internals import discard_errors
-from meshfeed._src.checkpoint.saves import CapturedState, HasState, SkippedStep, StepSave, check_same, number_of
+from meshfeed._src.checkpoint.saves import (
+    CapturedState,
+    HasState,
+    OrbaxBarrier,
+    SkippedStep,
+    StepSave,
+    check_same,
+    number_of,
+    wait_until_finished,
+)
 from meshfeed._src.checkpoint.step import (
     ARRAYS,
     ITERATOR,
@@ -76,7 +84,6 @@ from meshfeed._src.checkpoint.step import (
 )
 from meshfeed._src.checkpoint.store_manager import StoreManager
 from meshfeed._src.checkpoint.stored import DamagedCheckpointError, read_manifest
-from meshfeed._src.checkpoint.waiting import wait_until_finished
 from meshfeed._src.checkpoint.writer import FolderWriter
 from meshfeed._src.state import files as state_files
 
@@ -370,8 +377,7 @@ class Checkpointer(NotCopied):
             "parts": [ARRAYS] if feed is None else [ARRAYS, ITERATOR],
         }
         save = StepSave(identity, self._timeout_seconds)
-        encoded = encode_tree(train_state)
-        check_names(encoded.names, in_store=isinstance(self._directory, StorePath))
+        encoded = encode_tree(train_state, in_store=isinstance(self._directory, StorePath))
         items: dict[str, Any] = {ARRAYS: ArraysSave(train_state, step_save=save, encoded=encoded)}
         if feed is not None:
             items[ITERATOR] = IteratorSave(CapturedState(feed.get_state()), step_save=save)
@@ -505,10 +511,11 @@ class Checkpointer(NotCopied):
             if step is not None and self._is_saved(step, first):
                 _log.warning(_NOT_REMOVED, step, self._directory, first)
                 return self._end(self._saving)
-            where = "" if process_count() == 1 or isinstance(first, MeshfeedError) else _on_this_host(first)
-            named = where or (
-                "" if isinstance(first, MeshfeedError | OSError | ValueError) else f"{type(first).__name__}: "
-            )
+            named = f"{type(first).__name__}: "
+            if process_count() > 1 and not isinstance(first, MeshfeedError):
+                named = f"host {process_index()}: {named}"  # as the other hosts have it
+            elif isinstance(first, MeshfeedError | OSError | ValueError):
+                named = ""
             text = f"{self._directory}: saving step {step} failed: {named}{first}"
             # Not found, in the words of TensorStore.
             changed = getattr(first, "errno", None) in _CHANGED or str(first).startswith("NOT_FOUND:")
@@ -679,11 +686,6 @@ def _open_manager(
     if process_count() > 1:  # a host alone must not repeat what all do together
         return attempt()
     return call_with_retry(attempt, _OPENING, doing=f"opening {directory}")
-
-
-def _on_this_host(error: Exception) -> str:
-    """What the other hosts put before the text of an error of this host."""
-    return f"host {process_index()}: {type(error).__name__}: "
 
 
 def _position(folder: epath.Path) -> dict[str, JsonValue]:

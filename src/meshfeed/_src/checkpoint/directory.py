@@ -10,7 +10,7 @@ import re
 import secrets
 import shutil
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import orbax.checkpoint as ocp
 from etils import epath
@@ -172,9 +172,14 @@ def wait_until_begun(directory: epath.Path, step: int) -> None:
 
     Orbax makes the folder in the background, before it asks for the parts of the step.
     """
-    deadline = time.monotonic() + _BEGIN_SECONDS
-    while not is_begun(directory, step) and step not in find_steps(directory) and time.monotonic() < deadline:
+    _wait_for(lambda: is_begun(directory, step) or step in find_steps(directory), _BEGIN_SECONDS)
+
+
+def _wait_for(condition: Callable[[], bool], seconds: float) -> bool:
+    deadline = time.monotonic() + seconds
+    while not (met := condition()) and time.monotonic() < deadline:
         time.sleep(_PAUSE_SECONDS)
+    return met
 
 
 def put_mark(directory: epath.Path) -> str | None:
@@ -212,27 +217,21 @@ def check_writable(directory: epath.Path) -> None:
 
 
 def check_shared(directory: epath.Path, mark: str | None, timeout_seconds: float) -> None:
-    """Waits until this host sees what host 0 has written to the folder.
+    """Waits until this host sees ``mark``, which :func:`put_mark` has written on host 0.
 
-    Args:
-      directory: the folder.
-      mark: the result of :func:`put_mark` on host 0.
-      timeout_seconds: how long the other hosts wait for this one, which must tell them in time what it does not see.
+    The other hosts wait ``timeout_seconds`` for this one, which must tell them in time what it does not see.
 
     Raises:
       CheckpointError: it does not, so the folder is on a disk of each host. Orbax would wait 10 minutes for the folders of
         the first save, and then name those only.
     """
     seconds = min(_SEEN_SECONDS, _SEEN_PART * timeout_seconds)
-    deadline = time.monotonic() + seconds
-    while mark is not None and not (directory / mark).exists():
-        if time.monotonic() >= deadline:
-            raise CheckpointError(
-                f"{directory}: this host does not see what host 0 wrote there {seconds:.3g} s ago, so hosts do not share "
-                "this folder, or were given different ones. Pass the same folder of a file system that all hosts mount, or "
-                "a URL such as s3://bucket/run."
-            )
-        time.sleep(_PAUSE_SECONDS)
+    if mark is not None and not _wait_for((directory / mark).exists, seconds):
+        raise CheckpointError(
+            f"{directory}: this host does not see what host 0 wrote there {seconds:.3g} s ago, so hosts do not share this "
+            "folder, or were given different ones. Pass the same folder of a file system that all hosts mount, or a URL such "
+            "as s3://bucket/run."
+        )
 
 
 def remove_mark(directory: epath.Path, mark: str | None) -> None:

@@ -7,7 +7,6 @@ per host and leaf.
 
 from __future__ import annotations
 
-import functools
 import itertools
 from collections.abc import Iterator, Mapping, Sequence
 
@@ -28,18 +27,14 @@ _ROUND_BYTES = 256 << 20
 _LEAST_ROUND_BYTES = 1 << 16
 
 
-@functools.lru_cache(maxsize=1)
-def _host_mesh(devices: tuple[Device, ...]) -> Mesh:
-    return Mesh(np.array(devices), ("host",), axis_types=(jax.sharding.AxisType.Auto,))
-
-
 def send_rows(row: NDArray[np.uint8]) -> NDArray[np.uint8]:
     """Sends this process's row, uint8[length], and returns uint8[processes, length]; rows must have equal length."""
     # One device per process is enough: rows go to hosts, not to devices.
     first: dict[int, Device] = {}
     for device in sorted(jax.devices(), key=lambda device: device.id):
         first.setdefault(device.process_index, device)
-    mesh = _host_mesh(tuple(device for _, device in sorted(first.items())))
+    devices = np.array([device for _, device in sorted(first.items())])
+    mesh = Mesh(devices, ("host",), axis_types=(jax.sharding.AxisType.Auto,))
     spread = NamedSharding(mesh, PartitionSpec("host"))
     own = jax.device_put(row[None], first[process_index()])
     array = jax.make_array_from_single_device_arrays((len(first), row.size), spread, [own])

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import dataclasses
 import glob
@@ -25,11 +24,11 @@ from meshfeed._src.base.store_path import StorePath, make_path
 from meshfeed._src.base.types import JsonValue, PyTree, public
 from meshfeed._src.checkpoint.agreement import Agreement
 from meshfeed._src.checkpoint.array_handler import ArrayHandler, check_metadata_key
-from meshfeed._src.checkpoint.leaves import EncodedTree, check_names, encode_tree
+from meshfeed._src.checkpoint.leaves import EncodedTree, encode_tree
 from meshfeed._src.checkpoint.options import RestoreOptions, short, split_options
 from meshfeed._src.checkpoint.orbax_internals import JSON_HANDLER
 from meshfeed._src.checkpoint.restore import restore_agreement, restore_tree
-from meshfeed._src.checkpoint.saves import HasState, StepSave, created
+from meshfeed._src.checkpoint.saves import HasState, StepSave, created, run_coroutine
 from meshfeed._src.checkpoint.stored import (
     TREE_PART,
     StoredArrays,
@@ -46,6 +45,14 @@ PLAIN_FILE = "metadata"
 
 A handler registered with Orbax would read the state only in processes that import meshfeed.
 """
+
+
+def _save_now(handler: ArraysHandler | IteratorHandler, directory: epath.PathLike, args: Any) -> None:
+    async def run() -> None:
+        for future in await handler.async_save(make_path(directory), args):
+            future.result()
+
+    run_coroutine(run(), "meshfeed-save")
 
 
 @public("meshfeed.checkpoint._arrays")  # Orbax writes this name into checkpoints, so it must not change
@@ -97,8 +104,7 @@ class ArraysHandler(ocp.handlers.AsyncCheckpointHandler):
         encoded, save_args = args.encoded, args.save_args
         if encoded is None:
             tree, save_args = _cast_on_host(args.tree, args.save_args)
-            encoded = encode_tree(tree)
-            check_names(encoded.names, in_store=isinstance(directory, StorePath))
+            encoded = encode_tree(tree, in_store=isinstance(directory, StorePath))
         identity = None if args.step_save is None else args.step_save.identity
         futures: list[orbax_future.Future] = []
         # Orbax rejects a tree without leaves; such a tree is stored in our manifest only.
@@ -118,12 +124,7 @@ class ArraysHandler(ocp.handlers.AsyncCheckpointHandler):
 
     def save(self, directory: epath.PathLike, args: ArraysSave) -> None:
         """Writes the tree before returning."""
-
-        async def run() -> None:
-            for future in await self.async_save(make_path(directory), args):
-                future.result()
-
-        asyncio.run(run())
+        _save_now(self, directory, args)
 
     def restore(self, directory: epath.PathLike, args: ArraysRestore | None = None) -> PyTree:
         """Reads the tree. Every process of the job must call it.
@@ -313,9 +314,7 @@ class IteratorHandler(ocp.handlers.AsyncCheckpointHandler):
 
     def save(self, directory: epath.PathLike, args: IteratorSave) -> None:
         """Writes the state before returning."""
-        check_feed(args.feed, ("get_state",), "Pass IteratorSave(feed).")
-        identity = None if args.step_save is None else args.step_save.identity
-        state_files.write_state(directory, args.feed.get_state(), identity=identity)
+        _save_now(self, directory, args)
 
     def restore(
         self, directory: epath.PathLike, args: IteratorRestore | None = None

@@ -4,10 +4,6 @@ Most values are stored unchanged, and plain Orbax reads them. TensorStore lacks 
 stored as equal numbers of a wider dtype, which plain Orbax returns; asked for the narrow one, it raises ValueError.
 :data:`KINDS` is the table of kinds. The manifest holds the structure as JSON and an entry for each leaf, with its
 original dtype and, under ``stored``, the encoding; :class:`SavedLeaf` is the parsed entry.
-
-On restore, a change of precision is often intended (float32 to bfloat16, a counter as float). A change that drops
-fractions, signs or imaginary parts nearly always means that the template belongs to a different model, and would go
-unnoticed, so it is rejected.
 """
 
 from __future__ import annotations
@@ -131,117 +127,6 @@ def from_carrier(values: NDArray[np.generic], dtype: np.dtype[np.generic]) -> ND
     return values.view(np.int8).astype(dtype) if jnp.issubdtype(dtype, jnp.integer) else values.view(dtype)
 
 
-# In order of generality: a cast to a later kind loses at most precision.
-_NUMBERS: dict[type, tuple[str, type]] = {
-    bool: ("bool", np.bool_),
-    int: ("integer", jnp.integer),
-    float: ("floating point", jnp.floating),
-    complex: ("complex", jnp.complexfloating),
-}
-
-
-def python_type_of(dtype: DTypeLike) -> type:
-    """Returns the Python type that a value of ``dtype`` becomes, or ``object`` if there is none."""
-    return next((python for python, (_, kind) in _NUMBERS.items() if jnp.issubdtype(dtype, kind)), object)
-
-
-def _loses(stored: type, wanted: type) -> bool:
-    """Returns whether a cast from one Python type to another loses more than precision."""
-    # Subclasses of int and float (such as enums) count as their base type. bool is an int, and comes first.
-    before, after = ([issubclass(one, kind) for kind in _NUMBERS] for one in (stored, wanted))
-    return not any(before) or not any(after) or after.index(True) < before.index(True)
-
-
-def check_cast(where: str, stored: DTypeLike, wanted: DTypeLike) -> None:
-    """Rejects floats as integers, numbers as bools, complex as real, and non-numeric types, with a CheckpointError."""
-    stored, wanted = np.dtype(stored), np.dtype(wanted)
-    if stored.names and wanted.names and stored.names != wanted.names:  # numpy would match them by place
-        raise CheckpointError(
-            f"{where} is stored with the fields {list(stored.names)}, but {list(wanted.names)} were requested. Request the "
-            "stored ones."
-        )
-    before, after = python_type_of(stored), python_type_of(wanted)
-    longer_text = before is after is object and np.can_cast(stored, wanted, "safe")
-    if stored != wanted and not longer_text and _loses(before, after):
-        names = [_NUMBERS.get(python_type_of(dtype), (dtype.name,))[0] for dtype in (stored, wanted)]
-        raise CheckpointError(
-            f"{where} is stored as {stored.name}, but {wanted.name} was requested: {names[0]} values are not cast to "
-            f"{names[1]}. Request {stored.name}, and convert the result if that is intended."
-        )
-
-
-def check_python(where: str, stored: type, wanted: type) -> None:
-    """Rejects text as a number, a float as an int, and the like, with a CheckpointError."""
-    if stored is not wanted and _loses(stored, wanted):
-        raise CheckpointError(
-            f"{where} is stored as {stored.__name__}, but {wanted.__name__} was requested. Request {stored.__name__}, and "
-            "convert the result if that is intended."
-        )
-
-
-def may_overflow(stored: DTypeLike, wanted: DTypeLike) -> bool:
-    """Returns whether values of one dtype may be outside the range of another: numbers, and times of a finer unit."""
-    stored, wanted = np.dtype(stored), np.dtype(wanted)
-    if stored.kind in "Mm":
-        return stored != wanted and np.can_cast(stored, wanted, "safe")
-    before, after = _range_of(stored), _range_of(wanted)
-    return before is not None and after is not None and not after[0] <= before[0] <= before[1] <= after[1]
-
-
-def _range_of(dtype: np.dtype[Any]) -> tuple[Any, Any] | None:
-    """The least and the greatest finite value of a dtype of numbers; of complex numbers, of each part."""
-    if jnp.issubdtype(dtype, jnp.integer):
-        limits: Any = jnp.iinfo(dtype)
-        return int(limits.min), int(limits.max)
-    if jnp.issubdtype(dtype, jnp.inexact):
-        limits = jnp.finfo(dtype)
-        return float(limits.min), float(limits.max)
-    return None
-
-
-def check_fits(where: str, values: NDArray[np.generic], wanted: DTypeLike) -> None:
-    """Rejects values outside the range of a dtype, with a CheckpointError that gives one and the range.
-
-    Integers would wrap around, finite numbers become infinite or NaN, and times other times.
-    """
-    wanted, values = np.dtype(wanted), values.reshape(-1)
-    if not values.size:
-        return
-    limits = _range_of(wanted)
-    if limits is None:
-        outside = _lost_times(values, wanted)
-    elif jnp.issubdtype(wanted, jnp.integer) or not jnp.issubdtype(values.dtype, jnp.inexact):
-        ends = [int(values.min()), int(values.max())]
-        outside = [value for value in ends if not limits[0] <= value <= limits[1]]
-    else:
-        outside = _lost(values, wanted, limits)
-    if len(outside):
-        shown = "dates and times nearer to 1970" if limits is None else f"{limits[0]} to {limits[1]}"
-        stored = "int" if values.dtype == object else values.dtype.name
-        raise CheckpointError(
-            f"{where} holds {outside[0]}, stored as {stored}, but {wanted.name} holds only {shown}. Request {stored}."
-        )
-
-
-def _lost_times(values: NDArray[Any], wanted: np.dtype[Any]) -> NDArray[Any]:
-    """The dates and times that a cast to a finer unit changes."""
-    known = values[~np.isnat(values)]
-    try:
-        return known[known.astype(wanted).astype(known.dtype) != known]
-    except OverflowError:  # since numpy 2.5
-        farthest = int(np.abs(known.astype(np.int64)).argmax())
-        return known[farthest : farthest + 1]
-
-
-def _lost(values: NDArray[Any], wanted: np.dtype[Any], limits: tuple[float, float]) -> NDArray[Any]:
-    """The finite numbers that a cast to a dtype of floating-point or complex numbers makes infinite or NaN."""
-    is_real = jnp.issubdtype(values.dtype, jnp.floating)
-    if is_real and limits[0] <= float(values.min()) <= float(values.max()) <= limits[1]:  # false if one is NaN
-        return values[:0]
-    with np.errstate(all="ignore"):
-        return values[np.isfinite(values) & ~np.isfinite(values.astype(wanted))]
-
-
 @dataclasses.dataclass(frozen=True, eq=False)
 class SavedLeaf:
     """A leaf as it was in the saved tree, and how its values are stored."""
@@ -317,38 +202,33 @@ def _spec_of(entry: JsonValue) -> PartitionSpec:
 
 
 def saved_leaf(name: str, entry: Entry) -> SavedLeaf:
-    """Returns the leaf that a manifest entry describes."""
+    """Returns the leaf that a manifest entry describes, without digests, and without its chunks if these are not known."""
     if "value" in entry:
         value = _python_value(entry)
         return SavedLeaf(name, entry["kind"], (), np.dtype(type(value)), VALUE, value=value)
-    shape, encoding, impl = tuple(entry["shape"]), entry.get("stored"), entry.get("impl")
-    memory_kind, sharding = entry.get("memory_kind"), entry.get("sharding")
-    dtype = dtype_of(entry)
-    return SavedLeaf(name, entry["kind"], shape, dtype, encoding, impl, sharding=sharding, memory_kind=memory_kind)
+    return SavedLeaf(
+        name,
+        entry["kind"],
+        tuple(entry["shape"]),
+        dtype_of(entry["dtype"]),
+        entry.get("stored"),
+        entry.get("impl"),
+        sharding=entry.get("sharding"),
+        memory_kind=entry.get("memory_kind"),
+        cell=tuple(entry["cell"]) if "cell" in entry else None,
+        chunk=tuple(entry.get("chunk", ())),
+    )
 
 
-def dtype_of(entry: Entry) -> np.dtype[np.generic]:
-    """Returns the dtype of a leaf's values as they were in the tree (of the key data for PRNG keys)."""
-    return _parsed_dtype(entry["dtype"])
-
-
-def _parsed_dtype(text: JsonValue) -> np.dtype[np.generic]:
-    """Inverts :func:`_dtype_text`."""
-    if isinstance(text, list):  # of fields, in the files of earlier versions; with unnamed ones for padding
-        return np.lib.format.descr_to_dtype(cast("Any", [_descr_field(*field) for field in text]))
+def dtype_of(text: JsonValue) -> np.dtype[np.generic]:
+    """Returns the dtype that an entry of the manifest names or describes; inverts :func:`_dtype_text`."""
     if not isinstance(text, dict):
         return jnp.dtype(text)
     if "base" in text:
-        return np.dtype((_parsed_dtype(text["base"]), tuple(text["shape"])))
+        return np.dtype((dtype_of(text["base"]), tuple(text["shape"])))
     aligned = {name: value for name, value in text.items() if name != "aligned"}
-    layout: Any = {**aligned, "formats": [_parsed_dtype(one) for one in text["formats"]]}
+    layout: Any = {**aligned, "formats": [dtype_of(one) for one in text["formats"]]}
     return np.dtype(layout, align=text["aligned"])
-
-
-def _descr_field(name: JsonValue, dtype: JsonValue, *shape: JsonValue) -> tuple[object, ...]:
-    """Returns a field of ``np.dtype.descr`` from JSON, which turned its tuples into lists."""
-    fields = [_descr_field(*field) for field in dtype] if isinstance(dtype, list) else dtype
-    return (tuple(name) if isinstance(name, list) else name, fields, *(tuple(sizes) for sizes in shape))
 
 
 def _dtype_text(dtype: np.dtype[np.generic]) -> JsonValue:
@@ -561,18 +441,20 @@ class EncodedTree(NamedTuple):
     leaves: dict[str, Entry]  # manifest entries of the leaves that are not stored as a global jax.Array
     host_arrays: dict[str, NDArray[np.generic]]  # parameter name → the stored numpy array, for digests
     skeleton: JsonValue  # the structure
-    names: dict[str, str]  # parameter name → the leaf as errors name it
 
 
-def encode_tree(tree: PyTree) -> EncodedTree:
+def encode_tree(tree: PyTree, *, in_store: bool) -> EncodedTree:
     """Prepares a tree for saving. Host values are copied, so the caller may change them afterwards.
 
+    ``in_store`` says that each array is a folder of its name in a store; a local folder has them in one database.
+
     Raises:
-      CheckpointError: a leaf cannot be stored or was donated, or two leaves have one name; the message names them.
+      CheckpointError: a leaf cannot be stored or was donated, two leaves have one name, or an array could not be found again
+        under its name; the message names them.
     """
     leaves: dict[str, Entry] = {}
     host_arrays: dict[str, NDArray[np.generic]] = {}
-    names: dict[str, str] = {}
+    names: dict[str, str] = {}  # parameter name → the leaf as errors name it
     flat, structure = jax.tree_util.tree_flatten_with_path(tree)
     encoded: list[Leaf] = []
     for path, leaf in flat:
@@ -592,21 +474,16 @@ def encode_tree(tree: PyTree) -> EncodedTree:
             shape = [max(1, size) for size in stored.shape]
             leaves[name] |= {"cell": shape, "chunk": shape}
         encoded.append(stored)
+    _check_names(names, in_store)
     stored_tree = jax.tree_util.tree_unflatten(structure, encoded)
-    return EncodedTree(stored_tree, leaves, host_arrays, skeleton_of(tree), names)
+    return EncodedTree(stored_tree, leaves, host_arrays, skeleton_of(tree))
 
 
 _NOT_IN_A_STORE = re.compile(r"^/|//|\\|::|(^|/)\.{1,2}(/|$)")
 _NAME_BYTES = 255  # of an object's name, and of each folder in it
 
 
-def check_names(names: Mapping[str, str], *, in_store: bool) -> None:
-    """Rejects leaves whose arrays could not be found again, with a CheckpointError.
-
-    Args:
-      names: parameter name → the leaf as errors name it.
-      in_store: whether each array is a folder of that name in a store; a local folder has them in one database.
-    """
+def _check_names(names: Mapping[str, str], in_store: bool) -> None:
     for name, where in names.items():
         problem = "ends with a slash" if name.endswith("/") else None
         if in_store and problem is None:

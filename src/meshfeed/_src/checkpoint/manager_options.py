@@ -68,7 +68,8 @@ def _check_keyword(name: str, value: Any, in_store: bool) -> None:
             "would not find it again. Omit it."
         )
     elif in_store and name not in _IN_A_STORE:
-        problem = f"={{{name!r}: …}}: does not apply to a checkpoint in a store, which takes {', '.join(_IN_A_STORE)}. Omit it."
+        takes = ", ".join(_IN_A_STORE)
+        problem = f"={{{name!r}: …}}: does not apply to a checkpoint in a store, which takes {takes}. Omit it."
     if problem is not None:
         raise SettingsError(f"orbax_options{problem}", setting="orbax_options")
 

@@ -16,6 +16,7 @@ from meshfeed._src.arrays.reshard import key_impl
 from meshfeed._src.base.coordination import process_count
 from meshfeed._src.base.errors import CheckpointError
 from meshfeed._src.base.types import PyTree
+from meshfeed._src.checkpoint.casts import check_cast, check_fits, check_python, may_overflow, python_type_of
 from meshfeed._src.checkpoint.layout import LoadPlan, Shape
 from meshfeed._src.checkpoint.leaves import (
     BYTES,
@@ -25,17 +26,12 @@ from meshfeed._src.checkpoint.leaves import (
     VALUE,
     Leaf,
     SavedLeaf,
-    check_cast,
-    check_fits,
-    check_python,
     is_key_dtype,
     key_shape,
     keys_of,
     kind_of,
     leaf_name,
-    may_overflow,
     native,
-    python_type_of,
     tree_of,
 )
 from meshfeed._src.checkpoint.options import short

@@ -58,7 +58,7 @@ def discard_errors(manager: Any) -> None:
 
     Without this private attribute, errors that come within the next moments are raised there.
     """
-    with contextlib.suppress(Exception):  # on another thread for the reason in waiting.py
+    with contextlib.suppress(Exception):  # on another thread for the reason in wait_until_finished
         SingleCall(getattr(manager, "_checkpointer", manager).wait_until_finished, "meshfeed-discard-errors").result()
 
 

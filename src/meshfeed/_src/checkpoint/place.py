@@ -27,8 +27,9 @@ from meshfeed._src.base import memory
 from meshfeed._src.base.coordination import process_index
 from meshfeed._src.base.errors import CheckpointError
 from meshfeed._src.base.types import PyTree
+from meshfeed._src.checkpoint.casts import check_fits, may_overflow
 from meshfeed._src.checkpoint.layout import Device, LoadPlan, spec_of, ways, with_rows
-from meshfeed._src.checkpoint.leaves import SavedLeaf, check_fits, is_key, key_dtype, keys_of, may_overflow
+from meshfeed._src.checkpoint.leaves import SavedLeaf, is_key, key_dtype, keys_of
 from meshfeed._src.checkpoint.plan import Restored
 from meshfeed._src.checkpoint.read import HostPieces
 
@@ -97,6 +98,11 @@ def place(
     """Builds a global array from this process's buffers and from shards already on their devices."""
     # Each device needs its own buffer: if two aliased one, donating one shard would overwrite the other.
     shards = [*placed, *(jax.device_put(list(buffers.values()), list(buffers)) if buffers else ())]
+    return assembled(shape, sharding, shards, dtype)
+
+
+def assembled(shape: Sequence[int], sharding: Sharding, shards: Sequence[jax.Array], dtype: DTypeLike) -> jax.Array:
+    """Builds a global array from shards on their devices."""
     # Without a local shard, JAX cannot infer the dtype.
     return jax.make_array_from_single_device_arrays(tuple(shape), sharding, shards, dtype=None if shards else dtype)
 
@@ -294,7 +300,4 @@ def with_placement(array: jax.Array, placement: Placement) -> jax.Array:
     if array.sharding == sharding or is_key(array):
         return array
     # The compiler returns PartitionSpec('a') for a requested ('a', None): the same layout, but they compare unequal.
-    shards = [shard.data for shard in array.addressable_shards]
-    return jax.make_array_from_single_device_arrays(
-        array.shape, sharding, shards, dtype=None if shards else array.dtype
-    )
+    return assembled(array.shape, sharding, [shard.data for shard in array.addressable_shards], array.dtype)

@@ -20,6 +20,7 @@ from numpy.typing import NDArray
 
 from meshfeed._src.base.coordination import process_count
 from meshfeed._src.base.errors import SettingsError
+from meshfeed._src.checkpoint.casts import may_overflow
 from meshfeed._src.checkpoint.layout import (
     GOOD_READS,
     AnyMesh,
@@ -31,7 +32,7 @@ from meshfeed._src.checkpoint.layout import (
     read_cost,
     replica_plan,
 )
-from meshfeed._src.checkpoint.leaves import CARRIERS, Leaf, SavedLeaf, may_overflow
+from meshfeed._src.checkpoint.leaves import CARRIERS, Leaf, SavedLeaf
 from meshfeed._src.checkpoint.options import RestoreOptions
 from meshfeed._src.checkpoint.stored import StoredArrays
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import collections
 import contextlib
+import dataclasses
 import functools
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import NamedTuple
@@ -15,6 +16,7 @@ from numpy.typing import NDArray
 from meshfeed._src.base import memory
 from meshfeed._src.base.coordination import process_index
 from meshfeed._src.base.threads import Threads
+from meshfeed._src.checkpoint.casts import check_fits
 from meshfeed._src.checkpoint.layout import (
     Box,
     Device,
@@ -26,11 +28,11 @@ from meshfeed._src.checkpoint.layout import (
     take_rows,
     with_rows,
 )
-from meshfeed._src.checkpoint.leaves import SavedLeaf, check_fits
+from meshfeed._src.checkpoint.leaves import SavedLeaf
 from meshfeed._src.checkpoint.plan import LeafRead
 from meshfeed._src.checkpoint.stored import PendingRead, StoredArrays
 
-_BYTES_IN_FLIGHT = 512 << 20
+BYTES_IN_FLIGHT = 512 << 20
 _THREADS = 4  # that compute digests, which a single one does at 3 to 10 GB/s
 _THREADED_BYTES = 1 << 20  # smaller units cost less than to hand them over
 
@@ -112,27 +114,16 @@ def _units(leaf: SavedLeaf, targets: Iterable[Target]) -> list[_Unit]:
     return [_unit(leaf, number, found[number]) for number in sorted(found)]
 
 
+@dataclasses.dataclass(frozen=True)
 class UnitReader:
-    """Reads units, checks them, and calls ``on_bytes`` with the number of bytes of each.
+    """Reads units, and checks them."""
 
-    At most ``bytes_in_flight``, or one unit, are requested from storage at once. ``must_fit`` is parameter name → dtype in
-    whose range its values must be.
-    """
-
-    def __init__(
-        self,
-        stored: StoredArrays,
-        *,
-        verify: bool,
-        bytes_in_flight: int | None,
-        on_bytes: Callable[[int], object],
-        must_fit: Mapping[str, DTypeLike] | None = None,
-    ) -> None:
-        self._stored = stored
-        self._verify = verify
-        self._limit = _BYTES_IN_FLIGHT if bytes_in_flight is None else max(1, bytes_in_flight)
-        self._on_bytes = on_bytes
-        self._must_fit = must_fit or {}
+    stored: StoredArrays
+    verify: bool
+    on_bytes: Callable[[int], object]  # called with the number of bytes of each unit
+    bytes_in_flight: int = BYTES_IN_FLIGHT  # at most so many, or one unit, are requested from storage at once
+    # Parameter name → dtype in whose range its values must be.
+    must_fit: Mapping[str, DTypeLike] = dataclasses.field(default_factory=dict)
 
     def read(self, leaves: Iterable[tuple[SavedLeaf, Sequence[Target]]]) -> None:
         """Reads the units of leaves that targets need, each once and in order, and fills the targets."""
@@ -143,12 +134,12 @@ class UnitReader:
         self._read([_unit(leaf, number) for number in range(len(leaf.units))])
 
     def _read(self, units: Sequence[_Unit]) -> None:
-        self._stored.open_soon(dict.fromkeys(unit.leaf.name for unit in units))
+        self.stored.open_soon(dict.fromkeys(unit.leaf.name for unit in units))
         pending: collections.deque[tuple[_Unit, PendingRead]] = collections.deque()
         in_flight = 0
         with contextlib.closing(Threads(_THREADS, "meshfeed-digests")) as threads:
             for unit in units:
-                while pending and in_flight + unit.nbytes > self._limit:
+                while pending and in_flight + unit.nbytes > self.bytes_in_flight:
                     in_flight -= self._finish(*pending.popleft())
                 pending.append((unit, self._start(unit, threads)))
                 in_flight += unit.nbytes
@@ -160,15 +151,15 @@ class UnitReader:
         # Storage may write directly into a sole target that holds all of the unit without a cast.
         if len(unit.targets) == 1 and intersect(unit.targets[0].box, box) == box:
             room = unit.targets[0].buffer[(*slices(box, unit.targets[0].box), ...)]  # `...`: a 0-d array stays one
-        values = self._stored.start_read(leaf, box, room)
-        check = functools.partial(self._stored.finish_read, leaf, box, values, self._verify)
-        return threads.submit(check).result if self._verify and unit.nbytes >= _THREADED_BYTES else check
+        values = self.stored.start_read(leaf, box, room)
+        check = functools.partial(self.stored.finish_read, leaf, box, values, self.verify)
+        return threads.submit(check).result if self.verify and unit.nbytes >= _THREADED_BYTES else check
 
     def _finish(self, unit: _Unit, checked: PendingRead) -> int:
         values = checked()
-        if unit.leaf.name in self._must_fit:  # while hosts still agree on errors
-            check_fits(f"leaf {unit.leaf.name!r}", values, self._must_fit[unit.leaf.name])
-        self._on_bytes(unit.nbytes)
+        if unit.leaf.name in self.must_fit:  # while hosts still agree on errors
+            check_fits(f"leaf {unit.leaf.name!r}", values, self.must_fit[unit.leaf.name])
+        self.on_bytes(unit.nbytes)
         for target in unit.targets:
             if not np.may_share_memory(values, target.buffer):  # else storage has written them there
                 target.fill(unit.box, values)

@@ -29,7 +29,7 @@ from meshfeed._src.checkpoint.match import match_tree
 from meshfeed._src.checkpoint.options import RestoreOptions
 from meshfeed._src.checkpoint.place import BlockGather, cut_block, gather, host_bits_of, place, with_devices
 from meshfeed._src.checkpoint.plan import LeafRead, Restored, RestorePlan
-from meshfeed._src.checkpoint.read import HostPieces, UnitReader
+from meshfeed._src.checkpoint.read import BYTES_IN_FLIGHT, HostPieces, UnitReader
 from meshfeed._src.checkpoint.report import RestoreProgress
 from meshfeed._src.checkpoint.stored import StoredArrays, find_item
 from meshfeed._src.state.state import digest_of
@@ -112,16 +112,14 @@ def _check_same(agreement: Agreement, plan: RestorePlan) -> None:
         if read.way == "packed" or not read.load.direct
     ]
     found = agreement.collect([save, digest_of(sent)])
-    if (differing := format_differences({host: save for host, (save, _) in found.items()})) is not None:
-        raise CheckpointError(
-            f"{plan.stored.directory}: hosts restore different saves at the same time ({differing}). Pass the same folder "
-            "and step on every host."
-        )
-    if (differing := format_differences({host: digest for host, (_, digest) in found.items()})) is not None:
-        raise CheckpointError(
-            f"{plan.stored.directory}: hosts restore different trees ({differing}). Pass the same tree, with the same "
-            "shardings, and the same settings of the restore on every host."
-        )
+    same_tree = "the same tree, with the same shardings, and the same settings of the restore"
+    for number, (what, remedy) in enumerate(
+        (("saves at the same time", "the same folder and step"), ("trees", same_tree))
+    ):
+        if (differing := format_differences({host: values[number] for host, values in found.items()})) is not None:
+            raise CheckpointError(
+                f"{plan.stored.directory}: hosts restore different {what} ({differing}). Pass {remedy} on every host."
+            )
 
 
 def _restore_here(
@@ -131,13 +129,9 @@ def _restore_here(
     limit = _limit_bytes(reads, options, agreement)
     restored: dict[LeafRead, Restored] = {}
     with RestoreProgress(stored.directory, sum(read.nbytes for read in reads)) as progress:
-        reader = UnitReader(
-            stored,
-            verify=options.verify,
-            bytes_in_flight=None if limit is None else limit // 2,
-            on_bytes=progress.add,
-            must_fit={read.leaf.name: read.dtype for read in reads if read.must_fit},
-        )
+        must_fit = {read.leaf.name: read.dtype for read in reads if read.must_fit}
+        in_flight = BYTES_IN_FLIGHT if limit is None else limit // 2
+        reader = UnitReader(stored, options.verify, progress.add, bytes_in_flight=in_flight, must_fit=must_fit)
         stages = _Stages(reader, agreement, limit)
         for group in _groups(in_pieces, limit):
             if (block_bytes := group[0].block_bytes(limit)) is not None:

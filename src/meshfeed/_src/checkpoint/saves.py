@@ -1,16 +1,20 @@
-"""A save by a Checkpointer: what is saved, and its parts, which are written on all hosts or fail on all of them."""
+"""A save by a Checkpointer: what is saved, its parts, which are written on all hosts or fail on all of them, and its end."""
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import dataclasses
 import functools
+import sys
+import threading
 import time
-from collections.abc import Coroutine, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from typing import Any, Protocol, TypeVar
 
 import jax
 import numpy as np
+import orbax.checkpoint as ocp
 from etils import epath
 from orbax.checkpoint import future as orbax_future
 
@@ -18,14 +22,96 @@ from meshfeed._src.base.coordination import format_differences, process_count
 from meshfeed._src.base.errors import CheckpointError, MeshfeedError
 from meshfeed._src.base.threads import SingleCall
 from meshfeed._src.base.types import JsonValue, PyTree
-from meshfeed._src.checkpoint.agreement import Agreement
-from meshfeed._src.checkpoint.barrier import SavePoints
+from meshfeed._src.checkpoint.agreement import Agreement, error_of, report_of
 from meshfeed._src.checkpoint.leaves import EncodedTree, describe_leaves
 from meshfeed._src.checkpoint.stored import digest
 from meshfeed._src.state.state import digest_of
 
 T = TypeVar("T")
 _CREATION_SECONDS, _POLL_SECONDS = 60.0, 0.01  # after that, writing names the folder that is missing
+_MOST_ROUNDS = 8  # hosts that failed wait for the others, which then raise, in one round or two
+
+
+class SavePoints:
+    """Where the hosts of one save wait for each other in the background, and learn which of them failed: this host's side.
+
+    Orbax's own barriers do not say why a host is missing: it failed earlier, and the others wait for it until their timeout,
+    30 minutes by default. A barrier that timed out also fails at once for the next Checkpointer that saves a step of that
+    number.
+
+    All hosts reach the points in the same order. A host that fails leaves out the points up to the barrier at which Orbax
+    ends every save. There it reports its error, and the hosts that wait for it elsewhere raise the same. ``save_id`` is
+    unique in the job, and the same on all hosts.
+    """
+
+    def __init__(self, save_id: object, step: int, timeout_seconds: float) -> None:
+        doing = f"waiting for the other hosts of step {step}"
+        self._agreement = Agreement(doing, timeout_seconds, f"save-{save_id}", kind="saving a step")
+        self._caller = threading.get_ident()
+        self._closed = False
+
+    def attempt(self, point: str, work: Callable[[], object]) -> None:
+        """Runs ``work``; returns once it has succeeded on every host, or raises the same error on all."""
+        failed: Exception | None = None
+        try:
+            work()
+        except Exception as error:
+            failed = error
+        _, first = self._meet(point, failed)
+        if first is not None:
+            raise error_of(first) from failed
+
+    def barrier(self, point: str) -> None:
+        """Waits for the other hosts, as Orbax asks for it; raises the error of a host that has failed before this point.
+
+        Orbax calls it on its threads also while it handles an error of this host, which is then reported.
+        """
+        # Around a call of save(), the caller may handle an error of its own.
+        failed = None if threading.get_ident() == self._caller else sys.exception()
+        for _ in range(_MOST_ROUNDS):
+            together, first = self._meet(point, failed)
+            if together:
+                return
+            if failed is None:
+                break  # otherwise the others raise now, and arrive here next
+        else:
+            first = None
+        if first is not None:
+            raise error_of(first)
+        raise CheckpointError(
+            f"{self._agreement.doing}: hosts are at different points of the save ({point} on this one)."
+        )
+
+    def _meet(self, point: str, failed: BaseException | None) -> tuple[bool, JsonValue]:
+        """Returns whether all hosts are at this point, and the report of the lowest-numbered host that failed, or None."""
+
+        def reduce(found: dict[int, JsonValue]) -> JsonValue:
+            first = next((report for _, (_, report) in sorted(found.items()) if report is not None), None)
+            return [len({point for point, _ in found.values()}) == 1, first]
+
+        together, first = self._agreement.reduce([point, None if failed is None else report_of(failed)], reduce)
+        return together, first
+
+    def close(self) -> None:
+        """Ends the points, once the save has ended on this host. Idempotent."""
+        if not self._closed:
+            self._closed = True
+            self._agreement.close()
+
+
+class OrbaxBarrier:
+    """The barrier for Orbax's ``AsyncOptions``. ``points`` are those of the save in progress."""
+
+    def __init__(self) -> None:
+        self.points: SavePoints | None = None
+
+    def __call__(self, *, key: str, timeout_ms: int) -> None:
+        """Waits for the other hosts."""
+        if self.points is None:  # not in the background of a save
+            with Agreement(key, timeout_ms / 1000) as agreement:
+                agreement.collect(None)
+        else:
+            self.points.barrier(key)
 
 
 @dataclasses.dataclass(eq=False)
@@ -125,6 +211,17 @@ def run_coroutine(coroutine: Coroutine[Any, Any, T], name: str) -> T:
     except RuntimeError:
         return asyncio.run(coroutine)
     return SingleCall(lambda: asyncio.run(coroutine), name).result()
+
+
+def wait_until_finished(manager: ocp.CheckpointManager) -> None:
+    """Waits until the manager has committed what it saves, and raises the error of the save, though Ctrl-C may arrive.
+
+    Orbax joins its thread. If Ctrl-C arrives there, CPython before 3.13 takes that thread for ended, so later waits return at
+    once, also the one at exit, and the save is lost; and Orbax forgets the step. So another thread waits first.
+    """
+    with contextlib.suppress(Exception):  # raised below; or the interpreter ends, and no thread can be started any more
+        SingleCall(manager.wait_until_finished, "meshfeed-wait-for-save").result()
+    manager.wait_until_finished()
 
 
 _DESCRIBED_LEAVES = 10_000

@@ -309,7 +309,7 @@ def _verify_arrays(item: epath.Path, step: int | None, problems: list[str]) -> F
         problems += [f"{path}: {problem}" for path, problem in file_problems(item, stored.manifest, content=True)]
         names = stored.array_names()
         stored.open_soon(names)
-        reader = UnitReader(stored, verify=True, bytes_in_flight=None, on_bytes=sizes.append)
+        reader = UnitReader(stored, verify=True, on_bytes=sizes.append)
         for name in names:
             problems += _problems(lambda name=name: reader.check(stored.saved(name)))
             without += not stored.manifest.digests.get(name)
@@ -362,7 +362,7 @@ def _inspect_step(directory: epath.Path, step: int, with_leaves: bool) -> dict[s
 def _leaf(name: str, entry: Entry) -> dict[str, JsonValue]:
     if "value" in entry:
         return {"name": name, "kind": entry["kind"], "value": entry["value"]}
-    dtype = dtype_of(entry)
+    dtype = dtype_of(entry["dtype"])
     return {
         "name": name,
         "kind": f"key {entry['impl']}" if "impl" in entry else entry["kind"],

@@ -51,17 +51,17 @@ from meshfeed._src.checkpoint.leaves import (
 from meshfeed._src.state.files import DamagedStateError, read_sealed, readable_path, sealed, write_json
 
 
-def digest_of_bytes(data: bytes | memoryview) -> str:
-    """Returns the xxh3-64 digest of ``data`` as 16 hex digits."""
-    return f"{xxhash.xxh3_64_intdigest(data):016x}"
-
-
 def digest(values: NDArray[np.generic]) -> str:
-    """Returns the digest of ``values``' bytes in row-major order.
+    """Returns the xxh3-64 of ``values``' bytes in row-major order, as 16 hex digits.
 
     Digests are of decoded values, not of files: a flipped bit in a compressed chunk may decode without an error.
     """
-    return digest_of_bytes(np.ascontiguousarray(values).reshape(-1).view(np.uint8).data)
+    return xxhash.xxh3_64_hexdigest(np.ascontiguousarray(values).reshape(-1).view(np.uint8).data)
+
+
+def digests_of(values: NDArray[np.generic], box: Box, grid: Grid) -> dict[int, str]:
+    """Returns the digest of each cell of a grid that the values of a box cover, by its number."""
+    return {number: digest(values[slices(grid.box(number), box)]) for number in grid.touching(box)}
 
 
 @public("meshfeed.checkpoint")
@@ -122,13 +122,6 @@ def read_json(path: epath.Path) -> JsonValue:
         raise DamagedCheckpointError(f"{path}: not JSON ({error}). {RESTORE_EARLIER}", path=str(path)) from None
 
 
-def _read_part(path: epath.Path) -> dict[str, JsonValue]:
-    try:
-        return read_sealed(path, _FORMAT, _VERSION, "manifest of arrays")
-    except DamagedStateError as error:
-        raise DamagedCheckpointError(str(error), path=error.path) from None
-
-
 def read_manifest(item: epath.PathLike) -> Manifest | None:
     """Reads the manifest of an item of arrays; returns None for an item that plain Orbax wrote.
 
@@ -139,7 +132,10 @@ def read_manifest(item: epath.PathLike) -> Manifest | None:
     paths = [path for path in children(make_path(item) / FOLDER) if path.name.endswith(".json")]
     joined = [path for path in paths if path.stem == _MANIFEST]
     manifest = Manifest()
-    for content in in_threads(_read_part, joined or sorted(paths, key=lambda path: path.name)):
+    read = functools.partial(
+        read_sealed, form=_FORMAT, version=_VERSION, what="manifest of arrays", error=DamagedCheckpointError
+    )
+    for content in in_threads(read, joined or sorted(paths, key=lambda path: path.name)):
         manifest.identity = content.get("identity") or manifest.identity
         manifest.skeleton = content.get("skeleton") or manifest.skeleton
         manifest.leaves.update(content.get("leaves", {}))
@@ -171,7 +167,7 @@ def _describe_files(item: epath.Path) -> dict[str, list[JsonValue]]:
                 size = _size_of(path)
                 # OCDBT keeps array data in folders "d"; the digests of chunks cover it.
                 small = size <= _SMALL_FILE_BYTES and "d" not in relative.split("/")[:-1]
-                found[relative] = [size, digest_of_bytes(path.read_bytes()) if small else None]
+                found[relative] = [size, xxhash.xxh3_64_hexdigest(path.read_bytes()) if small else None]
             elif relative != FOLDER:
                 folders.append(path)
     return found
@@ -200,7 +196,7 @@ def file_problems(item: epath.Path, manifest: Manifest, *, content: bool) -> Ite
             yield path, "is missing"
         elif found != size:
             yield path, f"has {found} bytes, but {size} bytes were saved"
-        elif content and digest is not None and digest_of_bytes(path.read_bytes()) != digest:
+        elif content and digest is not None and xxhash.xxh3_64_hexdigest(path.read_bytes()) != digest:
             yield path, "has a different digest from the saved file"
 
 
@@ -232,12 +228,10 @@ PendingRead: TypeAlias = Callable[[], NDArray[np.generic]]
 
 
 class StoredArrays:
-    """Opens the arrays of an item and reads boxes of them.
+    """Opens the arrays of an item, such as ``<checkpoint>/<step>/arrays``, and reads boxes of them.
 
-    Args:
-      directory: the item's folder, such as ``<checkpoint>/<step>/arrays``.
-      memory_limit_bytes: the restore's memory limit; it reduces the number of threads that read and decode.
-      metadata_key: see ``RestoreOptions``; not needed if our manifest records it.
+    A memory limit reduces the number of threads that read and decode. ``metadata_key`` is that of ``RestoreOptions``; not
+    needed if our manifest records it.
 
     Raises:
       CheckpointError: the folder does not exist.
@@ -320,15 +314,11 @@ class StoredArrays:
         return self._leaves[name]
 
     def _recorded(self, name: str) -> SavedLeaf:
-        leaf, entry = saved_leaf(name, self.manifest.leaves[name]), self.manifest.leaves[name]
+        leaf = saved_leaf(name, self.manifest.leaves[name])
         if leaf.encoding in (VALUE, NOTHING):
             return leaf
-        return dataclasses.replace(
-            leaf,
-            cell=tuple(entry["cell"]) if "cell" in entry else None,
-            chunk=tuple(entry["chunk"] if "chunk" in entry else self.chunk_of(name)),
-            digests=self.manifest.digests.get(name, {}),
-        )
+        chunk = leaf.chunk if "chunk" in self.manifest.leaves[name] else tuple(self.chunk_of(name))
+        return dataclasses.replace(leaf, chunk=chunk, digests=self.manifest.digests.get(name, {}))
 
     def _found(self, name: str) -> SavedLeaf:
         kind = self.kinds.get(name, "jax")
@@ -443,10 +433,8 @@ class StoredArrays:
         except Exception as error:
             raise self._failure(f"{where}: cannot be read", error) from error
         if verify and leaf.digests and leaf.cell is not None:
-            grid = Grid(leaf.stored_shape, leaf.cell)
-            for number in grid.touching(box):
-                found, wanted = digest(values[slices(grid.box(number), box)]), leaf.digests.get(number)
-                if found != wanted:
+            for number, found in digests_of(values, box, Grid(leaf.stored_shape, leaf.cell)).items():
+                if found != (wanted := leaf.digests.get(number)):
                     raise DamagedCheckpointError(
                         f"{where}: digest is {found}, but {wanted} was saved: stored bytes have changed. {RESTORE_EARLIER}",
                         path=str(self.directory),

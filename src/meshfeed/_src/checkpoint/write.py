@@ -30,7 +30,6 @@ from meshfeed._src.checkpoint.layout import (
     choose_cut,
     chunk_shape,
     cut_sharding,
-    slices,
     spec_axes,
     spec_of,
 )
@@ -43,7 +42,7 @@ from meshfeed._src.checkpoint.leaves import (
     is_key,
     stored_as,
 )
-from meshfeed._src.checkpoint.stored import digest
+from meshfeed._src.checkpoint.stored import digests_of
 
 
 @dataclasses.dataclass(frozen=True)
@@ -176,12 +175,6 @@ def _carrier(sharding: Sharding) -> Callable[[jax.Array], jax.Array]:
     return jax.jit(lambda array: _carry(to_bits(array), array.dtype), out_shardings=sharding)
 
 
-@functools.lru_cache(maxsize=1024)
-def _device_boxes(sharding: Sharding, shape: Shape) -> dict[object, Box]:
-    indices = sharding.addressable_devices_indices_map(shape)
-    return {device: box_of_index(index or (), shape) for device, index in indices.items()}
-
-
 class ShardDigests:
     """Host copies of the slices of one array that this process writes, and their digests.
 
@@ -198,9 +191,8 @@ class ShardDigests:
         if replica_id is None and held:
             replica_id = held[0].replica_id
         written = [shard for shard in held if shard.replica_id == replica_id]
-        boxes = _device_boxes(array.sharding, array.shape)
         self._shards: list[tuple[Box, jax.Array | NDArray[np.generic]]] = [
-            (boxes[shard.device], shard.data) for shard in written
+            (box_of_index(shard.index, array.shape), shard.data) for shard in written
         ]
         for shard in written if early else ():
             shard.data.copy_to_host_async()
@@ -217,6 +209,5 @@ class ShardDigests:
             box, data = self._shards.pop()
             # An explicit transfer, which jax_transfer_guard permits.
             values = jax.device_get(data if self._is_own else data.copy())  # copied: jax.Array caches its host value
-            for number in self._grid.touching(box):
-                digests[number] = digest(values[slices(self._grid.box(number), box)])
+            digests |= digests_of(values, box, self._grid)
         return digests

@@ -6,14 +6,13 @@ import contextlib
 import functools
 import logging
 import os
-import secrets
 
 from etils import epath
 
 from meshfeed._src.base.errors import CheckpointError
 from meshfeed._src.base.writer import new_note, who
-from meshfeed._src.checkpoint.directory import SHARED
 from meshfeed._src.checkpoint.step import find_steps
+from meshfeed._src.state.files import write_text
 
 _NAME = ".writer.json"  # while a job saves here; hidden, and not a number, so no step
 _log = logging.getLogger("meshfeed.checkpoint")
@@ -95,13 +94,9 @@ class FolderWriter:
 
     def _write(self, note: str) -> None:
         with contextlib.suppress(Exception):  # the step cannot be written either, and its error says more
-            if "://" in str(self._directory):
-                self._path.write_text(note)
-            else:
+            if "://" not in str(self._directory):
                 self._directory.mkdir(parents=True, exist_ok=True)
-                part = self._directory / f"{SHARED}{secrets.token_hex(6)}"
-                part.write_text(note)
-                part.replace(self._path)  # also if the file belongs to another user
+            write_text(self._path, note)
             self._is_written = True
 
 

@@ -120,41 +120,35 @@ def write_text(path: epath.Path, text: str) -> None:
 def write_state(
     directory: Directory, state: JsonObject, *, identity: JsonObject | None = None, process: int | None = None
 ) -> None:
-    """Writes this host's part of a feed's state, if it has one (:func:`must_write`).
+    """Writes this host's part of a feed's state, if it has one (:func:`must_write`), into an existing folder.
 
-    Args:
-      directory: an existing directory, local or remote.
-      state: the result of ``get_state``.
-      identity: identifies the checkpoint to which the file belongs.
-      process: this host's index; default: the JAX process index.
+    ``identity`` is that of the checkpoint to which the file belongs; ``process`` is by default this process.
     """
     process = process_index() if process is None else process
     if must_write(state, process):
         write_json(make_path(directory) / file_name(state, process), make_document(state, identity, process))
 
 
-def read_sealed(path: epath.Path, form: str, version: int, what: str) -> dict[str, JsonValue]:
-    """Returns the content of a JSON file that :func:`sealed` made.
+def read_sealed(
+    path: epath.Path, form: str, version: int, what: str, error: type[DamagedStateError] = DamagedStateError
+) -> dict[str, JsonValue]:
+    """Returns the content of a JSON file that :func:`sealed` made: ``what``, for errors.
 
-    Args:
-      path: the file.
-      form: the field that has the version of the file's format.
-      version: the newest version that can be read.
-      what: describes the content, for errors.
+    The field ``form`` has the version of the file's format, which may be at most ``version``.
 
     Raises:
-      DamagedStateError: the file differs from what was written.
+      DamagedStateError: the file differs from what was written; of the class ``error``.
       CheckpointError: a newer version of meshfeed wrote it.
     """
 
     def damaged(problem: str) -> DamagedStateError:
         remedy = "The file is damaged or was changed by hand; restore an earlier step."
-        return DamagedStateError(f"{path}: {problem}. {remedy}", path=str(path))
+        return error(f"{path}: {problem}. {remedy}", path=str(path))
 
     try:
         document = json.loads(path.read_text())
-    except ValueError as error:
-        raise damaged(f"not JSON ({error}), expected a {what}") from None
+    except ValueError as problem:
+        raise damaged(f"not JSON ({problem}), expected a {what}") from None
     if not isinstance(document, dict) or form not in document:
         raise damaged(f"not the {what}")
     document = cast("dict[str, JsonValue]", document)
@@ -180,10 +174,7 @@ def state_paths(directory: Directory) -> list[epath.Path]:
 
 
 def read_document(directory: Directory) -> dict[str, JsonValue]:
-    """Reads a folder's state files and merges them into one document.
-
-    Args:
-      directory: a directory that any number of hosts passed to :func:`write_state`.
+    """Reads a folder's state files, which any number of hosts have written, and merges them into one document.
 
     Raises:
       DamagedStateError: a file is damaged.
