@@ -65,11 +65,14 @@ def test_registered_for_jax_arrays(tmp_path, mesh, tree, restore):
 def test_an_item_is_saved_where_an_event_loop_runs(tmp_path, tree):
     """As in a notebook, in which ``asyncio.run`` is an error."""
 
+    handler = ArraysHandler()
+
     async def cell() -> None:
-        ArraysHandler().save(tmp_path / "a", ArraysSave(tree))
+        handler.save(tmp_path / "a", ArraysSave(tree))
 
     asyncio.run(cell())
-    assert_same(tree, ArraysHandler().restore(tmp_path / "a", ArraysRestore(abstract(tree))))
+    handler.finalize(tmp_path / "a")
+    assert_same(tree, handler.restore(tmp_path / "a", ArraysRestore(abstract(tree))))
 
 
 def test_async_and_composite_with_a_manager(tmp_path, tree):

@@ -65,35 +65,25 @@ class Assembler:
     A host with no device in a leaf's sharding gets a ``jax.Array`` of the same global shape, dtype and sharding but no
     addressable shards. It can be passed to a jitted step and holds no values.
 
-    Args:
-      prefix: normalized shardings, a pytree prefix of the batch.
-      plan: global batch size → the rows that this host holds.
-      device_put: how arrays are put on devices and whether 64-bit dtypes are kept; see :meth:`DevicePut.default`.
-
-    Attributes:
-      x64: whether 64-bit dtypes are kept.
-      record_shapes: leaf path → shape of a record's leaf; set if hosts read only some of the columns.
+    ``prefix`` is a pytree prefix of the batch with normalized shardings; ``plan`` maps a global batch size to the rows that
+    this host holds.
     """
 
     def __init__(self, prefix: PyTree, plan: Callable[[int], HostPlan], *, device_put: DevicePut | None = None) -> None:
         self._prefix = prefix
         self._plan = plan
         self._how = device_put or DevicePut.default()
-        self.x64 = self._how.x64
+        self.x64 = self._how.x64  # whether 64-bit dtypes are kept
+        # Leaf path → shape of a record's leaf; set if hosts read only some of the columns.
         self.record_shapes: Mapping[str, tuple[int, ...]] | None = None
         self._kinds: list[tuple[_BatchKind, list[_Leaf]]] = []  # the last used first
 
     def __call__(self, tree: PyTree, global_batch_size: int) -> PyTree:
-        """Starts the transfer of a host batch and returns a global array for each leaf. Any thread.
+        """Starts the transfer of a host batch and returns the same pytree of global arrays ``[global_batch_size, ...]``.
 
-        Args:
-          tree: arrays ``[host rows, ...]``, rows in the order of the plan. The remaining dimensions are those of a record
-            or, with ``record_shapes``, only the plan's columns of it. On CPU the result shares memory with arrays whose
-            address is a multiple of 64 bytes: do not write to them afterwards.
-          global_batch_size: rows of the global batch.
-
-        Returns:
-          The same pytree with global arrays ``[global_batch_size, ...]``.
+        Any thread. ``tree`` has arrays ``[host rows, ...]``, rows in the order of the plan. The remaining dimensions are
+        those of a record or, with ``record_shapes``, only the plan's columns of it. On CPU the result shares memory with
+        arrays whose address is a multiple of 64 bytes: do not write to them afterwards.
 
         Raises:
           SourceError: a leaf has no rows, a different number of rows or columns than planned, or a dtype that JAX does
@@ -210,11 +200,9 @@ class BlockDevicePut:
         self._aval: object = None
 
     def __call__(self, blocks: list[np.ndarray]) -> jax.Array:
-        """Returns the global array.
+        """Returns the global array of C-contiguous blocks of ``dtype``, one per device; several may be the same array.
 
-        Args:
-          blocks: one C-contiguous array of ``dtype`` per device; several may be the same array. On CPU the result
-            shares their memory: do not write to them afterwards.
+        On CPU the result shares their memory: do not write to them afterwards.
         """
         if not self._devices:
             return self._device_put.without_blocks(self._shape, self._sharding, self._dtype)

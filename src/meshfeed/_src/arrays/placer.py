@@ -83,26 +83,14 @@ class Placer(Protocol):
 class ShardedPlacer:
     """Each host reads the rows that its devices hold.
 
-    Args:
-      prefix: normalized shardings, a pytree prefix of the batch.
-      process_index: this host.
-      mask_key: key of the mask, a leaf of ``prefix`` that records do not have.
-      device_put: how arrays are put on devices and whether 64-bit dtypes are kept; see :meth:`DevicePut.default`.
-
-    Attributes:
-      plan: global batch size → this host's plan; cached.
-      put: host batch, global batch size → global arrays.
+    ``plan`` maps a global batch size to this host's plan; cached. ``put`` maps a host batch and its size to global arrays.
+    ``mask_key`` is the key of the mask, a leaf of ``prefix`` that records do not have.
     """
 
     finish_computes = False
 
     def __init__(
-        self,
-        prefix: PyTree,
-        process_index: int,
-        mask_key: str | None = None,
-        *,
-        device_put: DevicePut | None = None,
+        self, prefix: PyTree, process_index: int, mask_key: str | None = None, *, device_put: DevicePut | None = None
     ) -> None:
         self.participants, self.layout = participants(prefix), describe_layout(prefix)
         self.plan: Callable[[int], HostPlan] = functools.cache(lambda size: plan_host(prefix, size, process_index))

@@ -5,13 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TypeVar
 
-from meshfeed._src.base.coordination import (
-    format_differences,
-    next_use,
-    process_count,
-    process_index,
-    require_store,
-)
+from meshfeed._src.base.coordination import format_differences, next_use, process_count, process_index, require_store
 from meshfeed._src.base.errors import CheckpointError, Failure, MeshfeedError, SettingsError
 from meshfeed._src.base.reduction import Rounds
 from meshfeed._src.base.types import JsonValue

@@ -100,7 +100,7 @@ class ArrayHandler(ocp.type_handlers.ArrayHandler):
     ) -> list[orbax_future.Future]:
         if infos[0].is_ocdbt_checkpoint or infos[0].use_zarr3:
             check_metadata_key(self.restore_options.metadata_key)
-        names = [_name_of(info) for info in infos]
+        names = [str(info.name) for info in infos]
         # Not across an await: another coroutine on this thread may need the caller's mesh.
         with without_callers_settings():
             writes = [
@@ -143,9 +143,7 @@ class ArrayHandler(ocp.type_handlers.ArrayHandler):
         return not limited or self._status is None or self._status.ask(info.keypath).name == "SYNCHRONOUS"
 
     async def deserialize(
-        self,
-        infos: Sequence[ocp.type_handlers.ParamInfo],
-        args: Sequence[ocp.type_handlers.RestoreArgs] | None = None,
+        self, infos: Sequence[ocp.type_handlers.ParamInfo], args: Sequence[ocp.type_handlers.RestoreArgs] | None = None
     ) -> Sequence[jax.Array]:
         """Restores the arrays. All processes of the job must call it with the same parameters.
 
@@ -206,11 +204,6 @@ class _AskedOnce:
         return getattr(self._callback, name)
 
 
-def _name_of(info: ocp.type_handlers.ParamInfo) -> str:
-    assert info.name is not None
-    return info.name
-
-
 def _within_limit(options: RestoreOptions, infos: Sequence[ocp.type_handlers.ParamInfo]) -> RestoreOptions:
     """Applies Orbax's ``restore_concurrent_gb`` if there is no limit of ours."""
     limit = getattr(infos[0].byte_limiter, "max_bytes", None)
@@ -223,7 +216,7 @@ def _plan_parameter(
     stored: StoredArrays, info: ocp.type_handlers.ParamInfo, arg: ocp.type_handlers.RestoreArgs, saved: object
 ) -> PlannedLeaf:
     """Plans a parameter from Orbax's restore arguments: ``ArrayRestoreArgs``, or plain ``RestoreArgs``."""
-    name = _name_of(info)
+    name = str(info.name)
     shape = getattr(arg, "global_shape", None)
     shape = getattr(arg, "shape", None) if shape is None else shape
     sharding, strict = _sharding(stored, name, arg, saved), getattr(arg, "strict", True)

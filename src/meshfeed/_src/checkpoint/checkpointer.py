@@ -679,10 +679,7 @@ def _open_manager(
     directory: epath.Path, options: ocp.CheckpointManagerOptions, handlers: dict[str, Any]
 ) -> ocp.CheckpointManager:
     """Opens a folder with Orbax; again if another job removes a step while Orbax looks at it."""
-
-    def attempt() -> ocp.CheckpointManager:
-        return ocp.CheckpointManager(directory, options=options, item_handlers=handlers)
-
+    attempt = functools.partial(ocp.CheckpointManager, directory, options=options, item_handlers=handlers)
     if process_count() > 1:  # a host alone must not repeat what all do together
         return attempt()
     return call_with_retry(attempt, _OPENING, doing=f"opening {directory}")

@@ -479,12 +479,9 @@ def rows_in_flight(plan: LoadPlan, units: Grid, itemsize: int, limit: int) -> tu
     the requested shape differs from the stored one, pieces are read whole, whatever the limit. The last rows of a piece
     may be fewer than are read at once, but not fewer than are sent.
 
-    Args:
-      plan: must not be direct.
-      units: units of the stored leaf.
-      itemsize: bytes per value of the requested dtype.
-      limit: bytes per process. Half of it bounds the rows read, beside the chunks in flight from storage. All of it
-        bounds the copies of a block in transit, when no chunk is in flight.
+    ``plan`` must not be direct; ``itemsize`` is in bytes per value of the requested dtype. Half of the limit, in bytes per
+    process, bounds the rows read, beside the chunks in flight from storage. All of it bounds the copies of a block in
+    transit, when no chunk is in flight.
     """
     devices = devices_of_a_process(plan.sharding)
     row = max(1, math.prod(plan.piece_shape) // max(1, plan.piece) * itemsize * devices)

@@ -168,7 +168,7 @@ class SavedLeaf:
 
     def placeholder(self) -> Leaf:
         """Returns the leaf's placeholder in an abstract tree."""
-        return self.value if self.encoding == VALUE else KINDS[self.kind].placeholder(self)
+        return KINDS[self.kind].placeholder(self)
 
     def of_slices(self, sharding: jax.sharding.Sharding) -> jax.sharding.Sharding:
         """Returns the saved sharding if ``sharding`` is that of the slices, which earlier versions gave to Orbax."""

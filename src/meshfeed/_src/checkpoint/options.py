@@ -89,9 +89,8 @@ class RestoreOptions:
 def split_options(options: tuple[Any, ...], keywords: Mapping[str, Any]) -> tuple[RestoreOptions, dict[str, Any]]:
     """Returns the options among a handler's arguments, and the keywords left over, which are Orbax's.
 
-    Args:
-      options: the options themselves, or their fields in order.
-      keywords: fields of the options, also under the names of Orbax's ``SingleReplicaArrayHandler``, and others.
+    Arguments are the options themselves, or their fields in order; keywords are fields of the options, also under the names
+    of Orbax's ``SingleReplicaArrayHandler``, and others.
 
     Raises:
       SettingsError: a value is invalid, or a setting is given under both names with different values.

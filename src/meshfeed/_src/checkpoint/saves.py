@@ -48,7 +48,6 @@ class SavePoints:
         doing = f"waiting for the other hosts of step {step}"
         self._agreement = Agreement(doing, timeout_seconds, f"save-{save_id}", kind="saving a step")
         self._caller = threading.get_ident()
-        self._closed = False
 
     def attempt(self, point: str, work: Callable[[], object]) -> None:
         """Runs ``work``; returns once it has succeeded on every host, or raises the same error on all."""
@@ -93,10 +92,8 @@ class SavePoints:
         return together, first
 
     def close(self) -> None:
-        """Ends the points, once the save has ended on this host. Idempotent."""
-        if not self._closed:
-            self._closed = True
-            self._agreement.close()
+        """Ends the points, once the save has ended on this host."""
+        self._agreement.close()
 
 
 class OrbaxBarrier:
@@ -136,8 +133,8 @@ class StepSave:
 
     def end(self) -> None:
         """Ends the waits for other hosts, once the save has ended on this one."""
-        if "points" in vars(self):
-            self.points.close()
+        if (points := vars(self).pop("points", None)) is not None:
+            points.close()
 
     def begin(self, item: str, futures: Sequence[orbax_future.Future]) -> list[orbax_future.Future]:
         """Returns the futures of an item for Orbax, which succeed on all hosts or raise the same error on all."""

@@ -31,7 +31,7 @@ from orbax.checkpoint.checkpoint_manager import CheckpointInfo
 from meshfeed._src.base.coordination import process_count, process_index
 from meshfeed._src.base.errors import CheckpointError, MeshfeedError
 from meshfeed._src.base.store_path import StorePath
-from meshfeed._src.base.threads import Background, Call, Threads
+from meshfeed._src.base.threads import Call, SingleCall, Threads
 from meshfeed._src.checkpoint.agreement import Agreement
 from meshfeed._src.checkpoint.saves import StepSave, run_coroutine
 from meshfeed._src.checkpoint.step import ARRAYS, find_steps
@@ -41,7 +41,6 @@ from meshfeed._src.checkpoint.writer import FolderWriter
 
 _log = logging.getLogger("meshfeed.checkpoint")
 _MADE_BY_HOST_0 = "array_metadatas"  # by Orbax, and other hosts wait for it, which do not see it here
-_TICK_SECONDS = 60.0
 _LOOK_SECONDS = 0.1
 _CHUNK = re.compile(r"\d+(\.\d+)*")  # whole once it has this name: TensorStore renames it
 _UPLOADS = 16  # in flight at once, each with a file of about 16 MiB in memory
@@ -63,8 +62,7 @@ class StoreManager:
     ) -> None:
         self._directory, self._handlers, self._options, self._writer = directory, handlers, options, writer
         self._steps = sorted(steps)  # of the store, without a request at every training step
-        self._thread: Background | None = None
-        self._error: BaseException | None = None
+        self._saving: SingleCall[None] | None = None
 
     def all_steps(self) -> list[int]:
         """Returns the committed steps."""
@@ -96,8 +94,8 @@ class StoreManager:
             if name == ARRAYS:
                 (staging / name / _MADE_BY_HOST_0).mkdir()
             futures += run_coroutine(self._handlers[name].async_save(staging / name, item), "meshfeed-save") or []
-        self._thread = Background(lambda: self._write(save, staging, list(items), futures, started), "meshfeed-save")
-        self._thread.start()
+        self._saving = SingleCall(lambda: self._write(save, staging, list(items), futures, started), "meshfeed-save")
+        self._saving.start()
         return True
 
     def _write(
@@ -117,11 +115,11 @@ class StoreManager:
                 agreement.attempt(lambda: uploads.run(lambda: [future.result() for future in futures]))
                 removed = agreement.publish(lambda: self._commit(folder, items, started))
             self._steps = sorted({*self._steps, save.step} - set(removed))
-        except BaseException as error:
-            self._error = error
+        except BaseException:
             for future in futures:  # they must not write into the folder of the next save
                 with contextlib.suppress(Exception):
                     future.result(save.timeout_seconds)
+            raise
         finally:
             shutil.rmtree(staging, ignore_errors=True)
 
@@ -169,13 +167,10 @@ class StoreManager:
 
     def wait_until_finished(self) -> None:
         """Waits for the save in the background, and raises its error."""
-        if self._thread is not None:
-            while not self._thread.join(_TICK_SECONDS):
-                pass  # hosts do not wait for each other for ever, nor do requests
-            self._thread = None
-        error, self._error = self._error, None
-        if error is not None:
-            raise error
+        if (saving := self._saving) is not None:
+            saving.wait()  # hosts do not wait for each other for ever, nor do requests
+            self._saving = None
+            saving.result()
 
     def close(self) -> None:
         """Does nothing: no thread outlives a save."""

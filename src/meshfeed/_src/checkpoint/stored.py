@@ -214,6 +214,10 @@ def _threads(most: int, memory_limit_bytes: int | None) -> int:
     return most if memory_limit_bytes is None else min(most, max(1, memory_limit_bytes // _BYTES_KEPT_BY_A_THREAD))
 
 
+def _kvstore(folder: str) -> JsonValue:
+    return f"{folder}/" if "://" in folder else {"driver": "file", "path": f"{folder}/"}
+
+
 def find_item(directory: epath.PathLike) -> epath.Path:
     """Returns the folder of the arrays: ``directory`` itself, or the only item inside it."""
     directory = readable_path(directory)
@@ -345,18 +349,12 @@ class StoredArrays:
             return {}
 
     def _spec(self, name: str) -> dict[str, JsonValue]:
-        plain = self._format
-        base = os.fspath(self.directory)
-        if isinstance(self.directory, StorePath):
-            root = database_of(self.directory) if self._ocdbt else None
-        else:
-            root = base + "/" if "://" in base else {"driver": "file", "path": base + "/"}
+        plain, base = self._format, os.fspath(self.directory)
         if self._ocdbt:
+            root = database_of(self.directory) if isinstance(self.directory, StorePath) else _kvstore(base)
             kvstore: JsonValue = {"driver": "ocdbt", "base": root, "path": f"{name}/", "cache_pool": "cache_pool#ocdbt"}
-        elif "://" in base:
-            kvstore = f"{base}/{name}/"
         else:
-            kvstore = {"driver": "file", "path": f"{base}/{name}/"}
+            kvstore = _kvstore(f"{base}/{name}")
         fill = not plain.get("store_array_data_equal_to_fill_value", False)
         of_arrays = self.metadata_key is not None and self._plain_types[name] == "jax.Array"
         # A committed checkpoint does not change, so caches need no revalidation. With our manifest, a missing chunk is

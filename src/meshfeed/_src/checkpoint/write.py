@@ -33,15 +33,7 @@ from meshfeed._src.checkpoint.layout import (
     spec_axes,
     spec_of,
 )
-from meshfeed._src.checkpoint.leaves import (
-    Entry,
-    carrier_of,
-    check_hosts,
-    describe_array,
-    half_bits,
-    is_key,
-    stored_as,
-)
+from meshfeed._src.checkpoint.leaves import Entry, carrier_of, check_hosts, describe_array, half_bits, is_key, stored_as
 from meshfeed._src.checkpoint.stored import digests_of
 
 

@@ -265,13 +265,7 @@ def colocated_mesh(mesh: Mesh) -> Mesh:
 
 
 class RemoteClient:
-    """Calls the :class:`Endpoint` on the hosts of ``mesh``, a mesh of accelerators.
-
-    Attributes:
-      mesh: the mesh of accelerators.
-      cpu_mesh: the mesh of CPU devices colocated with them.
-      header: the header of the last answer.
-      turn: taken by :meth:`take`; see :mod:`meshfeed._src.base.turn`.
+    """Calls the :class:`Endpoint` on the hosts of ``mesh``, a mesh of accelerators; ``cpu_mesh`` are the CPU devices beside.
 
     Raises:
       SettingsError: there are not enough CPU devices, or no device of the mesh belongs to this process.
@@ -299,11 +293,11 @@ class RemoteClient:
         # Also at exit: JAX fails to delete a colocated object once its own modules are being torn down.
         self._finalizer = finalize(self, held.clear)
         self._owner = Owner()
-        self.turn: dict[str, object] = {}
+        self.turn: dict[str, object] = {}  # taken by take(); see base/turn.py
         self._requests: dict[int, jax.Array] = {}
         self._ordinals: dict[int, int] = {}
         self._spec_known = False
-        self.header = Header(0)
+        self.header = Header(0)  # of the last answer
         if self._global.is_fully_addressable:  # the only controller
             self._connect()
         with without_callers_settings():

@@ -15,7 +15,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
-import json
 import os
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal
@@ -26,24 +25,10 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from numpy.typing import ArrayLike
 
 from meshfeed._src.base import coordination
-from meshfeed._src.base.errors import (
-    Failure,
-    MeshfeedError,
-    SettingsError,
-    SourceError,
-    hides_own_frames,
-)
+from meshfeed._src.base.errors import Failure, MeshfeedError, SettingsError, SourceError, hides_own_frames
 from meshfeed._src.base.exact_json import tree_from_json, tree_to_json
 from meshfeed._src.base.fork import NotCopied
-from meshfeed._src.base.settings import (
-    SETTINGS,
-    Balance,
-    BatchSchedule,
-    FeedSettings,
-    Retry,
-    ShardShuffle,
-    SkipBad,
-)
+from meshfeed._src.base.settings import SETTINGS, Balance, BatchSchedule, FeedSettings, Retry, ShardShuffle, SkipBad
 from meshfeed._src.base.stats import FeedStats, stats_since
 from meshfeed._src.base.stores import write_output
 from meshfeed._src.base.turn import in_turn
@@ -83,12 +68,7 @@ class FeedTarget:
     """
 
     def __init__(
-        self,
-        make_source: Callable[[], Any],
-        specs: PyTree,
-        settings: Mapping[str, Any],
-        resharded: bool,
-        mesh: Mesh,
+        self, make_source: Callable[[], Any], specs: PyTree, settings: Mapping[str, Any], resharded: bool, mesh: Mesh
     ) -> None:
         sharding = jax.tree.map(
             lambda spec: NamedSharding(mesh, spec), specs, is_leaf=lambda leaf: isinstance(leaf, PartitionSpec)
@@ -106,8 +86,8 @@ class FeedTarget:
         self._size = 0
         self._varies = isinstance(feed.config()["global_batch_size"], list)
         self.calls: dict[str, Any] = {
-            "get_state": lambda: json.dumps(feed.get_state()),
-            "set_state": lambda text: feed.set_state(json.loads(text)),
+            "get_state": feed.get_state,
+            "set_state": feed.set_state,
             "reset": feed.reset,
             "start": feed.start,
             "set_weights": lambda weights, from_step: feed.set_weights(weights, from_step=from_step),
@@ -282,7 +262,7 @@ class RemoteFeed(Checkpointable, NotCopied):
 
     def get_state(self) -> dict[str, Any]:
         """Returns the JSON state after the last delivered batch, merged over all hosts of this controller."""
-        states = [json.loads(text) for text in self._client.call("get_state")]
+        states = self._client.call("get_state")
         return states[0] if len(states) == 1 else feed_state.merge_states(states)
 
     @in_turn
@@ -294,7 +274,7 @@ class RemoteFeed(Checkpointable, NotCopied):
             unchanged.
         """
         feed_state.parse_state(state)  # rejects a damaged state before any host changes
-        self._client.call("set_state", json.dumps(state))
+        self._client.call("set_state", state)
         self._ended = False
 
     @in_turn
@@ -328,7 +308,7 @@ class RemoteFeed(Checkpointable, NotCopied):
         state, counted = self.get_state(), self._client.call("counted")[0]
         client, memory_kind = self._make_client(sharding, resharded=True)
         try:
-            client.call("set_state", json.dumps(state))
+            client.call("set_state", state)
             client.know_spec()
             client.call("continue_from", counted)
         except BaseException:

@@ -127,10 +127,7 @@ def _needed_version(text: str) -> int:
 
 
 def parse_state(state: JsonValue) -> FeedState:
-    """Parses a state and checks its form.
-
-    Args:
-      state: the result of ``get_state``, or its JSON text.
+    """Parses the result of ``get_state``, or its JSON text, and checks its form.
 
     Raises:
       StateMismatchError: the state is not JSON, truncated or from a newer version, or a field is missing, unknown, of
