@@ -18,6 +18,7 @@ from checkpoint_trees import abstract, assert_same, make_mesh, place, special_fl
 from jax.sharding import NamedSharding, PartitionSpec
 
 from meshfeed._src.arrays.reshard import bits_dtype
+from meshfeed._src.base import host_memory
 from meshfeed._src.base import memory as base_memory
 from meshfeed._src.checkpoint import restore as checkpoint_restore
 from meshfeed._src.checkpoint.layout import LoadPlan, replica_plan
@@ -195,6 +196,12 @@ def test_few_threads_read_within_a_small_limit(saved):
         context = StoredArrays(directory, limit)._context
         names = ("file_io_concurrency", "data_copy_concurrency")
         assert [context[name].to_json()["limit"] for name in names] == threads
+
+
+def test_the_memory_of_devices_without_their_own_is_that_of_the_container(tmp_path, monkeypatch):
+    (tmp_path / "memory.max").write_text("4096\n")
+    monkeypatch.setattr(host_memory, "_LIMITS", [str(tmp_path / "memory.max")])
+    assert checkpoint_restore._device_bytes() == 4096
 
 
 def test_a_fraction_of_the_free_memory_is_the_least_of_all_hosts(monkeypatch):

@@ -9,7 +9,6 @@ from __future__ import annotations
 import collections
 import gc
 import math
-import os
 from collections.abc import Callable, Sequence
 from typing import NamedTuple, TypeAlias
 
@@ -20,6 +19,7 @@ from etils import epath
 from meshfeed._src.arrays.reshard import without_callers_settings
 from meshfeed._src.base.coordination import format_differences, process_index
 from meshfeed._src.base.errors import CheckpointError
+from meshfeed._src.base.host_memory import host_memory_bytes
 from meshfeed._src.base.types import PyTree
 from meshfeed._src.checkpoint.agreement import Agreement
 from meshfeed._src.checkpoint.exchange import exchange
@@ -200,7 +200,7 @@ def _limit_bytes(reads: Sequence[LeafRead], options: RestoreOptions, agreement: 
 def _device_bytes() -> int:
     # CPU devices report no statistics; the limit is then the host's memory.
     stats = jax.local_devices()[0].memory_stats()
-    return stats["bytes_limit"] if stats else os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    return stats["bytes_limit"] if stats else host_memory_bytes()
 
 
 def _held_bytes(values: Restored) -> int:
