@@ -105,6 +105,16 @@ def test_a_batch_need_not_be_a_multiple_of_the_devices(num_rows: int) -> None:
     same_bits(plan.reshard(plan.put(host)), host)
 
 
+@pytest.mark.parametrize("num_rows", [1, 3])
+@pytest.mark.parametrize("dtype", [np.float32, np.complex64])
+def test_a_gather_as_a_sum_keeps_negative_zeros(dtype: type, num_rows: int) -> None:
+    """XLA adds zeros to the rows if it gathers some of them from a sharded dimension."""
+    host = -np.zeros((num_rows, 8), dtype)
+    for spec in (P(), P(None, "model")):
+        plan = RowAssignment(NamedSharding(mesh_of(), spec), "once", num_rows, 0)
+        same_bits(plan.reshard(plan.put(host)), host)
+
+
 def test_64_bits_travel_where_they_are_on() -> None:
     with jax.enable_x64(True):
         loader = LoadOncePlacer(NamedSharding(mesh_of(), P("data")), "once", 0)

@@ -29,7 +29,7 @@ from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionS
 
 from meshfeed._src.arrays.device_put import BlockDevicePut, DevicePut, check_leaf, contiguous
 from meshfeed._src.arrays.dtypes import batch_spec, check_values, leaf_spec, narrow, x64_types
-from meshfeed._src.arrays.reshard import bit_width, constraint_sharding, from_bits, without_callers_settings
+from meshfeed._src.arrays.reshard import constraint_sharding, from_bits, without_callers_settings
 from meshfeed._src.base import memory
 from meshfeed._src.base.errors import PlanError, SettingsError
 from meshfeed._src.base.trees import TreeDef, flatten
@@ -83,8 +83,6 @@ def _from_carrier(bits: jax.Array, dtype: npt.DTypeLike) -> jax.Array:
     if dtype.kind == "c":
         part = np.dtype(f"float{dtype.itemsize * 4}")
         return lax.complex(from_bits(bits[..., 0], part), from_bits(bits[..., 1], part))
-    if (width := bit_width(dtype)) < 8:
-        bits = bits & ((1 << width) - 1)  # numpy sign-extends into the rest of the byte
     return from_bits(bits, dtype)
 
 
@@ -250,11 +248,10 @@ class RowAssignment:
         return self._rows.rows
 
     def put(self, host_tree: PyTree) -> LoadedBatch:
-        """Starts the transfer to this host's devices. Any thread; no device computation.
+        """Starts the transfer of arrays ``[len(host_rows), ...]`` to this host's devices. Any thread; no device computation.
 
-        Args:
-          host_tree: arrays ``[len(host_rows), ...]``, including on a host that reads no rows: trailing shapes and
-            dtypes must match the other hosts. On CPU the result shares their memory: do not write to them afterwards.
+        On a host that reads no rows, too, trailing shapes and dtypes must match the other hosts. On CPU the result shares
+        the arrays' memory: do not write to them afterwards.
 
         Raises:
           SourceError: a leaf has a different number of rows, or a dtype that JAX does not support.

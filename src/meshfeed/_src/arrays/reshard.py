@@ -66,7 +66,7 @@ def to_bits(x: jax.Array) -> jax.Array:
 
 
 def from_bits(bits: jax.Array, dtype: Any) -> jax.Array:
-    """Inverts :func:`to_bits` after the collective. Use under ``jit``. ``dtype`` may be a dtype of PRNG keys."""
+    """Inverts :func:`to_bits`, or a view of host values as their bits, after the collective. Use under ``jit``."""
     if jnp.issubdtype(dtype, jax.dtypes.prng_key):
         return jax.random.wrap_key_data(lax.optimization_barrier(bits), impl=key_impl(dtype))
     dtype = np.dtype(dtype)
@@ -76,7 +76,7 @@ def from_bits(bits: jax.Array, dtype: Any) -> jax.Array:
     width = bit_width(dtype)
     if width < 8:
         nibbles = jnp.dtype(f"uint{width}")
-        bits = bits.astype(nibbles)
+        bits = (bits & ((1 << width) - 1)).astype(nibbles)  # numpy sign-extends into the rest of a byte
         return bits if dtype == nibbles else lax.bitcast_convert_type(bits, dtype)
     return lax.bitcast_convert_type(bits, dtype)
 

@@ -22,7 +22,7 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec, Shard
 from jax.typing import DTypeLike
 from numpy.typing import NDArray
 
-from meshfeed._src.arrays.reshard import bit_width, bits_dtype, from_bits
+from meshfeed._src.arrays.reshard import bits_dtype, from_bits
 from meshfeed._src.base import memory
 from meshfeed._src.base.coordination import process_index
 from meshfeed._src.base.errors import CheckpointError
@@ -38,14 +38,8 @@ Buffers: TypeAlias = Mapping[Device, NDArray[np.generic]]
 
 
 def host_bits_of(values: NDArray[np.generic]) -> NDArray[np.generic]:
-    """Converts host values to the transfer dtype; returns a view if possible."""
-    carrier, width = bits_dtype(values.dtype), bit_width(values.dtype)
-    if carrier == values.dtype:
-        return values
-    if width < 8 and jnp.issubdtype(values.dtype, jnp.integer):
-        # numpy holds int4 and the like as one byte per value; keep only their own bits.
-        return values.astype(np.int8).view(np.uint8) & np.uint8((1 << width) - 1)
-    return values.view(carrier)
+    """Returns a view of host values in the transfer dtype."""
+    return values.view(bits_dtype(values.dtype))
 
 
 def _receive(block: jax.Array, plan: LoadPlan) -> jax.Array:
