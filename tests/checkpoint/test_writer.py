@@ -149,7 +149,7 @@ def test_a_note_that_could_not_be_written_is_written_later(jobs, directory, monk
     before = note.read_text()
     with Checkpointer(directory, save_interval_steps=1) as ckpt:
         with monkeypatch.context() as patch:
-            patch.setattr(writer, "write_text", raises(PermissionError(13, "Permission denied")))
+            patch.setattr(type(note), "write_text", raises(PermissionError(13, "Permission denied")))
             ckpt._writer.begin()
         assert note.read_text() == before
         ckpt._writes = True

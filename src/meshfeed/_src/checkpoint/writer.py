@@ -6,13 +6,14 @@ import contextlib
 import functools
 import logging
 import os
+import secrets
 
 from etils import epath
 
 from meshfeed._src.base.errors import CheckpointError
 from meshfeed._src.base.writer import new_note, who
+from meshfeed._src.checkpoint.directory import SHARED
 from meshfeed._src.checkpoint.step import find_steps
-from meshfeed._src.state.files import write_text
 
 _NAME = ".writer.json"  # while a job saves here; hidden, and not a number, so no step
 _log = logging.getLogger("meshfeed.checkpoint")
@@ -94,9 +95,13 @@ class FolderWriter:
 
     def _write(self, note: str) -> None:
         with contextlib.suppress(Exception):  # the step cannot be written either, and its error says more
-            if "://" not in str(self._directory):
+            if "://" in str(self._directory):
+                self._path.write_text(note)
+            else:
                 self._directory.mkdir(parents=True, exist_ok=True)
-            write_text(self._path, note)
+                part = self._directory / f"{SHARED}{secrets.token_hex(6)}"
+                part.write_text(note)
+                part.replace(self._path)  # also if the file belongs to another user
             self._is_written = True
 
 
