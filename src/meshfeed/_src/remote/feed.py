@@ -273,8 +273,8 @@ class RemoteFeed(Checkpointable, NotCopied):
           StateMismatchError: the state is damaged, from a newer version, or from a different stream. The feed is
             unchanged.
         """
-        feed_state.parse_state(state)  # rejects a damaged state before any host changes
-        self._client.call("set_state", state)
+        parsed = feed_state.parse_state(state)  # rejects a damaged state before any host changes
+        self._client.call("set_state", parsed.to_json())
         self._ended = False
 
     @in_turn
