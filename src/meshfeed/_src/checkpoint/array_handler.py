@@ -120,7 +120,8 @@ class ArrayHandler(ocp.type_handlers.ArrayHandler):
         futures = list(await super().serialize([one.array for one in writes], infos, [one.args for one in writes]))
         if self._write_shardings is not None:
             shardings = [one.sharding for one in writes]
-            futures.append(self._write_shardings(shardings, infos, self._host_that_writes))
+            writing = self._write_shardings(shardings=shardings, infos=infos, primary_host=self._host_that_writes)
+            futures.append(orbax_future.CommitFutureAwaitingContractedSignals(writing, name="serialize_shardings"))
         process, folder = process_index(), infos[0]
         entries = {}
         if process == 0 or self._local_storage:
@@ -163,8 +164,7 @@ class ArrayHandler(ocp.type_handlers.ArrayHandler):
         def plan() -> RestorePlan:
             stored = open_item(directory, options)
             leaves = [_plan_parameter(stored, *one) for one in zip(infos, args, saved, strict=True)]
-            structure = jax.tree_util.tree_structure([0] * len(leaves))
-            return RestorePlan(stored, leaves, structure).with_ways(options, remote=self.dispatch is not None)
+            return RestorePlan(stored, leaves, jax.tree_util.tree_structure([0] * len(leaves)))
 
         with restore_agreement(directory, options) as agreement:
             return restore(plan, options, agreement, self.dispatch)

@@ -4,21 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Callable, Sequence
-from typing import Any, TypeAlias
+from collections.abc import Callable, Coroutine
+from typing import Any
 
 import orbax.checkpoint as ocp
-from jax.sharding import Sharding
-from orbax.checkpoint import future as orbax_future
 
 from meshfeed._src.base.threads import SingleCall
 
 _log = logging.getLogger("meshfeed.checkpoint")
-
-WriteShardings: TypeAlias = Callable[
-    [Sequence[Sharding], Sequence[ocp.type_handlers.ParamInfo], int | None], orbax_future.Future
-]
-"""(shardings, parameters, the host that writes or None for all) → the future of the file."""
 
 JSON_HANDLER = "orbax.checkpoint.experimental.v1._src.handlers.json_handler.JsonHandler"
 """The name under which Orbax v1 finds its JSON handler, even in a process that never imports meshfeed.
@@ -28,8 +21,10 @@ Orbax v1 that does not find the name reads the item only if it is given a handle
 """
 
 
-def sharding_writer() -> WriteShardings | None:
+def sharding_writer() -> Callable[..., Coroutine[Any, Any, None]] | None:
     """Returns the function that writes Orbax's file of shardings, from which a restore without shardings takes them.
+
+    Its keywords are ``shardings``, ``infos`` of the parameters, and ``primary_host``, which writes, or None for all.
 
     Returns None if this version of Orbax has no such function. Orbax then writes the file itself, with the shardings of
     the slices that it gets; meshfeed still restores those that were saved.
@@ -43,14 +38,7 @@ def sharding_writer() -> WriteShardings | None:
             ocp.__version__,
         )
         return None
-
-    def write(
-        shardings: Sequence[Sharding], infos: Sequence[ocp.type_handlers.ParamInfo], primary_host: int | None
-    ) -> orbax_future.Future:
-        writing = _async_serialize_shardings(shardings=shardings, infos=infos, primary_host=primary_host)
-        return orbax_future.CommitFutureAwaitingContractedSignals(writing, name="serialize_shardings")
-
-    return write
+    return _async_serialize_shardings
 
 
 def discard_errors(manager: Any) -> None:

@@ -69,8 +69,7 @@ def restore_tree(
 
     def plan() -> RestorePlan:
         wanted = with_devices(abstract_tree, mesh)
-        matched = match_tree(open_item(directory, options), wanted, partial=partial, strict=strict)
-        return matched.with_ways(options, remote=dispatch is not None)
+        return match_tree(open_item(directory, options), wanted, partial=partial, strict=strict)
 
     return restore(plan, options, agreement, dispatch)
 
@@ -81,14 +80,14 @@ def restore(
     agreement: Agreement,
     dispatch: Dispatch | None = None,
 ) -> PyTree:
-    """Restores what a plan describes. Every process of the job must call it with the same plan.
+    """Restores what a plan describes, whose ways it chooses. Every process of the job must call it with the same plan.
 
     Raises:
       CheckpointError: on all hosts, if any host could not plan or read.
       DamagedCheckpointError: on all hosts, if any host read bytes that differ from those written.
     """
     with without_callers_settings():  # leaves may be on devices outside the caller's jax.set_mesh
-        plan = agreement.attempt(make_plan)
+        plan = agreement.attempt(lambda: make_plan().with_ways(options, remote=dispatch is not None))
         if len(agreement.participants) > 1:
             _check_same(agreement, plan)
         restored: dict[LeafRead, Restored] = {}
