@@ -43,13 +43,11 @@ class Address(NamedTuple):
     token: str
 
 
-def _cleaned(key: str) -> str:
-    """Returns a key without the slashes that JAX's service ignores."""
-    return "/".join(filter(None, key.split("/")))
-
-
 class Table:
-    """The values. The methods of JAX's client of its coordination service, with the same texts in errors."""
+    """The values. The methods of JAX's client of its coordination service, with the same texts in errors.
+
+    Keys come without the slashes that JAX's service ignores.
+    """
 
     def __init__(self) -> None:
         self._values: dict[str, str] = {}
@@ -57,7 +55,6 @@ class Table:
 
     def key_value_set(self, key: str, value: str, allow_overwrite: bool = False) -> None:
         """Stores a value."""
-        key = _cleaned(key)
         with self._changed:
             if not allow_overwrite and key in self._values:
                 raise LookupError(f"ALREADY_EXISTS: {key}")
@@ -66,7 +63,6 @@ class Table:
 
     def blocking_key_value_get(self, key: str, milliseconds: int) -> str:
         """Waits for a key."""
-        key = _cleaned(key)
         with self._changed:
             if not self._changed.wait_for(lambda: key in self._values, timeout=milliseconds / 1000):
                 raise TimeoutError(f"DEADLINE_EXCEEDED: {key}")
@@ -74,7 +70,6 @@ class Table:
 
     def key_value_try_get(self, key: str) -> str:
         """Returns the value of a key."""
-        key = _cleaned(key)
         with self._changed:
             if key not in self._values:
                 raise LookupError(f"NOT_FOUND: {key}")
@@ -82,13 +77,11 @@ class Table:
 
     def key_value_dir_get(self, prefix: str) -> list[tuple[str, str]]:
         """Returns all keys below ``prefix``, and their values."""
-        prefix = f"{_cleaned(prefix)}/"
         with self._changed:
-            return [(key, value) for key, value in self._values.items() if key.startswith(prefix)]
+            return [(key, value) for key, value in self._values.items() if key.startswith(f"{prefix}/")]
 
     def key_value_increment(self, key: str, by: int) -> int:
         """Adds to a counter, 0 at first."""
-        key = _cleaned(key)
         with self._changed:
             number = int(self._values.get(key, "0")) + by
             self._values[key] = str(number)
@@ -97,7 +90,6 @@ class Table:
 
     def key_value_delete(self, key: str) -> None:
         """Deletes a key, and all below it."""
-        key = _cleaned(key)
         with self._changed:
             for name in [name for name in self._values if name == key or name.startswith(f"{key}/")]:
                 del self._values[name]
@@ -124,7 +116,8 @@ class _Handler(http.server.BaseHTTPRequestHandler):
             name, args, keywords = json.loads(body)
             if name not in _METHODS:
                 raise LookupError(f"no method {name!r}")
-            answer = {"value": getattr(self.server.table, name)(*args, **keywords)}
+            key = "/".join(filter(None, args[0].split("/")))
+            answer = {"value": getattr(self.server.table, name)(key, *args[1:], **keywords)}
         except Exception as error:
             answer = {"error": str(error)}
         data = json.dumps(answer).encode()
