@@ -25,7 +25,6 @@ from meshfeed._src.checkpoint.layout import (
     candidates,
     choose_cut,
     chunk_shape,
-    clip,
     cut_sharding,
     devices_of_a_process,
     free_axes,
@@ -75,9 +74,10 @@ class TestBoxes:
         assert intersect(((7, 9),), ((2, 5),)) == ((7, 7),)
         assert intersect((), ()) == ()
 
-    def test_clips(self):
-        assert clip(((2, 5), (6, 9)), (4, 6)) == ((2, 4), (6, 6))
-        assert clip(((7, 9),), (6,)) == ((6, 6),)
+    def test_beyond_the_array_are_no_cells(self):
+        assert Grid((4, 6), (2, 4)).touching(((2, 5), (3, 9))) == [2, 3]
+        assert Grid((4, 6), (2, 4)).touching(((2, 5), (6, 9))) == []
+        assert Grid((6,), (4,)).touching(((7, 9),)) == []
 
     def test_rows(self):
         assert take_rows(((2, 9), (1, 5)), 0, 3, 2) == ((5, 7), (1, 5))

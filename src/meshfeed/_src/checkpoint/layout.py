@@ -56,11 +56,6 @@ def intersect(first: Box, second: Box) -> Box:
     return tuple((max(a, c), max(a, c, min(b, d))) for (a, b), (c, d) in zip(first, second, strict=True))
 
 
-def clip(box: Box, shape: Shape) -> Box:
-    """Returns the part of a box inside an array of ``shape``, which may be smaller than the box expects."""
-    return tuple((min(start, size), min(stop, size)) for (start, stop), size in zip(box, shape, strict=True))
-
-
 def take_rows(box: Box, dimension: int, first: int, count: int) -> Box:
     """Returns ``count`` rows of a box, starting at its row ``first``; fewer if the box ends sooner."""
     start, stop = box[dimension]
@@ -106,10 +101,11 @@ class Grid:
         return tuple(reversed(box))
 
     def touching(self, box: Box) -> list[int]:
-        """Returns the numbers of the cells that overlap ``box``, ascending."""
-        numbers = [0] if box_size(box) else []
-        for (start, stop), cell, count in zip(box, self.cell, self.counts, strict=True):
-            cells = range(start // cell, -(-stop // cell))
+        """Returns the numbers of the cells that overlap ``box``, ascending. It may reach beyond the array."""
+        numbers = [0]
+        for (start, stop), size, cell, count in zip(box, self.shape, self.cell, self.counts, strict=True):
+            stop = min(stop, size)
+            cells = range(start // cell, -(-stop // cell)) if start < stop else ()
             numbers = [number * count + index for number in numbers for index in cells]
         return numbers
 
@@ -397,7 +393,7 @@ def read_cost(plan: LoadPlan, units: Grid, itemsize: int, give_up: float = math.
     for process, box in wanted:
         own = numbers[process]
         before = len(own)
-        own.update(units.touching(clip(box, units.shape)))
+        own.update(units.touching(box))
         count += len(own) - before
         if count > most:
             break

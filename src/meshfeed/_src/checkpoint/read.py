@@ -17,17 +17,7 @@ from meshfeed._src.base import memory
 from meshfeed._src.base.coordination import process_index
 from meshfeed._src.base.threads import Threads
 from meshfeed._src.checkpoint.casts import check_fits
-from meshfeed._src.checkpoint.layout import (
-    Box,
-    Device,
-    box_shape,
-    box_size,
-    clip,
-    intersect,
-    slices,
-    take_rows,
-    with_rows,
-)
+from meshfeed._src.checkpoint.layout import Box, Device, box_shape, box_size, intersect, slices, take_rows, with_rows
 from meshfeed._src.checkpoint.leaves import SavedLeaf
 from meshfeed._src.checkpoint.plan import LeafRead
 from meshfeed._src.checkpoint.stored import PendingRead, StoredArrays
@@ -109,7 +99,7 @@ def _units(leaf: SavedLeaf, targets: Iterable[Target]) -> list[_Unit]:
     """Returns the units that ``targets`` need, ascending by number."""
     found: dict[int, list[Target]] = collections.defaultdict(list)
     for target in targets:
-        for number in leaf.units.touching(clip(target.box, leaf.stored_shape)):
+        for number in leaf.units.touching(target.box):
             found[number].append(target)
     return [_unit(leaf, number, found[number]) for number in sorted(found)]
 
