@@ -21,7 +21,7 @@ from meshfeed._src.base import coordination
 from meshfeed._src.base.errors import PlanError
 from meshfeed._src.base.settings import FeedSettings
 from meshfeed._src.base.trees import flatten_with_paths
-from meshfeed._src.base.types import ColumnSlices, PyTree, RecordIds
+from meshfeed._src.base.types import ColumnSlices, PyTree
 from meshfeed._src.plan.plan import (
     HostPlan,
     HostRows,
@@ -109,10 +109,7 @@ class ShardedPlacer:
             self.put.record_shapes = {path: spec.shape for path, spec in flatten_with_paths(shapes)[0]}
             return columns_of(_without_mask(self._prefix, self._mask_key), shapes, self.plan(size))
 
-        def rows(size: int) -> RecordIds:
-            return self.plan(size).rows
-
-        return HostRows(rows, columns)
+        return HostRows(lambda size: self.plan(size).rows, columns)
 
     def global_batch_size_of(self, host_rows: int) -> int:
         """See :class:`Placer`.
