@@ -13,6 +13,7 @@ controller to the hosts (:func:`make_payload`).
 from __future__ import annotations
 
 import dataclasses
+import functools
 import json
 import math
 import operator
@@ -294,7 +295,8 @@ class RemoteClient:
         self._finalizer = finalize(self, held.clear)
         self._owner = Owner()
         self.turn: dict[str, object] = {}  # taken by take(); see base/turn.py
-        self._requests: dict[int, jax.Array] = {}
+        everywhere = self._global  # the cache must not keep self alive
+        self._request = functools.cache(lambda ordinal: to_rows(np.zeros(1 + ordinal, np.uint8), everywhere, mesh.size))
         self._ordinals: dict[int, int] = {}
         self._spec_known = False
         self.header = Header(0)  # of the last answer
@@ -319,12 +321,6 @@ class RemoteClient:
         for store in served or self.call("serve", self.header.host):
             if store:
                 self.call("join", store)
-
-    def _request(self, ordinal: int) -> jax.Array:
-        if ordinal not in self._requests:
-            row = np.zeros(1 + ordinal, np.uint8)
-            self._requests[ordinal] = to_rows(row, self._global, self.mesh.size)
-        return self._requests[ordinal]
 
     # ------------------------------------------------------------------ calls
 
