@@ -18,7 +18,7 @@ from checkpoint_trees import abstract, assert_same, make_mesh, place, special_fl
 from jax.sharding import NamedSharding, PartitionSpec
 
 from meshfeed._src.arrays.reshard import bits_dtype
-from meshfeed._src.base import host_memory
+from meshfeed._src.base import control_groups
 from meshfeed._src.base import memory as base_memory
 from meshfeed._src.checkpoint import restore as checkpoint_restore
 from meshfeed._src.checkpoint.layout import LoadPlan, replica_plan
@@ -200,7 +200,9 @@ def test_few_threads_read_within_a_small_limit(saved):
 
 def test_the_memory_of_devices_without_their_own_is_that_of_the_container(tmp_path, monkeypatch):
     (tmp_path / "memory.max").write_text("4096\n")
-    monkeypatch.setattr(host_memory, "_LIMITS", [str(tmp_path / "memory.max")])
+    (tmp_path / "cgroup").write_text("0::/\n")
+    monkeypatch.setattr(control_groups, "_OF_PROCESS", tmp_path / "cgroup")
+    monkeypatch.setattr(control_groups, "_MOUNTED", tmp_path)
     assert checkpoint_restore._device_bytes() == 4096
 
 

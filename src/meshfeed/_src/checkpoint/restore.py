@@ -19,7 +19,7 @@ from etils import epath
 from meshfeed._src.arrays.reshard import without_callers_settings
 from meshfeed._src.base.coordination import format_differences, process_index
 from meshfeed._src.base.errors import CheckpointError
-from meshfeed._src.base.host_memory import host_memory_bytes
+from meshfeed._src.base.machine import host_memory_bytes
 from meshfeed._src.base.types import PyTree
 from meshfeed._src.checkpoint.agreement import Agreement
 from meshfeed._src.checkpoint.exchange import exchange
