@@ -2,7 +2,7 @@
 
 The state is a set of small files below :data:`FOLDER`, in the destination itself, so that any process that reaches it can run
 tasks, and a killed job continues on any machine. Copies of the input and output files that are being written are in
-:attr:`Destination.work`, a local folder: for a URL, one below the machine's temporary folder.
+:attr:`Disk.work`, a local folder: for a URL, one below the machine's temporary folder.
 
 An object is there whole or not at all, but a store has neither renaming nor locks that end with a process. Hence:
 
@@ -16,7 +16,6 @@ An object is there whole or not at all, but a store has neither renaming nor loc
 
 from __future__ import annotations
 
-import abc
 import contextlib
 import fcntl
 import json
@@ -28,7 +27,7 @@ import shutil
 import tempfile
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from typing import Any
+from typing import Any, TypeAlias
 
 from meshfeed._src.base.errors import MeshfeedError, SettingsError
 from meshfeed._src.base.stores import abort_uploads, ask, find_objects, is_url, open_store
@@ -45,96 +44,7 @@ _PART_BYTES = 32 << 20  # of an upload to S3; a file of two parts or more is upl
 _LIST_SECONDS = 5.0  # between two listings for a progress bar
 _READ_ONLY = ("http", "https", "hf")
 
-
-class Destination(abc.ABC):
-    """The folder of the output files, or its URL.
-
-    Names of output files are relative to the destination, those of the state to :data:`FOLDER` in it.
-
-    Attributes:
-      name: the absolute path or the URL, for messages and paths.
-    """
-
-    name: str
-
-    @property
-    @abc.abstractmethod
-    def work(self) -> pathlib.Path:
-        """The local folder for what processes on other machines do not need."""
-
-    def path(self, name: str) -> str:
-        """Returns the path or URL of an output file."""
-        return f"{self.name}/{name}"
-
-    @abc.abstractmethod
-    def sizes(self) -> dict[str, int | None]:
-        """Returns the names of what is in the destination and their sizes in bytes; of a folder, such as the state, None.
-
-        Raises:
-          SettingsError: the destination is a file.
-        """
-
-    @abc.abstractmethod
-    def lock(self) -> contextlib.AbstractContextManager[None]:
-        """Keeps other processes on this machine from converting to the same destination.
-
-        Raises:
-          SettingsError: one does.
-        """
-
-    @abc.abstractmethod
-    def begin(self, job: bytes, *, is_new: bool) -> None:
-        """Makes this run the owner, and removes what killed runs left unfinished.
-
-        Args:
-          job: the content of :data:`JOB`.
-          is_new: whether the destination has none yet. All of the state then belongs to another job, whose removal was
-            interrupted, and is removed. The caller writes :data:`JOB`, last of what it writes.
-        """
-
-    @abc.abstractmethod
-    def check_owner(self) -> None:
-        """Raises SettingsError if another process has started to convert to the same destination."""
-
-    @abc.abstractmethod
-    def read(self, name: str) -> bytes | None:
-        """Returns a file of the state; None if there is none."""
-
-    @abc.abstractmethod
-    def write(self, name: str, content: bytes) -> None:
-        """Writes a file of the state, in place of an earlier one, at once."""
-
-    @abc.abstractmethod
-    def names(self, folder: str) -> set[str]:
-        """Returns the names of the files in a folder of the state."""
-
-    @abc.abstractmethod
-    def counter(self, folder: str) -> Callable[[], int]:
-        """Returns a function that counts the JSON files in a folder of the state; cheap enough for a progress bar."""
-
-    @abc.abstractmethod
-    def remove(self, names: Iterable[str]) -> None:
-        """Removes files of the state, unless they are gone."""
-
-    @abc.abstractmethod
-    def put(self, part: pathlib.Path, name: str, entry: str, row: dict[str, Any]) -> None:
-        """Makes a complete local file an output file, and writes ``row`` to the file ``entry`` of the state."""
-
-    @abc.abstractmethod
-    def has(self, name: str, row: Mapping[str, Any]) -> bool:
-        """Whether an output file is there as it was put with ``row``."""
-
-    @abc.abstractmethod
-    def remove_outputs(self, names: Iterable[str]) -> None:
-        """Removes output files, unless they are gone."""
-
-    @abc.abstractmethod
-    def finish(self) -> None:
-        """Makes the manifest, which has been written, durable, and removes the state."""
-
-    @abc.abstractmethod
-    def clear(self) -> None:
-        """Removes the state."""
+Destination: TypeAlias = "Disk | Bucket"
 
 
 def destination_of(directory: str | os.PathLike[str]) -> Destination:
@@ -153,20 +63,34 @@ def destination_of(directory: str | os.PathLike[str]) -> Destination:
 # ------------------------------------------------------------------------ a folder on a disk
 
 
-class Disk(Destination):
-    """A folder on a local or shared disk."""
+class Disk:
+    """A folder on a local or shared disk.
+
+    Names of output files are relative to the destination, those of the state to :data:`FOLDER` in it.
+
+    Attributes:
+      name: the absolute path, or the URL of a :class:`Bucket`, for messages and paths.
+    """
 
     def __init__(self, directory: str) -> None:
         self._directory = pathlib.Path(directory).absolute()
         self.name = str(self._directory)
 
+    def path(self, name: str) -> str:
+        """Returns the path or URL of an output file."""
+        return f"{self.name}/{name}"
+
     @property
     def work(self) -> pathlib.Path:
-        """See :class:`Destination`."""
+        """The local folder for what processes on other machines do not need."""
         return self._directory / FOLDER
 
     def sizes(self) -> dict[str, int | None]:
-        """See :class:`Destination`."""
+        """Returns the names of what is in the destination and their sizes in bytes; of a folder, such as the state, None.
+
+        Raises:
+          SettingsError: the destination is a file.
+        """
         if not self._directory.exists():
             return {}
         if not self._directory.is_dir():
@@ -179,7 +103,11 @@ class Disk(Destination):
 
     @contextlib.contextmanager
     def lock(self) -> Iterator[None]:
-        """See :class:`Destination`. Removes folders that stay empty."""
+        """Keeps other processes on this machine from converting to the same destination; removes folders that stay empty.
+
+        Raises:
+          SettingsError: one does.
+        """
         is_new = not self._directory.exists()
         try:
             with _locked(self.work, self.name):
@@ -190,7 +118,13 @@ class Disk(Destination):
                     os.rmdir(self._directory)  # fails if there is anything in it
 
     def begin(self, job: bytes, *, is_new: bool) -> None:
-        """See :class:`Destination`."""
+        """Makes this run the owner, and removes what killed runs left unfinished.
+
+        Args:
+          job: the content of :data:`JOB`.
+          is_new: whether the destination has none yet. All of the state then belongs to another job, whose removal was
+            interrupted, and is removed. The caller writes :data:`JOB`, last of what it writes.
+        """
         remove_unfinished(self.work)
         for left in self._directory.glob(f"{NAME}.*.part"):  # of a run that was killed while it wrote the manifest
             unlink(left)
@@ -200,58 +134,58 @@ class Disk(Destination):
         _make_folders(self.work)
 
     def check_owner(self) -> None:
-        """See :class:`Destination`. The lock is held."""
+        """Raises SettingsError if another process has started to convert to the same URL; to a folder, the lock lets none."""
 
     def read(self, name: str) -> bytes | None:
-        """See :class:`Destination`."""
+        """Returns a file of the state; None if there is none."""
         try:
             return (self.work / name).read_bytes()
         except FileNotFoundError:
             return None
 
     def write(self, name: str, content: bytes) -> None:
-        """See :class:`Destination`. :func:`remove_unfinished` handles power failures."""
+        """Writes a file of the state, in place of an earlier one, at once. See :func:`remove_unfinished`."""
         path = self.work / name
         path.parent.mkdir(exist_ok=True)
         with replacing(path) as part:
             part.write_bytes(content)
 
     def names(self, folder: str) -> set[str]:
-        """See :class:`Destination`."""
+        """Returns the names of the files in a folder of the state."""
         with contextlib.suppress(FileNotFoundError):
             return set(os.listdir(self.work / folder))
         return set()
 
     def counter(self, folder: str) -> Callable[[], int]:
-        """See :class:`Destination`."""
+        """Returns a function that counts the JSON files in a folder of the state; cheap enough for a progress bar."""
         return lambda: _count(self.names(folder))
 
     def remove(self, names: Iterable[str]) -> None:
-        """See :class:`Destination`."""
+        """Removes files of the state, unless they are gone."""
         for name in names:
             (self.work / name).unlink(missing_ok=True)
 
     def put(self, part: pathlib.Path, name: str, entry: str, row: dict[str, Any]) -> None:
-        """See :class:`Destination`."""
+        """Makes a complete local file an output file, and writes ``row`` to the file ``entry`` of the state."""
         self.write(entry, json.dumps(row).encode())
         os.replace(part, self.path(name))
 
     def has(self, name: str, row: Mapping[str, Any]) -> bool:
-        """See :class:`Destination`."""
+        """Whether an output file is there as it was put with ``row``."""
         return os.path.exists(self.path(name))
 
     def remove_outputs(self, names: Iterable[str]) -> None:
-        """See :class:`Destination`."""
+        """Removes output files, unless they are gone."""
         for name in names:
             pathlib.Path(self.path(name)).unlink(missing_ok=True)
 
     def finish(self) -> None:
-        """See :class:`Destination`."""
+        """Makes the manifest, which has been written, durable, and removes the state."""
         sync(pathlib.Path(self.path(NAME)))
         self.clear()
 
     def clear(self) -> None:
-        """See :class:`Destination`."""
+        """Removes the state."""
         for _ in range(10):  # a worker of a killed run may create a last file in it
             shutil.rmtree(self.work, ignore_errors=True)
             if not self.work.exists():
@@ -333,8 +267,8 @@ def remove_unfinished(folder: pathlib.Path) -> None:
 # ------------------------------------------------------------------------ a URL
 
 
-class Bucket(Destination):
-    """A folder of an object store, by its URL.
+class Bucket:
+    """A folder of an object store, by its URL; has the methods of :class:`Disk`.
 
     Raises:
       SettingsError: nothing can be written to such a URL.
@@ -353,9 +287,13 @@ class Bucket(Destination):
         self._owner = ""
         self._job: bytes | None = None
 
+    def path(self, name: str) -> str:
+        """See :class:`Disk`."""
+        return f"{self.name}/{name}"
+
     @property
     def work(self) -> pathlib.Path:
-        """See :class:`Destination`. Named after the job, or a copy of an older input could be taken for that of this one."""
+        """See :class:`Disk`. Named after the job, or a copy of an older input could be taken for that of this one."""
         job = self.read(JOB)
         if job is None:
             raise MeshfeedError(
@@ -389,10 +327,10 @@ class Bucket(Destination):
         """Returns what the store reports of all objects below the URL, by their names relative to it."""
         return find_objects(self.name, MeshfeedError)
 
-    # ------------------------------------------------------------------ see Destination
+    # ------------------------------------------------------------------ see Disk
 
     def sizes(self) -> dict[str, int | None]:
-        """See :class:`Destination`."""
+        """See :class:`Disk`."""
         found: dict[str, int | None] = {}
         for name, info in self._find().items():
             if not name:
@@ -403,12 +341,12 @@ class Bucket(Destination):
 
     @contextlib.contextmanager
     def lock(self) -> Iterator[None]:
-        """See :class:`Destination`."""
+        """See :class:`Disk`."""
         with _locked(self._local(), self.name):
             yield
 
     def begin(self, job: bytes, *, is_new: bool) -> None:
-        """See :class:`Destination`."""
+        """See :class:`Disk`."""
         if is_new:
             self._clear_state()
         self._abort_uploads()
@@ -419,7 +357,7 @@ class Bucket(Destination):
         _make_folders(self.work)
 
     def check_owner(self) -> None:
-        """See :class:`Destination`."""
+        """See :class:`Disk`."""
         if not self._owner:
             return
         found = (self.read(_OWNER) or b"").decode()
@@ -432,7 +370,7 @@ class Bucket(Destination):
         )
 
     def read(self, name: str) -> bytes | None:
-        """See :class:`Destination`."""
+        """See :class:`Disk`."""
         if name == JOB and self._job is not None:
             return self._job
         try:
@@ -444,7 +382,7 @@ class Bucket(Destination):
         return content
 
     def write(self, name: str, content: bytes) -> None:
-        """See :class:`Destination`."""
+        """See :class:`Disk`."""
         self._store(f"{FOLDER}/{name}", "pipe_file", content)
 
     def _store(self, name: str, method: str, content: object, **keywords: Any) -> None:
@@ -456,12 +394,12 @@ class Bucket(Destination):
             ) from error
 
     def names(self, folder: str) -> set[str]:
-        """See :class:`Destination`."""
+        """See :class:`Disk`."""
         start = f"{FOLDER}/{folder}/"
         return {name.removeprefix(start) for name in self._find() if name.startswith(start)}
 
     def counter(self, folder: str) -> Callable[[], int]:
-        """See :class:`Destination`. Lists the state once in some seconds."""
+        """See :class:`Disk`. Lists the state once in some seconds."""
         last, listed = 0, -_LIST_SECONDS
 
         def count() -> int:
@@ -473,11 +411,11 @@ class Bucket(Destination):
         return count
 
     def remove(self, names: Iterable[str]) -> None:
-        """See :class:`Destination`."""
+        """See :class:`Disk`."""
         self.remove_outputs([f"{FOLDER}/{name}" for name in names])
 
     def remove_outputs(self, names: Iterable[str]) -> None:
-        """See :class:`Destination`."""
+        """See :class:`Disk`."""
         in_threads(self._remove, list(names))
 
     def _remove(self, name: str) -> None:
@@ -485,7 +423,7 @@ class Bucket(Destination):
             self._ask(name, "rm_file")
 
     def put(self, part: pathlib.Path, name: str, entry: str, row: dict[str, Any]) -> None:
-        """See :class:`Destination`."""
+        """See :class:`Disk`."""
         num_bytes = part.stat().st_size
         settings = {"chunksize": _PART_BYTES} if self._is_s3 else {}
         self._store(name, "put_file", str(part), num_bytes=num_bytes, **settings)
@@ -503,17 +441,17 @@ class Bucket(Destination):
             return None
 
     def has(self, name: str, row: Mapping[str, Any]) -> bool:
-        """See :class:`Destination`."""
+        """See :class:`Disk`."""
         info = self._info(name)
         return info is not None and (info.get("size"), version_of(info)) == (row["num_bytes"], row.get("version"))
 
     def finish(self) -> None:
-        """See :class:`Destination`."""
+        """See :class:`Disk`."""
         self._abort_uploads()
         self.clear()
 
     def clear(self) -> None:
-        """See :class:`Destination`. Not that of a process that has started since."""
+        """See :class:`Disk`. Not that of a process that has started since."""
         if self._owner:
             self.check_owner()
         self._clear_state()
@@ -522,7 +460,7 @@ class Bucket(Destination):
     def _clear_state(self) -> None:
         for _ in range(10):  # a request of a killed run may arrive late
             # The job last: what is left without it belongs to no job.
-            names = sorted((name for name in self._find() if name.startswith(f"{FOLDER}/")), key=_is_job)
+            names = [name for name in self._find() if name.startswith(f"{FOLDER}/")]
             if not names:
                 return
             self.remove_outputs([name for name in names if not _is_job(name)])

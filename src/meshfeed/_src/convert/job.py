@@ -12,7 +12,7 @@
 Output file i of n holds records ``[N * i // n, N * (i + 1) // n)`` of the N input records: the same bytes, however many
 workers write them. A result appears when it is complete, so a job that was killed continues with the tasks without one.
 ``destination.py`` has the folder or URL where results and state are. Copies of inputs, indexes of tar archives, the
-tokenizer and the progress are in its local folder, :attr:`Destination.work`.
+tokenizer and the progress are in its local folder, :attr:`Disk.work`.
 """
 
 from __future__ import annotations
