@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 import meshfeed
 from meshfeed._src.streams.lane import Taken
-from meshfeed._src.streams.lane_rows import lane_runs, needed_lanes, place_rows
+from meshfeed._src.streams.lane_reader import lane_runs, needed_lanes, place_rows
 
 
 def taken(lane: int, count: int) -> Taken:

@@ -19,8 +19,7 @@ from meshfeed._src.base.threads import Background, Call, Threads
 from meshfeed._src.base.types import StreamSource
 from meshfeed._src.reading.reads import AutoReads, ReadNumbers, most_worker_bytes
 from meshfeed._src.streams.lane import LaneEntry, LaneSettings
-from meshfeed._src.streams.lane_group import GroupRows, LaneGroup
-from meshfeed._src.streams.lane_workers import WorkerLanes
+from meshfeed._src.streams.lane_group import GroupRows, LaneGroup, WorkerLanes
 
 _CLOSE_SECONDS = 5.0
 _SHOWN_CHARACTERS = 300

@@ -15,7 +15,7 @@ from typing import cast
 from meshfeed._src.base import hooks
 from meshfeed._src.base.errors import DAMAGED_STATE, SettingsError, SourceError, StateMismatchError
 from meshfeed._src.base.hooks import find
-from meshfeed._src.base.settings import FeedSettings, default_num_lanes
+from meshfeed._src.base.settings import BatchSchedule, FeedSettings, default_num_lanes
 from meshfeed._src.base.types import JsonValue, PyTree, RecordIds, StreamSource
 from meshfeed._src.order.added_stages import add_stage, check_added, not_a_mixture, parse_added
 from meshfeed._src.order.steps import Segment, StepSchedule, parse_segments, position_at
@@ -27,16 +27,15 @@ from meshfeed._src.reading.stacking import RecordSpec
 from meshfeed._src.state.state import FeedState, Ledgers, count_skipped
 from meshfeed._src.streams.lane import Lane, LaneEntry, LaneSettings
 from meshfeed._src.streams.lane_moves import read_forward
-from meshfeed._src.streams.lane_reader import LaneCursor, LaneReader
-from meshfeed._src.streams.lane_rows import needed_lanes
-from meshfeed._src.streams.protocol import HostBatch, check_fingerprint, required_schedule
+from meshfeed._src.streams.lane_reader import LaneCursor, LaneReader, needed_lanes
+from meshfeed._src.streams.protocol import FeedStream, HostBatch, check_fingerprint, required_schedule
 
 _log = logging.getLogger("meshfeed.lanes")
 _CUTS = (1, 2)  # versions of the rule by which sources of files divide them into lanes
 _WORTH_A_WARNING = 0.01  # share of the records; lanes always differ by a few
 
 
-class LaneStream:
+class LaneStream(FeedStream[LaneCursor]):
     """See :class:`meshfeed._src.streams.protocol.FeedStream`.
 
     Args:
@@ -45,12 +44,9 @@ class LaneStream:
     """
 
     kind = "lanes"
-    opens_at_restore = True
-    moved_by_opening = length_is_known = hosts_make_batches = in_columns = False
-    cannot_resume = None
 
     def __init__(self, source: StreamSource, settings: FeedSettings) -> None:
-        self.schedule = required_schedule(settings, "a stream")
+        self.schedule: BatchSchedule = required_schedule(settings, "a stream")  # pyright: ignore[reportIncompatibleVariableOverride]
         if settings.shuffle is not False:
             raise SettingsError(
                 f"shuffle={settings.shuffle!r}, but a stream cannot be shuffled as a whole: its records are read in order. "
@@ -106,10 +102,6 @@ class LaneStream:
         limited = find(self.source, hooks.LimitsLanes)
         if limited is not None:
             limited.check_lanes(num_lanes)
-
-    @property
-    def _pad(self) -> bool:
-        return self._settings.end == "pad"
 
     # ------------------------------------------------------------------ state
 
@@ -354,10 +346,6 @@ class LaneStream:
                 return spec_of_batch(taken.tree, 1, what=f"lane {lane_index}")
         raise SourceError(f"the stream is empty: none of its {cursor.num_lanes} lanes has a record.")
 
-    def batch_size_at(self, cursor: LaneCursor) -> int:
-        """Returns the global batch size of the next step."""
-        return cursor.step_schedule.at(cursor.step)[1]
-
     def num_steps(self, cursor: LaneCursor) -> int | None:
         """Always raises: the number of steps is unknown until the stream ends."""
         raise TypeError("the length of a stream is unknown until it ends. Count steps in the loop.")
@@ -376,10 +364,6 @@ class LaneStream:
         """Records delivered so far of each lane of this host."""
         entries: Mapping[str, LaneEntry] = batch.entries
         return {"lanes": {lane: entry.records for lane, entry in entries.items()}}
-
-    def close(self) -> None:
-        """Closes the source if it has a ``close`` method."""
-        hooks.close(self.source)
 
 
 def _weights_of(cursor: LaneCursor) -> JsonValue:

@@ -33,7 +33,7 @@ from meshfeed._src.reading.reads import AutoReads, ReadNumbers
 from meshfeed._src.reading.stacking import RecordSpec
 from meshfeed._src.reading.structure import check_spec
 from meshfeed._src.state.state import FeedState, check_counts, seal, unseal
-from meshfeed._src.streams.protocol import EMPTY_BATCHES, Cursor, HostBatch, check_fingerprint
+from meshfeed._src.streams.protocol import EMPTY_BATCHES, Cursor, FeedStream, HostBatch, HostReader, check_fingerprint
 
 _log = logging.getLogger("meshfeed.host_batches")
 _NOT_ELASTIC = "Host batches are not elastic: continue on the same number of hosts, or pass a source of records."
@@ -76,7 +76,7 @@ def _outside_of_next() -> contextlib.AbstractContextManager[None]:
 _EMPTY, _NOT_TAKEN = object(), object()  # in place of a first batch that an iterator has not, or not yet
 
 
-class LocalBatchReader:
+class LocalBatchReader(HostReader["LocalBatchCursor"]):
     """Reads this host's batches from its iterator.
 
     Args:
@@ -89,10 +89,6 @@ class LocalBatchReader:
       epoch: index of the current pass through the iterable.
       hosts_agree: whether other hosts take part and may still have data when this one has none.
     """
-
-    sequential = True
-    empty: bool
-    """Whether this host has had no batch since the start of the stream."""
 
     def __init__(
         self,
@@ -308,9 +304,6 @@ class LocalBatchReader:
         padding = sum(missing for key, missing in ended.items() if key >> 32 == batch.step + 1)
         return LocalBatchCursor(step_schedule, batch.step + 1, cursor.position + size - padding, batch.entries)
 
-    def rewind(self, step: int) -> None:
-        """Does nothing: reads are not interrupted."""
-
     def final(self) -> int | None:
         """Returns the first step without a batch of this host, if reached."""
         return self._final
@@ -318,9 +311,6 @@ class LocalBatchReader:
     def describe(self) -> str:
         """Returns what the reader is doing."""
         return f"waiting for host batch {self._step} for {time.monotonic() - self._since:.1f} s"
-
-    def stop(self) -> None:
-        """Does nothing: the iterator is in this process."""
 
     def close(self) -> None:
         """Closes the iterator."""
@@ -368,7 +358,7 @@ class LocalBatchCursor(Cursor):
     )
 
 
-class LocalBatchStream:
+class LocalBatchStream(FeedStream[LocalBatchCursor]):
     """See :class:`meshfeed._src.streams.protocol.FeedStream`.
 
     Args:
@@ -378,8 +368,6 @@ class LocalBatchStream:
     """
 
     kind = "host_batches"
-    opens_at_restore = True
-    length_is_known = in_columns = False
     hosts_make_batches = True
 
     def __init__(self, source: HostBatchSource, settings: FeedSettings, shards: RowShards) -> None:
@@ -409,6 +397,10 @@ class LocalBatchStream:
                 setting="load",
             )
         self.source = source
+        self.moved_by_opening = source.resumable and not source.restartable
+        if not source.resumable:
+            kind = type(source.iterable).__name__
+            self.cannot_resume = f"the batches come from a {kind}, which can be read only once. {_RESUMABLE}"
         self._settings = settings
         uneven = hooks.find(source.iterable, hooks.UnevenHosts)
         self._rows_may_vary = uneven is not None and uneven.rows_may_vary
@@ -420,19 +412,6 @@ class LocalBatchStream:
         self._opening = threading.Lock()  # a look at the first batch may run while the feed opens its reader
         self._reading: LocalBatchReader | None = None  # owns the iterator, which must not be opened a second time
         self._spec: RecordSpec | None = None
-
-    @property
-    def moved_by_opening(self) -> bool:
-        """Whether opening the batches at a different cursor moves the iterator of the current reader."""
-        return self.source.resumable and not self.source.restartable
-
-    @property
-    def cannot_resume(self) -> str | None:
-        """Why no saved position can be restored, and what to pass instead; None if the batches can be read again."""
-        if self.source.resumable:
-            return None
-        kind = type(self.source.iterable).__name__
-        return f"the batches come from a {kind}, which can be read only once. {_RESUMABLE}"
 
     # ------------------------------------------------------------------ sizes
 
@@ -607,11 +586,6 @@ class LocalBatchStream:
         hosts = {host: seal(dict(entry)) for host, entry in cursor.entries.items()}
         return cursor.to_state(self.kind, self.fingerprint(cursor), step=cursor.step, hosts=hosts)
 
-    def handover(self, entries: Mapping[str, object]) -> dict[str, JsonValue]:
-        """Returns nothing: no host can make the batches of another."""
-        del entries
-        return {}
-
     def take_over(self, current: LocalBatchCursor, state: FeedState, host_rows: HostRows) -> LocalBatchCursor:
         """Returns the current cursor: hosts keep their rows."""
         del state, host_rows
@@ -669,11 +643,6 @@ class LocalBatchStream:
     def read(self, record_ids: object) -> PyTree:
         """Always raises: host batches cannot be read by record id."""
         raise SourceError("read(record_ids): host batches have no record ids; pass a random-access source.")
-
-    def describe_batch(self, batch: HostBatch) -> dict[str, JsonValue]:
-        """Returns nothing: host batches have neither record ids nor files."""
-        del batch
-        return {}
 
     def close(self) -> None:
         """Closes the source and any iterator that was opened only to read its first batch."""

@@ -1,4 +1,4 @@
-"""One protocol for every kind of stream: what the feed needs from random access, lanes and host batches.
+"""One interface of every kind of stream: what the feed needs from random access, lanes and host batches.
 
 A stream opens a host reader at a cursor; the reader returns host batches and moves the cursor past each of them. The state
 of a feed is the state of its cursor. Everything that the feed needs from a stream is declared here; no code above this
@@ -7,12 +7,13 @@ package distinguishes kinds of stream.
 
 from __future__ import annotations
 
+import abc
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Protocol, TypeVar, cast
+from typing import Any, Generic, TypeVar, cast
 
+from meshfeed._src.base import hooks
 from meshfeed._src.base.errors import SettingsError
-from meshfeed._src.base.hooks import FileNames, find
 from meshfeed._src.base.settings import BatchSchedule, FeedSettings
 from meshfeed._src.base.types import JsonValue, PyTree, RecordIds
 from meshfeed._src.order.steps import StepSchedule
@@ -102,127 +103,103 @@ class Cursor:
 C = TypeVar("C", bound=Cursor)
 
 
-class HostReader(Protocol[C]):
-    """Reads one host's batches in order, starting at a cursor. Called from one thread at a time."""
+class HostReader(abc.ABC, Generic[C]):
+    """Reads one host's batches in order, starting at a cursor. Called from one thread at a time.
 
-    @property
-    def sequential(self) -> bool:
-        """Whether an interrupted read cannot be repeated. Such a reader runs on a thread that no interrupt reaches."""
-        ...
+    Attributes:
+      sequential: whether an interrupted read cannot be repeated. Such a reader runs on a thread that no interrupt reaches.
+      empty: whether this host has had no record since the start of the stream.
+    """
 
-    @property
-    def empty(self) -> bool:
-        """Whether this host has had no record since the start of the stream."""
-        ...
+    sequential = True
+    empty = False
 
+    @abc.abstractmethod
     def adapt(self, auto: AutoReads) -> None:
         """Follows ``auto`` from now on, between two batches. Call it before the first one.
 
         Numbers that this kind of reader cannot change go to ``auto.unchangeable``.
         """
-        ...
 
+    @abc.abstractmethod
     def next(self) -> HostBatch:
         """Returns the next batch.
 
         Raises:
           StopIteration: this host's data has ended.
         """
-        ...
 
+    @abc.abstractmethod
     def advance(self, cursor: C, batch: HostBatch, ended: Mapping[int, int], num_skipped: int) -> C:
         """Returns the cursor after a batch of this reader; ``ended`` and ``num_skipped`` cover all hosts. Any thread."""
-        ...
 
     def rewind(self, step: int) -> None:
         """Makes ``step`` the next batch after an interrupted read. Does nothing if the reader is sequential."""
-        ...
 
     def final(self) -> int | None:
         """Returns the first step that this host only pads, or None if it has not reached one."""
-        ...
+        return None
 
+    @abc.abstractmethod
     def describe(self) -> str:
         """Returns what the reader is doing, for the logs of other hosts."""
-        ...
 
     def stop(self) -> None:
         """Ends a read in worker processes, if there are any, with an error. Call it from any thread, before ``close``."""
-        ...
 
+    @abc.abstractmethod
     def close(self) -> None:
         """Releases threads and processes."""
-        ...
 
 
 AnyReader = HostReader[Any]
 """A reader of any kind of stream. Its cursors are passed back only to itself."""
 
 
-class FeedStream(Protocol[C]):
-    """One kind of stream: its fingerprint, cursors, reader and state."""
+class FeedStream(abc.ABC, Generic[C]):
+    """One kind of stream: its fingerprint, cursors, reader and state.
+
+    Attributes:
+      kind: ``kind`` of its states.
+      source: the source.
+      schedule: batch sizes of the stream; None until the first host batch, which sets the size, has been read.
+      opens_at_restore: whether a restore must open the data to verify the state.
+      moved_by_opening: whether opening the data at a different cursor moves the iterator of the current reader.
+      length_is_known: whether every host can compute the end of the stream on its own.
+      cannot_resume: why no saved position can be restored, and what to pass instead; None if positions can be restored.
+      hosts_make_batches: whether each host makes its own rows, so that hosts must compare the sizes of their batches.
+      in_columns: whether hosts read only the columns that their devices hold.
+    """
+
+    kind: str
+    source: Any
+    schedule: BatchSchedule | None
+    opens_at_restore = True
+    moved_by_opening = length_is_known = hosts_make_batches = in_columns = False
+    cannot_resume: str | None = None
+    _settings: FeedSettings
 
     @property
-    def kind(self) -> str:
-        """``kind`` of its states."""
-        ...
+    def _pad(self) -> bool:
+        return self._settings.end == "pad"
 
-    @property
-    def source(self) -> object:
-        """The source, for messages."""
-        ...
-
-    @property
-    def schedule(self) -> BatchSchedule | None:
-        """Batch sizes of the stream; None until the first host batch, which sets the size, has been read."""
-        ...
-
-    @property
-    def opens_at_restore(self) -> bool:
-        """Whether a restore must open the data to verify the state."""
-        ...
-
-    @property
-    def moved_by_opening(self) -> bool:
-        """Whether opening the data at a different cursor moves the iterator of the current reader."""
-        ...
-
-    @property
-    def length_is_known(self) -> bool:
-        """Whether every host can compute the end of the stream on its own."""
-        ...
-
-    @property
-    def cannot_resume(self) -> str | None:
-        """Why no saved position can be restored, and what to pass instead; None if positions can be restored."""
-        ...
-
-    @property
-    def hosts_make_batches(self) -> bool:
-        """Whether each host makes its own rows, so that hosts must compare the sizes of their batches."""
-        ...
-
-    @property
-    def in_columns(self) -> bool:
-        """Whether hosts read only the columns that their devices hold."""
-        ...
-
+    @abc.abstractmethod
     def fingerprint(self, cursor: C) -> dict[str, JsonValue]:
         """Returns what must match for a state to be usable."""
-        ...
 
+    @abc.abstractmethod
     def start(self, like: C | None = None) -> C:
         """Returns the cursor before the first batch; ``like`` is a cursor of the stream to restart."""
-        ...
 
+    @abc.abstractmethod
     def restore(self, state: FeedState) -> C:
         """Returns the cursor of a state.
 
         Raises:
           StateMismatchError: the state belongs to a different stream.
         """
-        ...
 
+    @abc.abstractmethod
     def with_stage(self, cursor: C, from_step: object, weights: object) -> C:
         """Returns the cursor with a stage of weights added to a mixture.
 
@@ -235,8 +212,8 @@ class FeedStream(Protocol[C]):
         Raises:
           SettingsError: the stream is no mixture, the weights are invalid, or ``from_step`` has been delivered.
         """
-        ...
 
+    @abc.abstractmethod
     def replay_from(self, current: C, step: int, state: FeedState | None) -> C:
         """Returns a cursor at or before ``step`` from which to read that step again.
 
@@ -251,11 +228,10 @@ class FeedStream(Protocol[C]):
           SourceError: the data cannot be read again.
           StateMismatchError: the state belongs to a different stream.
         """
-        ...
 
+    @abc.abstractmethod
     def state(self, cursor: C) -> FeedState:
         """Returns the state of a cursor."""
-        ...
 
     def handover(self, entries: Mapping[str, Any]) -> dict[str, JsonValue]:
         """Returns, as a state has them, the lanes whose states other hosts need to read this host's rows in its place.
@@ -263,8 +239,10 @@ class FeedStream(Protocol[C]):
         Args:
           entries: :attr:`HostBatch.entries` of a batch of this host.
         """
-        ...
+        del entries
+        return {}
 
+    @abc.abstractmethod
     def take_over(self, current: C, state: FeedState, host_rows: HostRows) -> C:
         """Returns the cursor at a state whose lanes may be behind its step, or missing. May read many records.
 
@@ -277,8 +255,8 @@ class FeedStream(Protocol[C]):
           StateMismatchError: the state belongs to a different stream.
           SourceError: a lane cannot be read.
         """
-        ...
 
+    @abc.abstractmethod
     def open_reader(self, cursor: C, host_rows: HostRows, *, hosts_agree: bool) -> HostReader[C]:
         """Opens the data at a cursor.
 
@@ -287,28 +265,28 @@ class FeedStream(Protocol[C]):
           host_rows: rows and columns that this host reads.
           hosts_agree: whether other hosts take part and may still have data when this one has none.
         """
-        ...
 
+    @abc.abstractmethod
     def records_after(self, cursor: C, step: int, ended: Mapping[int, int]) -> int:
         """Returns the records of the stream up to and including ``step``, which is at or after ``cursor``."""
-        ...
 
+    @abc.abstractmethod
     def num_steps(self, cursor: C) -> int | None:
         """Returns the total number of steps; None for an infinite stream.
 
         Raises:
           TypeError: the number is unknown.
         """
-        ...
 
     def batch_size_at(self, cursor: C) -> int:
         """Returns the global batch size of the next step; may read one host batch."""
-        ...
+        return cursor.step_schedule.at(cursor.step)[1]
 
+    @abc.abstractmethod
     def record_spec(self, cursor: C | None = None) -> RecordSpec:
         """Returns the structure of the records, of the next step if they differ between steps; may read one record."""
-        ...
 
+    @abc.abstractmethod
     def record_ids(self, cursor: C, step: int) -> RecordIds:
         """Returns the record ids of ``step`` in row order, int64 ``[rows]``, without padding.
 
@@ -316,8 +294,8 @@ class FeedStream(Protocol[C]):
           IndexError: the stream has no such step.
           SourceError: the stream has no record ids.
         """
-        ...
 
+    @abc.abstractmethod
     def read(self, record_ids: object) -> PyTree:
         """Returns records as host-local numpy arrays ``[len(record_ids), ...]``, decoded as in epoch 0.
 
@@ -325,15 +303,15 @@ class FeedStream(Protocol[C]):
           SourceError: an id is not in the source, or the stream has no record ids.
           SettingsError: ``record_ids`` is not a sequence of integers.
         """
-        ...
 
     def describe_batch(self, batch: HostBatch) -> dict[str, JsonValue]:
         """Returns the contents of a batch for the step log."""
-        ...
+        del batch
+        return {}
 
     def close(self) -> None:
         """Releases the source."""
-        ...
+        hooks.close(self.source)
 
 
 AnyStream = FeedStream[Any]
@@ -365,6 +343,6 @@ def check_fingerprint(state: FeedState, current: dict[str, JsonValue], source: o
     """
     saved = dict(state.fingerprint)
     mixture = saved.pop("mixture", None) if current.pop("mixture", None) else None
-    named = find(source, FileNames)
+    named = hooks.find(source, hooks.FileNames)
     compare_fingerprints(saved, current, None if named is None else named.file_names)
     return mixture

@@ -16,7 +16,7 @@ import numpy as np
 from meshfeed._src.base import hooks
 from meshfeed._src.base.errors import DAMAGED_STATE, SettingsError, SourceError, StateMismatchError
 from meshfeed._src.base.hooks import find
-from meshfeed._src.base.settings import FeedSettings, ShardShuffle, default_num_lanes, shard_shuffle
+from meshfeed._src.base.settings import BatchSchedule, FeedSettings, ShardShuffle, default_num_lanes, shard_shuffle
 from meshfeed._src.base.types import JsonValue, PyTree, RandomAccessSource, RecordIds, RecordOrder
 from meshfeed._src.order.added_stages import add_stage, check_added, not_a_mixture, parse_added
 from meshfeed._src.order.epochs import EpochOrder
@@ -29,13 +29,13 @@ from meshfeed._src.reading.records import RecordReader, file_of, reads_columns
 from meshfeed._src.reading.stacking import RecordSpec
 from meshfeed._src.state.state import FeedState, Ledgers, count_skipped
 from meshfeed._src.streams.balance import RowBalance
-from meshfeed._src.streams.protocol import HostBatch, check_fingerprint, required_schedule
+from meshfeed._src.streams.protocol import FeedStream, HostBatch, check_fingerprint, required_schedule
 from meshfeed._src.streams.random_access_reader import RandomAccessCursor, RandomAccessReader, batch_ids, spec_at
 
 _log = logging.getLogger("meshfeed.feed")
 
 
-class RandomAccessStream:
+class RandomAccessStream(FeedStream[RandomAccessCursor]):
     """See :class:`meshfeed._src.streams.protocol.FeedStream`.
 
     Args:
@@ -44,13 +44,11 @@ class RandomAccessStream:
     """
 
     kind = "random_access"
-    opens_at_restore = moved_by_opening = False
+    opens_at_restore = False
     length_is_known = True
-    hosts_make_batches = False
-    cannot_resume = None
 
     def __init__(self, source: RandomAccessSource, settings: FeedSettings) -> None:
-        self.schedule = required_schedule(settings, "a random-access source")
+        self.schedule: BatchSchedule = required_schedule(settings, "a random-access source")  # pyright: ignore[reportIncompatibleVariableOverride]
         self._shards = shard_shuffle(settings.shuffle)
         if settings.num_lanes is not None and self._shards is None:
             raise SettingsError(
@@ -83,10 +81,6 @@ class RandomAccessStream:
                 self._order.total,
                 self.schedule.sizes[0],
             )
-
-    @property
-    def _pad(self) -> bool:
-        return self._settings.end == "pad"
 
     def _get_shard_lengths(self) -> RecordIds:
         sharded = find(self.source, hooks.Sharded)
@@ -244,11 +238,6 @@ class RandomAccessStream:
         """Returns the state, which is the same on every host."""
         return cursor.to_state(self.kind, self.fingerprint(cursor))
 
-    def handover(self, entries: Mapping[str, object]) -> dict[str, JsonValue]:
-        """Returns nothing: every host can read every record."""
-        del entries
-        return {}
-
     def take_over(self, current: RandomAccessCursor, state: FeedState, host_rows: HostRows) -> RandomAccessCursor:
         """Returns the cursor at the state's position, in O(1)."""
         del current, host_rows
@@ -304,10 +293,6 @@ class RandomAccessStream:
         paths = dict.fromkeys(file_of(self.source, record_id) for record_id in ids)
         return {"record_ids": ids, "files": [path for path in paths if path]}
 
-    def batch_size_at(self, cursor: RandomAccessCursor) -> int:
-        """Returns the global batch size of the next step."""
-        return cursor.step_schedule.at(cursor.step)[1]
-
     def record_spec(self, cursor: RandomAccessCursor | None = None) -> RecordSpec:
         """Returns the structure of the first record, or of the next step if the source has records of several shapes."""
         last = None if cursor is None else self.num_steps(cursor)
@@ -321,7 +306,3 @@ class RandomAccessStream:
         return RandomAccessReader(
             self.records, cursor, host_rows, self._settings, balance=self.balance, num_steps=self.num_steps(cursor)
         )
-
-    def close(self) -> None:
-        """Closes the source if it has a ``close`` method."""
-        hooks.close(self.source)

@@ -22,7 +22,7 @@ from meshfeed._src.reading.reads import AutoReads, Reads
 from meshfeed._src.reading.records import JointRead, ReadRows, RecordReader, file_of
 from meshfeed._src.reading.stacking import RecordSpec
 from meshfeed._src.streams.balance import RowBalance
-from meshfeed._src.streams.protocol import Cursor, HostBatch
+from meshfeed._src.streams.protocol import Cursor, HostBatch, HostReader
 
 _NAMED = 8  # records of a read, in messages
 # What steps that are read together may take: with more bytes, a single call saves little; with more time, steps wait.
@@ -126,7 +126,7 @@ def _files_of_steps(
         yield source.cached_files(_ids_of(cursor.order, position, part, balance)[0]) or ()
 
 
-class RandomAccessReader:
+class RandomAccessReader(HostReader[RandomAccessCursor]):
     """Reads steps of a random-access source.
 
     Args:
@@ -137,8 +137,6 @@ class RandomAccessReader:
       balance: orders the rows of each batch, if set.
       num_steps: number of steps of the stream; None if it never ends.
     """
-
-    empty = False
 
     def __init__(
         self,
@@ -332,10 +330,6 @@ class RandomAccessReader:
         """Compares records across workers."""
         shape = self._records.shape_index(record_ids)
         check_alike(self._specs, shape, tree, num_rows(tree), where=lambda: f"step {step}")
-
-    def final(self) -> int | None:
-        """Returns None: every host computes the end on its own."""
-        return None
 
     def describe(self) -> str:
         """Returns what the reader is doing, and for how long."""
