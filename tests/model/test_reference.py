@@ -12,7 +12,7 @@ import reference
 from meshfeed._src.agreement import windows
 from meshfeed._src.order import permutation
 from meshfeed._src.order.epochs import EpochOrder
-from meshfeed._src.streams import balance, shard_balance
+from meshfeed._src.streams import balance
 
 
 @pytest.mark.parametrize("count", [1, 2, 60, 4096, 4097, 70_001, 2**24 + 1, 10**12])
@@ -43,7 +43,7 @@ def test_orders_of_rows_of_equal_work(seed):
     rows = [1, 2, 3, 7, 8, 12, 64, 96, 130, 160, 256][seed % 11]
     costs = rng.integers(0, [3, 100, 10_000][seed % 3], (rows, 1 + seed % 4))
     assert balance.balanced_rows(costs[:, 0].astype(float)).tolist() == reference.balanced(costs[:, 0].tolist())
-    found = shard_balance.balanced_rows_of_shards(costs)
+    found = balance.balanced_rows(costs)
     assert found.tolist() == reference.balanced_of_shards(costs.tolist())
 
 

@@ -9,8 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from meshfeed._src.streams.balance import RowBalance
-from meshfeed._src.streams.shard_balance import balanced_rows_of_shards
+from meshfeed._src.streams.balance import RowBalance, balanced_rows
 from meshfeed.sources import Concat, Map, Mixture, Packed, Subset
 
 
@@ -119,19 +118,19 @@ def test_zigzag_devices_come_close_to_what_the_columns_allow(method: str) -> Non
 def test_the_rows_are_a_permutation(data: st.DataObject, rows: int, shards: int) -> None:
     cost = st.lists(st.integers(0, 1 << 40), min_size=shards, max_size=shards)
     costs = np.array(data.draw(st.lists(cost, min_size=rows, max_size=rows)))
-    np.testing.assert_array_equal(np.sort(balanced_rows_of_shards(costs)), np.arange(rows))
+    np.testing.assert_array_equal(np.sort(balanced_rows(costs)), np.arange(rows))
 
 
 def test_halves_are_equal_in_every_shard() -> None:
     costs = np.array([[9, 1], [1, 9], [9, 1], [1, 9]])
-    found = costs[balanced_rows_of_shards(costs)].reshape(2, 2, 2).sum(1)
+    found = costs[balanced_rows(costs)].reshape(2, 2, 2).sum(1)
     np.testing.assert_array_equal(found, [[10, 10], [10, 10]])
 
 
 def test_fixed_values() -> None:
     """The order of rows is the same on every host and in every version."""
     costs = np.arange(48).reshape(16, 3) ** 3 % 101
-    assert balanced_rows_of_shards(costs).tolist() == [15, 8, 12, 0, 9, 4, 5, 3, 6, 2, 11, 13, 10, 14, 7, 1]
+    assert balanced_rows(costs).tolist() == [15, 8, 12, 0, 9, 4, 5, 3, 6, 2, 11, 13, 10, 14, 7, 1]
 
 
 def test_other_balances_use_lengths() -> None:
