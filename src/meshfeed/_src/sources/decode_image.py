@@ -28,8 +28,36 @@ _ATTEMPTS = 10
 _GRAY = (0.299, 0.587, 0.114)  # luma of ITU-R BT.601, as in JPEG
 
 
+class PixelDecoder:
+    """What decoders of images and of videos share: their size, the part of the pixels that they keep, and random numbers."""
+
+    fresh_arrays = True  # each call returns new memory, so the feed need not copy it
+
+    def __init__(self, size: object, crop: str, flip: bool, key: str | None, *, is_random: bool) -> None:
+        name = type(self).__name__
+        self.height, self.width = _as_size(size, name)
+        if crop not in ("center", "random"):
+            raise refused(name, "crop", crop, '"center" or "random"')
+        if not isinstance(flip, bool):
+            raise refused(name, "flip", flip, "True or False")
+        if key is not None and not isinstance(key, str):
+            raise refused(name, "key", key, "the name of a leaf, or None")
+        self.crop, self.flip, self.key = crop, flip, key
+        self._draws = crop == "random" or flip or is_random
+        # Feeds pass random generators to functions with this parameter, and identify sources by the output of others.
+        names = ("record", "rng") if self._draws else ("record",)
+        kind = inspect.Parameter.POSITIONAL_OR_KEYWORD
+        self.__signature__ = inspect.Signature([inspect.Parameter(name, kind) for name in names])
+
+    def _box(self, height: int, width: int, rng: np.random.Generator | None) -> tuple[int, int, int, int]:
+        """Top, left, height and width of the part to keep."""
+        if self.crop == "center" or rng is None:
+            return center_box(height, width, self.width / self.height)
+        return random_box(height, width, self.width / self.height, rng)
+
+
 @public("meshfeed.sources")
-class DecodeImage:
+class DecodeImage(PixelDecoder):
     """Decodes JPEG, PNG and what else OpenCV reads into images of one size, uint8 ``[height, width, 3]`` in RGB.
 
     It is a ``decode`` of a source, or a function of :class:`Map`, also with ``batched=True``. Can be pickled and sent to
@@ -58,8 +86,6 @@ class DecodeImage:
       SettingsError: a setting is invalid, or a library is missing.
     """
 
-    fresh_arrays = True  # each call returns new memory, so the feed need not copy it
-
     @hides_own_frames
     def __init__(
         self,
@@ -70,22 +96,11 @@ class DecodeImage:
         color: float = 0.0,
         key: str | None = None,
     ) -> None:
-        self.height, self.width = as_size(size, "DecodeImage")
-        if crop not in ("center", "random"):
-            raise refused("DecodeImage", "crop", crop, '"center" or "random"')
-        if not isinstance(flip, bool):
-            raise refused("DecodeImage", "flip", flip, "True or False")
         if isinstance(color, bool) or not isinstance(color, int | float) or not 0 <= color < 1:
             raise refused("DecodeImage", "color", color, "a number from 0 to less than 1")
-        if key is not None and not isinstance(key, str):
-            raise refused("DecodeImage", "key", key, "the name of a leaf, or None")
-        self.crop, self.flip, self.color, self.key = crop, flip, color, key
-        self._random = crop == "random" or flip or color > 0
+        super().__init__(size, crop, flip, key, is_random=color > 0)
+        self.color = color
         _libraries()
-        # Feeds pass random generators to functions with this parameter, and identify sources by the output of others.
-        names = ("record", "rng") if self._random else ("record",)
-        kind = inspect.Parameter.POSITIONAL_OR_KEYWORD
-        self.__signature__ = inspect.Signature([inspect.Parameter(name, kind) for name in names])
 
     @hides_own_frames
     def __call__(self, record: Any, rng: Any = None) -> Any:
@@ -103,7 +118,7 @@ class DecodeImage:
           ValueError: the bytes are no image that can be decoded, or are cut short.
           SourceError: other leaves of the records of a list differ in structure, shape or dtype.
         """
-        if self._random and rng is None:
+        if self._draws and rng is None:
             raise ValueError(
                 "DecodeImage draws random numbers here and got none. Pass it as decode= of a source or as the function of "
                 "Map, to which the feed passes a generator for each record; in DecodeExample, name the feature as bytes "
@@ -111,19 +126,19 @@ class DecodeImage:
             )
         if not isinstance(record, list | tuple):
             image = memory.empty((self.height, self.width, 3), np.uint8)
-            self._decode(self._find(record), rng if self._random else None, image)
+            self._decode(self._find(record), rng if self._draws else None, image)
             return image if self.key is None else {**(record if isinstance(record, Mapping) else {}), self.key: image}
         if self.key is not None and record:
             stack = RecordStack(len(record))  # refuses other leaves that differ between records
             for row, one in enumerate(record):
-                decoded = self(one, rng[row] if self._random else None)
+                decoded = self(one, rng[row] if self._draws else None)
                 stack.add(
                     {name: np.asarray(leaf) if isinstance(leaf, list) else leaf for name, leaf in decoded.items()}
                 )
             return stack.take()[0]
         images = memory.empty((len(record), self.height, self.width, 3), np.uint8)
         for row, one in enumerate(record):
-            self._decode(self._find(one), rng[row] if self._random else None, images[row])
+            self._decode(self._find(one), rng[row] if self._draws else None, images[row])
         return images if self.key is None else {self.key: images}
 
     def _find(self, record: Any) -> Any:
@@ -146,11 +161,7 @@ class DecodeImage:
         except Exception as error:
             raise ValueError(f"{_describe(data)} cannot be decoded as an image: {error}") from error
         height, width = shape if pixels is None else pixels.shape[:2]
-        box = (
-            center_box(height, width, self.width / self.height)
-            if self.crop == "center" or rng is None
-            else random_box(height, width, self.width / self.height, rng)
-        )
+        box = self._box(height, width, rng)
         if pixels is None:
             reduced_by = next((by for by in _REDUCTIONS if box[2] >= by * self.height and box[3] >= by * self.width), 1)
             try:
@@ -203,7 +214,7 @@ def refused(name: str, setting: str, value: object, what: str) -> SettingsError:
     return SettingsError(f"{name} got {setting}={value!r}; it takes {what}.", setting=setting)
 
 
-def as_size(size: Any, name: str) -> tuple[int, int]:
+def _as_size(size: Any, name: str) -> tuple[int, int]:
     try:
         height, width = map(operator.index, size if isinstance(size, Sequence) else (size, size))
     except (TypeError, ValueError):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import inspect
 import io
 import itertools
 import math
@@ -18,7 +17,7 @@ import numpy as np
 from meshfeed._src.base import memory
 from meshfeed._src.base.errors import hides_own_frames, missing_package
 from meshfeed._src.base.types import public
-from meshfeed._src.sources.decode_image import as_size, center_box, random_box, refused, resize_box
+from meshfeed._src.sources.decode_image import PixelDecoder, refused, resize_box
 
 if TYPE_CHECKING:
     import av
@@ -28,7 +27,7 @@ _SLACK = 1e-6  # of a unit of time: 0.1 s of 1/30000 s each is not 2999.9999
 
 
 @public("meshfeed.sources")
-class DecodeVideo:
+class DecodeVideo(PixelDecoder):
     """Decodes clips of videos that FFmpeg reads (MP4, WebM and others) into uint8 ``[num_frames, height, width, 3]`` in RGB.
 
     It is a ``decode`` of a source, or a function of :class:`Map`. Can be pickled and sent to workers, and releases the GIL
@@ -60,8 +59,6 @@ class DecodeVideo:
       SettingsError: a setting is invalid, or a library is missing.
     """
 
-    fresh_arrays = True
-
     @hides_own_frames
     def __init__(
         self,
@@ -81,28 +78,17 @@ class DecodeVideo:
             self.num_frames = 0
         if self.num_frames < 1:
             raise _refused("num_frames", num_frames, "an int of at least 1")
-        self.height, self.width = as_size(size, "DecodeVideo")
         if seconds is not None and not (_is_time(seconds) and seconds > 0):
             raise _refused("seconds", seconds, "a number above 0, or None")
         if start not in ("center", "random") and not _is_time(start):
             raise _refused("start", start, '"center", "random", or seconds of at least 0')
-        if crop not in ("center", "random"):
-            raise _refused("crop", crop, '"center" or "random"')
-        if not isinstance(flip, bool):
-            raise _refused("flip", flip, "True or False")
-        for name, value in (("key", key), ("start_key", start_key)):
-            if value is not None and not isinstance(value, str):
-                raise _refused(name, value, "the name of a leaf, or None")
+        if start_key is not None and not isinstance(start_key, str):
+            raise _refused("start_key", start_key, "the name of a leaf, or None")
+        super().__init__(size, crop, flip, key, is_random=start == "random")
         if start_key is not None and (key is None or start != 0):
             raise _refused("start_key", start_key, "the name of a leaf beside key, and no start beside it")
         self.seconds, self.start, self.start_key = seconds, start, start_key
-        self.crop, self.flip, self.key = crop, flip, key
-        self._random = crop == "random" or flip or start == "random"
         _libraries()
-        # Feeds pass random generators to functions with this parameter, and identify sources by the output of others.
-        names = ("record", "rng") if self._random else ("record",)
-        kind = inspect.Parameter.POSITIONAL_OR_KEYWORD
-        self.__signature__ = inspect.Signature([inspect.Parameter(name, kind) for name in names])
 
     @hides_own_frames
     def __call__(self, record: Any, rng: np.random.Generator | None = None) -> Any:
@@ -119,7 +105,7 @@ class DecodeVideo:
           ValueError: the record is no video that can be decoded, is cut short, or ends before the clip.
           OSError: the file cannot be read.
         """
-        if self._random and rng is None:
+        if self._draws and rng is None:
             raise ValueError(
                 "DecodeVideo draws random numbers here and got none. Pass it as decode= of a source or as the function of "
                 "Map, to which the feed passes a generator for each record."
@@ -190,9 +176,7 @@ class DecodeVideo:
             last, pixels = frame, _rgb(frame, *shape)
             if box is None:
                 height, width = shape = pixels.shape[:2]
-                aspect = self.width / self.height
-                is_random = self.crop == "random" and rng is not None
-                box = random_box(height, width, aspect, rng) if is_random else center_box(height, width, aspect)  # type: ignore[arg-type]
+                box = self._box(height, width, rng)
                 flips = self.flip and rng is not None and rng.random() < 0.5
             resize_box(cv2, pixels, box, clip[number])
             if flips:
