@@ -39,7 +39,7 @@ from meshfeed._src.convert.example import feature_kinds
 from meshfeed._src.convert.formats import FORMATS, download, remote_files
 from meshfeed._src.convert.inputs import Input, Scan, TypesChanged, align, choose, read_schema, schema_text, stamp
 from meshfeed._src.convert.values import Measure, merge
-from meshfeed._src.convert.writers import ArrayRecordFile, OutputFile, Settings, TokenWriter, check_column
+from meshfeed._src.convert.writers import ArrayRecordFile, Settings, TokenWriter, check_column
 from meshfeed._src.sources.files.formats import compression_of, decompress, uncompressed_name
 from meshfeed._src.sources.files.manifest import FileEntry, describe_file, digest_of
 from meshfeed._src.sources.files.paths import format_name, in_threads, is_url, name_bytes
@@ -387,7 +387,7 @@ class Conversion:
     def _rows(self) -> list[dict[str, Any]]:
         return in_threads(lambda shard: self._load(_entry_name(shard)), range(self.plan.num_shards))
 
-    def _open(self, path: str) -> OutputFile:
+    def _open(self, path: str) -> ArrayRecordFile | TokenWriter:
         settings = self.settings
         if settings.encoding == "tokens":
             assert settings.tokenizer is not None  # run.py checks it

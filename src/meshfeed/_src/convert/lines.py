@@ -131,7 +131,8 @@ class LineInput(Input, abc.ABC):
             first += len(block.starts)
 
     def read_header(self, file: BinaryIO, path: str) -> Sequence[str]:
-        """Reads what comes before the first record."""
+        """Reads what comes before the first record: here, the byte order mark, which belongs to no record."""
+        _skip_mark(file, path)
         return ()
 
     @abc.abstractmethod
@@ -209,7 +210,7 @@ def _with_rows(table: pa.Table, count: int) -> pa.Table:
 
 
 def _skip_mark(file: BinaryIO, path: str) -> None:
-    """Skips the byte order mark at the start of a file, which some editors write and which belongs to no record."""
+    """Skips the byte order mark at the start of a file, which some editors write."""
     start = file.read(len(codecs.BOM_UTF8))
     if start.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):
         raise SourceError(
@@ -242,11 +243,6 @@ class TextLines(LineInput):
 
     name = "text"
     expected = "text"
-
-    def read_header(self, file: BinaryIO, path: str) -> Sequence[str]:
-        """See :class:`LineInput`."""
-        _skip_mark(file, path)
-        return ()
 
     def split(self, content: bytes, file: BinaryIO) -> tuple[bytes, np.ndarray]:
         """See :class:`LineInput`."""

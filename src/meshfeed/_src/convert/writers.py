@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import abc
 import collections
 import contextlib
 import dataclasses
@@ -51,50 +50,26 @@ class Settings:
     shards: int | None = None
 
 
-class OutputFile(abc.ABC):
-    """One output file while it is written.
-
-    Attributes:
-      num_records: records written so far; for a token file, tokens.
-      values: what the features hold so far, unless they are copied unread.
-    """
-
-    num_records = 0
-
-    def __init__(self) -> None:
-        self.values: dict[str, Measure] = {}
-
-    def _measure(self, columns: Sequence[tuple[str, pa.Array]]) -> None:
-        found = measure(columns)
-        self.values = merge([self.values, found]) if self.num_records else found
-
-    @abc.abstractmethod
-    def write(self, batch: pa.RecordBatch, first_record: int) -> None:
-        """Appends records; ``first_record`` is the number of the first one in the input."""
-
-    @abc.abstractmethod
-    def close(self) -> None:
-        """Completes the file.
-
-        Raises:
-          OSError: not all records are stored.
-        """
-
-
-class ArrayRecordFile(OutputFile):
-    """An ArrayRecord file.
+class ArrayRecordFile:
+    """An ArrayRecord file while it is written.
 
     Args:
       path: the file.
       encoding: "example", or "bytes" for the values of the only column.
       examples: whether the only column already holds Examples.
       compression: "zstd" or "none".
+
+    Attributes:
+      num_records: records written so far; of a token file, tokens.
+      values: what the features hold so far, unless they are copied unread.
     """
+
+    num_records = 0
 
     def __init__(self, path: str, encoding: str, *, examples: bool, compression: str) -> None:
         from array_record.python.array_record_module import ArrayRecordWriter
 
-        super().__init__()
+        self.values: dict[str, Measure] = {}
         # One record per chunk: a reader decodes whole chunks, also for a single record.
         options = {"zstd": "group_size:1", "none": "group_size:1,uncompressed"}[compression]
         self._path = path
@@ -104,7 +79,7 @@ class ArrayRecordFile(OutputFile):
         self._is_checked = not self._are_examples
 
     def write(self, batch: pa.RecordBatch, first_record: int) -> None:
-        """See :class:`OutputFile`."""
+        """Appends records; ``first_record`` is the number of the first one in the input."""
         if self._is_encoded:
             column = batch.column(0)
             if column.null_count:
@@ -121,13 +96,18 @@ class ArrayRecordFile(OutputFile):
         if not self._is_checked and records:
             self._is_checked = True
             read_example(records[0], first_record)
-        self._measure(columns)
+        found = measure(columns)
+        self.values = merge([self.values, found]) if self.num_records else found
         with _disk_errors():
             collections.deque(map(self._writer.write, records), maxlen=0)  # a loop without steps of Python
         self.num_records += len(records)
 
     def close(self) -> None:
-        """See :class:`OutputFile`."""
+        """Completes the file.
+
+        Raises:
+          OSError: not all records are stored.
+        """
         from array_record.python.array_record_module import ArrayRecordReader
 
         with _disk_errors():
@@ -157,8 +137,8 @@ def read_example(record: bytes, number: int) -> dict[str, Any]:
         ) from error
 
 
-class TokenWriter(OutputFile):
-    """A token file in llm.c's format: 1,024 bytes of header, then the tokens of all records.
+class TokenWriter:
+    """A token file in llm.c's format while it is written: 1,024 bytes of header, then the tokens of all records.
 
     Args:
       path: the file.
@@ -166,8 +146,10 @@ class TokenWriter(OutputFile):
       eod: a token, or its number, written after each record; None for none.
     """
 
+    num_records = 0
+
     def __init__(self, path: str, tokenizer: str, eod: str | None) -> None:
-        super().__init__()
+        self.values: dict[str, Measure] = {}
         self._tokenizer = load_tokenizer(tokenizer)
         self._eod = [] if eod is None else [eod_id(self._tokenizer, eod)]
         self._magic, self._version, self._dtype = token_format(self._tokenizer)
@@ -175,7 +157,7 @@ class TokenWriter(OutputFile):
         self._file.write(bytes(LLM_C_BYTES))
 
     def write(self, batch: pa.RecordBatch, first_record: int) -> None:
-        """See :class:`OutputFile`."""
+        """See :class:`ArrayRecordFile`."""
         texts = [_decode(value, first_record + row) for row, value in enumerate(to_bytes(batch.column(0)))]
         for encoding in self._tokenizer.encode_batch_fast(texts, add_special_tokens=False):
             ids = encoding.ids + self._eod
@@ -187,7 +169,7 @@ class TokenWriter(OutputFile):
             )
 
     def close(self) -> None:
-        """See :class:`OutputFile`."""
+        """See :class:`ArrayRecordFile`."""
         header = struct.pack("<3i", self._magic, self._version, self.num_records)
         self._file.seek(0)
         self._file.write(header)
