@@ -16,7 +16,7 @@ import dataclasses
 import functools
 import logging
 from collections.abc import Sequence
-from typing import Any, Protocol
+from typing import Any, TypeAlias
 
 import numpy as np
 
@@ -171,25 +171,6 @@ class PackingMethod:
         return pack(rest, sizes, self.limits, cuts=self.method == "split")
 
 
-class PackedBlock(Protocol):
-    """The sequences of one block of documents."""
-
-    num_tokens: int
-
-    @property
-    def num_pieces(self) -> int:
-        """Number of pieces of all sequences."""
-        ...
-
-    def pieces(self, numbers: np.ndarray) -> Pieces:
-        """Returns the pieces of the sequences ``numbers`` of the block, int64[n]."""
-        ...
-
-    def num_cut(self) -> int:
-        """Returns the number of documents in more than one sequence."""
-        ...
-
-
 def _num_split(lengths: np.ndarray, method: PackingMethod) -> int:
     """Number of sequences of documents end to end."""
     used = lengths[lengths > 0]
@@ -304,6 +285,9 @@ class _FitBlock:
     def num_cut(self) -> int:
         """Number of documents in more than one sequence."""
         return self._cut
+
+
+PackedBlock: TypeAlias = _SplitBlock | _FitBlock
 
 
 def best_fit(lengths: np.ndarray, capacity: int) -> tuple[np.ndarray, int]:
