@@ -37,16 +37,6 @@ States list ids of bad records, so the shift cannot change.
 _LAYOUT, _COMPONENT_SEED, _LANE_LAYOUT = 101, 102, 105  # purpose of a derived key; disjoint from those of epochs.py
 
 
-def check_end(on_end: str, num_epochs: int | None) -> None:
-    """Raises SettingsError if no component of a mixture can reach the end that ``on_end="stop"`` waits for."""
-    if on_end == "stop" and num_epochs is None:
-        raise SettingsError(
-            "on_end='stop' with num_epochs=None: a component without an end never stops the mixture. "
-            "Pass a number of epochs, or on_end='repeat'.",
-            setting="on_end",
-        )
-
-
 def join_ids(component: int, record_ids: Ids) -> Ids:
     """Combines a component's number and record ids within it into mixture ids."""
     return (component << COMPONENT_SHIFT) | record_ids
@@ -195,7 +185,12 @@ class MixtureSettings:
     num_epochs: int | None
 
     def __post_init__(self) -> None:
-        check_end(self.on_end, self.num_epochs)
+        if self.on_end == "stop" and self.num_epochs is None:
+            raise SettingsError(
+                "on_end='stop' with num_epochs=None: a component without an end never stops the mixture. "
+                "Pass a number of epochs, or on_end='repeat'.",
+                setting="on_end",
+            )
 
     def stages_of_lane(self, num_lanes: int) -> list[Stage]:
         """Returns the stages at positions of a lane, which has 1 / num_lanes of those of the stream."""
