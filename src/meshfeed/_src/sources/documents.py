@@ -64,16 +64,7 @@ def documents_of(source: object, name: str, of_stream: str) -> RandomAccessSourc
 
 
 def lengths_of(source: RandomAccessSource, measure: Callable[[Record], int], key: str | None = None) -> np.ndarray:
-    """Returns the length of every record, unsigned or signed integers [records]; memory-mapped if there are many.
-
-    Args:
-      source: a random-access source.
-      measure: returns the length of a record; used if the lengths are not known.
-      key: leaf that is measured, whose lengths a manifest may list.
-
-    Raises:
-      SourceError: ``measure`` raised it or a ValueError; names the record.
-    """
+    """Returns the length of every record, which is that of the leaf ``key``; see :func:`lengths_of_leaves`."""
     return lengths_of_leaves(source, lambda record: (measure(record),), key)[0]
 
 

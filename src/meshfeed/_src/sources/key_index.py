@@ -69,8 +69,12 @@ def key_leaf(source: RandomAccessSource, key: str | None) -> str:
 
 def knows_keys(source: RandomAccessSource, key: str) -> bool:
     """Whether a source knows the keys of its records, which are then not read for them."""
+    return _known_keys(source, key) is not None
+
+
+def _known_keys(source: RandomAccessSource, key: str) -> Iterable[object] | None:
     stored = hooks.find(source, hooks.StoredKeys)
-    return stored is not None and stored.stored_keys(key) is not None
+    return None if stored is None else stored.stored_keys(key)
 
 
 def same_key(one: object, other: object) -> bool:
@@ -106,8 +110,7 @@ def index_of(source: RandomAccessSource, key: str, path: str | os.PathLike[str] 
 
 
 def _make(source: RandomAccessSource, key: str) -> KeyIndex:
-    stored = hooks.find(source, hooks.StoredKeys)
-    keys = None if stored is None else stored.stored_keys(key)
+    keys = _known_keys(source, key)
     values = _read(source, key) if keys is None else keys
     digests = np.fromiter(_digests(source, values), np.uint64, len(source))
     order = np.argsort(digests, kind="stable")
@@ -141,10 +144,7 @@ def _read(source: RandomAccessSource, key: str) -> Iterator[object]:
 
 def key_at(source: RandomAccessSource, key: str, record_id: int) -> object:
     """Returns the key of a record, for a message."""
-    stored = hooks.find(source, hooks.StoredKeys)
-    keys = (
-        None if stored is None else stored.stored_keys(key)
-    )  # those of decoded records may not have the leaf any more
+    keys = _known_keys(source, key)  # those of decoded records may not have the leaf any more
     return key_of(source[record_id], key) if keys is None else next(itertools.islice(keys, record_id, None))
 
 
