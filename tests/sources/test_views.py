@@ -327,7 +327,7 @@ def test_alike_sources_and_views_are_read_as_one(tmp_path: Path) -> None:
     mixed = Mixture({"a": Subset(a, slice(2, 6)), "b": Subset(b, slice(1, None))}, {"a": 1, "b": 1})
     with feed_of(mixed, global_batch_size=8) as feed:
         assert sorted(np.asarray(next(feed)["x"]).tolist()) == sorted([2, 3, 4, 5, 1, 2, 3, 4])
-        assert len(mixed._reader._group_readers) == 1
+        assert len(mixed._group_readers) == 1
 
 
 def test_concat_of_unlike_sources_is_read_by_source(tmp_path: Path) -> None:

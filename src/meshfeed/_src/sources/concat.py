@@ -11,11 +11,12 @@ import numpy as np
 
 from meshfeed._src.base import hooks, trees
 from meshfeed._src.base.errors import SourceError, hides_own_frames
-from meshfeed._src.base.types import ColumnSlices, JsonValue, PyTree, Record, RecordIds, Rngs, public
+from meshfeed._src.base.types import JsonValue, PyTree, Record, RecordIds, public
 from meshfeed._src.reading.identity import source_identity
 from meshfeed._src.reading.shared_probes import identify_each
+from meshfeed._src.sources.built import AllRecords
 from meshfeed._src.sources.checks import check_ids
-from meshfeed._src.sources.joined import JoinedReader
+from meshfeed._src.sources.joined import SeveralSources
 from meshfeed._src.sources.lists import plain_records, select_all
 from meshfeed._src.sources.recognize import as_source, describe_source
 
@@ -61,28 +62,19 @@ def _concat(sources: dict[str, Any]) -> Any:
     return ConcatenatedRecords(dict(zip(sources, records, strict=True))) if joined is None else joined
 
 
-class ConcatenatedRecords:
+class ConcatenatedRecords(SeveralSources, AllRecords):
     """A :func:`Concat` of sources that do not all read alike; made by that function.
-
-    Args:
-      sources: name → source.
-      noun: what one of them is, for messages.
-      whole: what they make, for messages.
 
     Attributes:
       starts: int64[sources], the id of the first record of each.
     """
 
     kind = "concat"
-    fresh_arrays = True  # JoinedReader copies memory that a source may reuse
 
     def __init__(self, sources: dict[str, Any], noun: str = "source", whole: str = "Concat") -> None:
-        self._named, self._words = sources, (noun, whole)
-        self._sources = list(sources.values())
+        super().__init__(sources, noun, whole)
         self._ends = np.cumsum([len(source) for source in self._sources], dtype=np.int64)
         self.starts = np.concatenate([[0], self._ends[:-1]])
-        self._reader = JoinedReader(sources, noun, whole)
-        self.wants_rng, self.reads_columns = self._reader.wants_rng, self._reader.reads_columns
 
     def __repr__(self) -> str:
         return f"Concat([{', '.join(map(describe_source, self._sources))}])"
@@ -94,83 +86,11 @@ class ConcatenatedRecords:
         """Record ``record_id`` of all."""
         return self.__getitems__([operator.index(record_id)])[0]
 
-    def __getitems__(self, record_ids: Sequence[int]) -> list[Record]:
-        """Several records, in the order of ``record_ids``; they may differ in shape."""
-        return self._reader.read_items(*self._located(record_ids))
-
     def _located(self, record_ids: RecordIds | Sequence[int]) -> tuple[RecordIds, RecordIds]:
-        """Numbers of the sources, and ids within them; checks them."""
         ids = np.asarray(record_ids, np.int64)
         check_ids(ids, len(self), "source")
         numbers = np.searchsorted(self._ends, ids, side="right")
         return numbers, ids - self.starts[numbers]
-
-    def element_shapes(self) -> PyTree:
-        """Pytree of ``jax.ShapeDtypeStruct`` of one record; only if ``reads_columns``."""
-        return self._reader.element_shapes()
-
-    def read_batch(
-        self, record_ids: RecordIds | Sequence[int], columns: ColumnSlices | None = None, rngs: Rngs | None = None
-    ) -> PyTree:
-        """Reads records, decoded and stacked.
-
-        Args:
-          record_ids: int64[n], in any order, repeats allowed.
-          columns: leaf path → slices of the dimensions after the first; only if every source reads columns.
-          rngs: one generator per record, for decoders that take ``rng=``.
-
-        Returns:
-          Pytree of arrays ``[n, ...]``.
-
-        Raises:
-          IndexError: an id is not in [0, len).
-          SourceError: records of two sources differ; names the sources and the leaf.
-          Any error that a source raises, with a note naming it.
-        """
-        return self._reader.read(*self._located(record_ids), columns, rngs)
-
-    def row_lengths(self, record_ids: RecordIds) -> tuple[np.ndarray, np.ndarray]:
-        """Lengths of all segments of records, and the first segment of each; see :meth:`JoinedReader.row_lengths`."""
-        return self._reader.row_lengths(*self._located(record_ids))
-
-    @property
-    def num_sequence_shards(self) -> int | None:
-        """Shards of the sequence axis, if all sources have rows for the same number; see ``hooks.SequenceShards``."""
-        return self._reader.num_sequence_shards
-
-    def shard_costs(self, record_ids: RecordIds) -> np.ndarray:
-        """The work of each shard of the sequence axis, int64[n, shards]."""
-        return self._reader.shard_costs(*self._located(record_ids))
-
-    def cached_files(self, record_ids: RecordIds) -> list[hooks.CachedFile] | None:
-        """The files that hold these records and are read through a cache; None if no source has one."""
-        return self._reader.cached_files(*self._located(record_ids))
-
-    def ask_disk(self, record_ids: RecordIds) -> bool | None:
-        """See :class:`meshfeed._src.base.hooks.ReadsDisk`."""
-        return self._reader.ask_disk(*self._located(record_ids))
-
-    def file_of(self, record_id: int) -> str:
-        """The source that holds a record, and the file if known."""
-        numbers, ids = self._located([record_id])
-        return self._reader.file_of(int(numbers[0]), int(ids[0]))
-
-    def file_names(self) -> list[str]:
-        """The files of the sources that are made of files."""
-        named = (hooks.find(source, hooks.FileNames) for source in self._sources)
-        return [name for source in named if source is not None for name in source.file_names()]
-
-    def check_records(self) -> None:
-        """Checks the types of all sources' leaves; see :class:`meshfeed._src.base.hooks.ChecksRecords`."""
-        for source in self._sources:
-            checks = hooks.find(source, hooks.ChecksRecords)
-            if checks is not None:
-                checks.check_records()
-
-    @property
-    def read_threads(self) -> int:
-        """See :class:`meshfeed._src.base.hooks.ReadsInThreads`: as the source that asks for most."""
-        return hooks.read_threads(*self._sources)
 
     def _all(self, hook: type[R]) -> list[R]:
         """The sources as ``hook``; Concat has a hook that says something of all records only if all sources have it."""
@@ -226,7 +146,7 @@ class ConcatenatedRecords:
                 bounds = zip((ends - lengths[rows]).tolist(), ends.tolist(), strict=True)
                 return [trees.map_leaves(lambda leaf, a=a, b=b: leaf[a:b], flat) for a, b in bounds]
 
-            slices = self._reader.in_order(numbers, read)
+            slices = self._in_order(numbers, read)
             self._check_leaves(numbers, slices)
             return trees.map_leaves(lambda *leaves: np.concatenate(leaves), *slices)
 
@@ -238,26 +158,20 @@ class ConcatenatedRecords:
         other = next((row for row, found in enumerate(names) if found != names[0]), None)
         if other is None:
             return
-        noun, whole = self._words
-        sources = [list(self._named)[numbers[row]] for row in (0, other)]
+        noun, sources = self._noun, [self._names[numbers[row]] for row in (0, other)]
         raise SourceError(
-            f"the records of {noun} {sources[0]!r} of the {whole} have the leaves {names[0]}, those of {noun} "
+            f"the records of {noun} {sources[0]!r} of the {self._whole} have the leaves {names[0]}, those of {noun} "
             f"{sources[1]!r} {names[other]}. Give them the same names, as by key= of Tokens.documents."
         )
 
     def unconverted(self) -> ConcatenatedRecords:
         """The same records as they are stored, if the sources convert them."""
         sources = {name: hooks.unconverted(source) for name, source in self._named.items()}
-        return ConcatenatedRecords(sources, *self._words)
+        return ConcatenatedRecords(sources, self._noun, self._whole)
 
     def fingerprint(self) -> JsonValue:
         """Identity: those of all sources."""
         return {"sources": list(identify_each(self._named, source_identity).values())}
-
-    def close(self) -> None:
-        """Closes all sources."""
-        for source in self._sources:
-            hooks.close(source)
 
 
 def _joined(parts: Iterable[np.ndarray | None]) -> np.ndarray | None:

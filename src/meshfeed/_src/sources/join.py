@@ -7,7 +7,7 @@ import functools
 import itertools
 import operator
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, SupportsIndex
 
 import numpy as np
@@ -18,6 +18,7 @@ from meshfeed._src.base.identities import JOINED
 from meshfeed._src.base.types import JsonValue, RandomAccessSource, Record, RecordIds, StreamSource, public
 from meshfeed._src.reading.identity import source_identity
 from meshfeed._src.reading.records import wants_rng
+from meshfeed._src.sources.built import BuiltRecords, SameHooks
 from meshfeed._src.sources.checks import check_ids
 from meshfeed._src.sources.documents import in_record, read_items
 from meshfeed._src.sources.host_batches import HostBatches
@@ -216,20 +217,19 @@ class JoinedStream(MappedStream):
         hooks.close(self._lookup.others)
 
 
-class JoinedRecords:
+class JoinedRecords(SameHooks, BuiltRecords):
     """A :func:`Join` of random-access records; made by that function."""
 
     kind = "join"
     fresh_arrays = True  # read_items copies memory that a source may reuse
+    # What the other records do not change.
+    _same_hooks = ("file_of", "shard_lengths", "lengths", "cached_files", "ask_disk")
 
     def __init__(self, source: RandomAccessSource, lookup: _Lookup) -> None:
         self._source, self._lookup = source, lookup
 
-    def __getattr__(self, name: str) -> Any:
-        # What the other records do not change.
-        if name not in ("file_of", "shard_lengths", "lengths", "cached_files", "ask_disk"):
-            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
-        return getattr(self.__dict__["_source"], name)
+    def _below(self) -> Iterable[Any]:
+        return self._source, self._lookup.others
 
     def __repr__(self) -> str:
         return f"Join({describe_source(self._source)}, {describe_source(self._lookup.others)})"
@@ -260,19 +260,9 @@ class JoinedRecords:
 
     def file_names(self) -> list[str]:
         """The files of both sources."""
-        named = (hooks.find(source, hooks.FileNames) for source in (self._source, self._lookup.others))
+        named = (hooks.find(source, hooks.FileNames) for source in self._below())
         return [name for source in named if source is not None for name in source.file_names()]
-
-    @property
-    def read_threads(self) -> int:
-        """See :class:`meshfeed._src.base.hooks.ReadsInThreads`: as the source that asks for most."""
-        return hooks.read_threads(self._source, self._lookup.others)
 
     def fingerprint(self) -> JsonValue:
         """Identity: those of both sources, and a digest of all keys."""
         return {"source": source_identity(self._source), **self._lookup.identity()}
-
-    def close(self) -> None:
-        """Closes both sources."""
-        hooks.close(self._source)
-        hooks.close(self._lookup.others)

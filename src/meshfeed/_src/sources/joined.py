@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import abc
 import functools
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, TypeVar, cast
 
 import numpy as np
@@ -17,6 +18,7 @@ from meshfeed._src.reading.host_batch import spec_of_batch
 from meshfeed._src.reading.items import decode_each
 from meshfeed._src.reading.records import SourceReader, file_of, reads_columns, wants_rng
 from meshfeed._src.reading.stacking import RecordSpec, check_unmasked
+from meshfeed._src.sources.built import BuiltRecords
 from meshfeed._src.sources.documents import read_items
 
 Part = tuple[str, np.ndarray[Any, Any], PyTree]
@@ -26,8 +28,8 @@ R = TypeVar("R")
 NO_IDS = np.empty(0, np.int64)
 
 
-class JoinedReader:
-    """Reads records of several sources as one batch.
+class SeveralSources(BuiltRecords):
+    """The records of several random-access sources; a subclass numbers them.
 
     A read groups the records and reads each group once, in the caller's thread. Sources that read and decode alike, such
     as ArrayRecord files with one decoder, are one group: 35 of them cost about as much as one. Groups that read alike but
@@ -43,8 +45,10 @@ class JoinedReader:
       reads_columns: whether all of them can read part of each leaf.
     """
 
+    fresh_arrays = True  # reads copy memory that a source may reuse
+
     def __init__(self, sources: dict[str, Any], noun: str, whole: str) -> None:
-        self._names, self._sources = tuple(sources), tuple(sources.values())
+        self._named, self._names, self._sources = sources, tuple(sources), tuple(sources.values())
         self._noun, self._whole = noun, whole
         self.wants_rng = any(map(wants_rng, self._sources))
         self.reads_columns = all(map(reads_columns, self._sources))
@@ -62,18 +66,24 @@ class JoinedReader:
         self._rng_readers = {reader for reader in readers if wants_rng(reader.source)}
         self._compared = np.zeros(len(self._sources), bool)  # whether a source's structure has been checked
 
+    def _below(self) -> Iterable[Any]:
+        return self._sources
+
+    @abc.abstractmethod
+    def _located(self, record_ids: RecordIds | Sequence[int]) -> tuple[RecordIds, RecordIds]:
+        """Numbers of the sources of records, and ids within them, int64[n] each; checks that they exist."""
+
     def element_shapes(self) -> PyTree:
-        """Returns a pytree of ``jax.ShapeDtypeStruct`` of one record, of the first source; only if ``reads_columns``."""
+        """Pytree of ``jax.ShapeDtypeStruct`` of one record, from the first source; only if ``reads_columns``."""
         return self._sources[0].element_shapes()
 
-    def read(
-        self, numbers: RecordIds, ids: RecordIds, columns: ColumnSlices | None = None, rngs: Rngs | None = None
+    def read_batch(
+        self, record_ids: RecordIds | Sequence[int], columns: ColumnSlices | None = None, rngs: Rngs | None = None
     ) -> PyTree:
         """Reads records, decoded and stacked.
 
         Args:
-          numbers: int64[n], the source of each record.
-          ids: int64[n], its id there; they exist.
+          record_ids: int64[n], in any order, repeats allowed.
           columns: leaf path → slices of the dimensions after the first; only if ``reads_columns``.
           rngs: one generator per record, for decoders that take ``rng=``.
 
@@ -82,8 +92,9 @@ class JoinedReader:
 
         Raises:
           SourceError: records of two sources differ; names the sources and the leaf.
-          Any error that a source raises, with a note naming it.
+          Any error that a source raises, with a note naming it; and that of an id that does not exist.
         """
+        numbers, ids = self._located(record_ids)
         # A source's first records are read by source, to compare their structure under its own name.
         spec = self._joiner.spec
         if self._joins_calls and columns is None and spec is not None and self._compared[numbers].all():
@@ -164,7 +175,7 @@ class JoinedReader:
         """The generators of ``rows``, if the decoder takes them."""
         return [rngs[row] for row in rows.tolist()] if rngs and reader in self._rng_readers else None
 
-    def in_order(self, numbers: RecordIds, read: Callable[[Any, RecordIds], Sequence[R]]) -> list[R]:
+    def _in_order(self, numbers: RecordIds, read: Callable[[Any, RecordIds], Sequence[R]]) -> list[R]:
         """Returns what ``read(source, rows)`` returns for the rows of each source, by row.
 
         Raises:
@@ -180,14 +191,16 @@ class JoinedReader:
             by_row |= zip(rows.tolist(), found, strict=True)
         return [by_row[row] for row in range(len(numbers))]
 
-    def read_items(self, numbers: RecordIds, ids: RecordIds) -> list[Record]:
-        """Reads records without stacking them; they may differ in shape. For arguments and errors, see :meth:`read`."""
-        return self.in_order(numbers, lambda source, rows: read_items(source, ids[rows]))
+    def __getitems__(self, record_ids: Sequence[int]) -> list[Record]:
+        """Several records, in the order of ``record_ids``; they may differ in shape."""
+        numbers, ids = self._located(record_ids)
+        return self._in_order(numbers, lambda source, rows: read_items(source, ids[rows]))
 
-    def cached_files(self, numbers: RecordIds, ids: RecordIds) -> list[hooks.CachedFile] | None:
-        """Returns the files that hold records and are read through a cache; None if no source has one."""
+    def cached_files(self, record_ids: RecordIds) -> list[hooks.CachedFile] | None:
+        """The files that hold these records and are read through a cache; None if no source has one."""
         if not self._cached:
             return None
+        numbers, ids = self._located(record_ids)
         groups = [(self._cached[number], rows) for number, rows in group_by(numbers) if number in self._cached]
         return [file for source, rows in groups for file in source.cached_files(ids[rows]) or ()]
 
@@ -197,10 +210,11 @@ class JoinedReader:
         found = enumerate(map(caching, self._sources))
         return {number: source for number, source in found if source is not None}
 
-    def ask_disk(self, numbers: RecordIds, ids: RecordIds) -> bool | None:
+    def ask_disk(self, record_ids: RecordIds) -> bool | None:
         """See :class:`meshfeed._src.base.hooks.ReadsDisk`."""
         if not self._on_disk:
             return None
+        numbers, ids = self._located(record_ids)
         ids, calls = ids + self._first_id[numbers], self._call_of[self._group_of[numbers]]
         missing = False
         for call, rows in group_by(calls):
@@ -214,12 +228,13 @@ class JoinedReader:
         found = enumerate(hooks.on_disk(reader.source) for reader in self._call_readers)
         return {call: source for call, source in found if source is not None}
 
-    def row_lengths(self, numbers: RecordIds, ids: RecordIds) -> tuple[np.ndarray, np.ndarray]:
+    def row_lengths(self, record_ids: RecordIds) -> tuple[np.ndarray, np.ndarray]:
         """Returns the lengths of all segments of records, and the first segment of each record; reads nothing.
 
         Raises:
           SettingsError: a source does not know them.
         """
+        numbers, ids = self._located(record_ids)
         by_row: dict[int, np.ndarray] = {}
         for number, rows in group_by(numbers):
             known = hooks.find(self._sources[number], hooks.RowLengths)
@@ -240,18 +255,20 @@ class JoinedReader:
 
     @functools.cached_property
     def num_sequence_shards(self) -> int | None:
-        """Shards of the sequence axis, if all sources have rows for the same number; otherwise None."""
+        """Shards of the sequence axis, if all sources have rows for the same number; see ``hooks.SequenceShards``."""
         found = [hooks.find(source, hooks.SequenceShards) for source in self._sources]
         numbers = {None if source is None else source.num_sequence_shards for source in found}
         return numbers.pop() if len(numbers) == 1 else None
 
-    def shard_costs(self, numbers: RecordIds, ids: RecordIds) -> np.ndarray:
-        """Returns the work of each shard of the sequence axis for records, int64[n, shards]; all sources know it."""
-        return np.stack(self.in_order(numbers, lambda source, rows: source.shard_costs(ids[rows])))
+    def shard_costs(self, record_ids: RecordIds) -> np.ndarray:
+        """The work of each shard of the sequence axis, int64[n, shards]; all sources know it."""
+        numbers, ids = self._located(record_ids)
+        return np.stack(self._in_order(numbers, lambda source, rows: source.shard_costs(ids[rows])))
 
-    def file_of(self, number: int, record_id: int) -> str:
-        """Returns the source that holds a record, and the file if known."""
-        path = file_of(self._sources[number], record_id)
+    def file_of(self, record_id: int) -> str:
+        """The source that holds a record, and the file if known."""
+        (number,), (own_id,) = self._located([record_id])
+        path = file_of(self._sources[number], int(own_id))
         return f"{self._noun} {self._names[number]!r}" + (f", {path}" if path else "")
 
     def __getstate__(self) -> dict[str, Any]:

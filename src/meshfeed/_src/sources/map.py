@@ -29,6 +29,7 @@ from meshfeed._src.reading.host_batch import num_rows, spec_of_batch
 from meshfeed._src.reading.identity import content_digest, source_identity
 from meshfeed._src.reading.records import SourceReader, describe_record, wants_rng
 from meshfeed._src.reading.stacking import RecordStack
+from meshfeed._src.sources.built import BuiltRecords, SameHooks
 from meshfeed._src.sources.checks import stopped
 from meshfeed._src.sources.documents import RowError, in_record, read_items
 from meshfeed._src.sources.host_batches import HostBatches
@@ -87,16 +88,10 @@ def Map(source: object, function: Callable[..., Any], *, batched: bool = False) 
     return MappedStream(records, function, batched)
 
 
-class _Mapped:
+class _Mapped(SameHooks):
     """What both kinds of mapped source share. Hooks that a function does not change are those of the source."""
 
     kind = "map"
-    _same_hooks: tuple[str, ...] = ()
-
-    def __getattr__(self, name: str) -> Any:
-        if name not in self._same_hooks:
-            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
-        return getattr(self.__dict__["_source"], name)
 
     def __init__(self, source: Any, function: Callable[..., Any], batched: bool) -> None:
         self._source, self._function, self._batched = source, function, batched
@@ -126,19 +121,15 @@ class _Mapped:
         spec_of_batch(batch, len(records), what="the function of Map")
         return batch
 
-    def close(self) -> None:
-        """Closes the source."""
-        hooks.close(self._source)
 
-
-class MappedRecords(_Mapped):
+class MappedRecords(_Mapped, BuiltRecords):
     """A :func:`Map` over random-access records; made by that function."""
 
     fresh_arrays = True
     _same_hooks = (
         *("first_record_id", "make_order", "check_record_ids", "replacement_id", "row_lengths", "shape_index"),
         *("num_sequence_shards", "shard_costs"),
-        *("cached_files", "ask_disk", "file_of", "file_names", "read_threads", "shard_lengths"),
+        *("cached_files", "ask_disk", "file_of", "file_names", "shard_lengths"),
     )
 
     def __init__(self, source: Any, function: Callable[..., Any], batched: bool) -> None:

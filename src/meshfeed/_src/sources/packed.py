@@ -19,6 +19,7 @@ from meshfeed._src.order.limits import VERSION as LIMITS_VERSION
 from meshfeed._src.order.packing import Budget, PackingMethod, Pieces
 from meshfeed._src.reading.identity import source_identity
 from meshfeed._src.reading.records import file_of
+from meshfeed._src.sources.built import BuiltRecords
 from meshfeed._src.sources.checks import check_choice, check_ids, is_count
 from meshfeed._src.sources.documents import (
     as_array,
@@ -35,7 +36,7 @@ _OF_STREAM = "Pack streams with Grain's packing, or convert them to files that a
 
 
 @public("meshfeed.sources")
-class Packed:
+class Packed(BuiltRecords):
     """Packs documents into sequences of one length, as a random-access source.
 
     A record is ``{key: int32[L], segment_ids: int32[L], positions: int32[L]}``: the tokens of one or more documents,
@@ -299,11 +300,6 @@ class Packed:
         pieces = self._packing.pieces_at(np.array([record_id], np.int64))
         return file_of(self._source, int(pieces.documents[0]))
 
-    @property
-    def read_threads(self) -> int:
-        """See :class:`meshfeed._src.base.hooks.ReadsInThreads`: as the documents."""
-        return hooks.read_threads(self._source)
-
     def cached_files(self, record_ids: RecordIds) -> Sequence[hooks.CachedFile] | None:
         """Returns the files that hold the documents of sequences and are read through a cache; None without one."""
         source = hooks.find(self._source, hooks.CachesFiles)
@@ -321,10 +317,6 @@ class Packed:
         if source is None or not len(record_ids):
             return None if source is None else False
         return source.ask_disk(np.unique(self._packing.pieces_at(record_ids).documents))
-
-    def close(self) -> None:
-        """Closes the documents."""
-        hooks.close(self._source)
 
     def _check_ids(self, ids: RecordIds) -> None:
         check_ids(ids, len(self))

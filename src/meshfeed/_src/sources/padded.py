@@ -19,6 +19,7 @@ from meshfeed._src.order.buckets import BucketOrder
 from meshfeed._src.reading.identity import source_identity
 from meshfeed._src.reading.records import file_of
 from meshfeed._src.reading.stacking import RecordStack
+from meshfeed._src.sources.built import BuiltRecords
 from meshfeed._src.sources.checks import check_choice, checked_count
 from meshfeed._src.sources.documents import (
     RowError,
@@ -287,7 +288,7 @@ _RECORDS_PER_PASS = 1 << 20
 
 
 @public("meshfeed.sources")
-class Buckets:
+class Buckets(BuiltRecords):
     """Groups records by length: each global batch has records of one bucket, padded to its boundary.
 
     A record is a dict; it is padded as by :func:`Padded`, to the smallest of ``boundaries`` that holds it. Batches have
@@ -468,11 +469,6 @@ class Buckets:
             raise AttributeError("the records are not in files")
         return lambda: np.sum(self._shard_lengths(), axis=0)
 
-    @property
-    def read_threads(self) -> int:
-        """See :class:`meshfeed._src.base.hooks.ReadsInThreads`."""
-        return hooks.read_threads(self._source)
-
     def cached_files(self, record_ids: RecordIds) -> Sequence[hooks.CachedFile] | None:
         """Returns the files that hold these records and are read through a cache; None without one."""
         source = hooks.find(self._source, hooks.CachesFiles)
@@ -530,10 +526,6 @@ class Buckets:
     def file_of(self, record_id: int) -> str | None:
         """Returns the file of a record, or None if unknown."""
         return file_of(self._source, record_id % len(self._lengths))
-
-    def close(self) -> None:
-        """Closes the source."""
-        hooks.close(self._source)
 
 
 def _checked_boundaries(boundaries: object) -> tuple[int, ...]:

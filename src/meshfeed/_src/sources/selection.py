@@ -25,6 +25,7 @@ from meshfeed._src.base.types import MAX_POSITION, JsonValue, Record, RecordIds,
 from meshfeed._src.order.permutation import derive_key, permute, sorted_permutation
 from meshfeed._src.reading.identity import source_identity
 from meshfeed._src.reading.records import wants_rng
+from meshfeed._src.sources.built import SameHooks
 from meshfeed._src.sources.checks import check_choice, check_ids, checked_count, checked_id, is_count
 from meshfeed._src.sources.documents import empty, read_items
 from meshfeed._src.sources.lists import plain_records, select
@@ -189,26 +190,16 @@ class _ByIds:
         return of_view
 
 
-class _Same:
-    """An attribute of the source as an attribute of the view; the view does not have it if the source does not."""
-
-    def __set_name__(self, owner: type, name: str) -> None:
-        self._name = name
-
-    def __get__(self, view: View | None, owner: type) -> Any:
-        return self if view is None else getattr(view._source, self._name)
-
-
-class View:
+class View(SameHooks):
     """A source whose records are selected from another one; made by :func:`Subset`, :func:`Sample` and ``random_split``."""
 
     fresh_arrays = True  # each read owns what the source returns
     read_batch = _ByIds(owned=True)
     read_raw, cached_files, ask_disk, row_lengths, shard_costs, shape_index, read_slices = (_ByIds() for _ in range(7))
-    decode, decode_batch, reads_columns, read_threads, file_names, check_records, element_shapes = (
-        _Same() for _ in range(7)
+    _same_hooks = (
+        *("decode", "decode_batch", "reads_columns", "read_threads", "file_names", "check_records", "element_shapes"),
+        "num_sequence_shards",
     )
-    num_sequence_shards = _Same()
 
     def __init__(self, source: Any, selection: Selection, kind: str, identity: JsonValue) -> None:
         self._source, self._selection, self.kind, self._own_identity = source, selection, kind, identity
@@ -326,10 +317,6 @@ class View:
     def fingerprint(self) -> JsonValue:
         """Identity: that of the source, and which of its records are selected."""
         return {"source": source_identity(self._source), "selected": self._own_identity}
-
-    def close(self) -> None:
-        """Closes the source."""
-        hooks.close(self._source)
 
 
 # ---------------------------------------------------------------------- what users call

@@ -12,16 +12,15 @@ from meshfeed._src.base import hooks
 from meshfeed._src.base.errors import SettingsError, SourceError, hides_own_frames
 from meshfeed._src.base.types import JsonValue, public
 from meshfeed._src.reading.identity import source_identity
+from meshfeed._src.sources.built import SameHooks
 from meshfeed._src.sources.checks import is_count
 from meshfeed._src.sources.host_batches import HostBatches
 from meshfeed._src.sources.recognize import as_source
 from meshfeed._src.sources.window_shuffle import WindowShuffle, shuffle_windows, window_of
 
-_HOOKS = ("decode", "check_lanes", "file_names", "cut_version", "lane_lengths", "num_drawing", "read_threads")
-
 
 @public("meshfeed.sources")
-class ShuffleBuffer:
+class ShuffleBuffer(SameHooks):
     """Shuffles a stream within windows of records.
 
     Each lane reads ``size // num_lanes`` records (at least 2), delivers them in a random order that depends on the feed's
@@ -43,6 +42,7 @@ class ShuffleBuffer:
     """
 
     kind = "shuffle_buffer"
+    _same_hooks = ("decode", "check_lanes", "file_names", "cut_version", "lane_lengths", "num_drawing", "read_threads")
 
     @hides_own_frames
     def __init__(self, source: Any, size: int) -> None:
@@ -69,11 +69,6 @@ class ShuffleBuffer:
     def __repr__(self) -> str:
         return f"ShuffleBuffer({self._source!r}, {self._size:,})"
 
-    def __getattr__(self, name: str) -> Any:
-        if name not in _HOOKS:
-            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
-        return getattr(self.__dict__["_source"], name)
-
     def open(self, lane_index: int, num_lanes: int, epoch: int = 0, seed: int = 0, first_id: int = 0) -> WindowShuffle:
         """Lane ``lane_index`` of ``num_lanes`` of the stream, shuffled."""
         lane = hooks.open_lane(self._source, lane_index, num_lanes, epoch=epoch, seed=seed, first_id=first_id)
@@ -88,7 +83,3 @@ class ShuffleBuffer:
     def fingerprint(self) -> JsonValue:
         """Identity: that of the stream, and the size."""
         return {"source": source_identity(self._source), "size": self._size}
-
-    def close(self) -> None:
-        """Closes the stream."""
-        hooks.close(self._source)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import operator
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, SupportsIndex
 
 import numpy as np
@@ -16,6 +16,7 @@ from meshfeed._src.base.types import ColumnSlices, JsonValue, PyTree, Record, Re
 from meshfeed._src.order.permutation import derive_key
 from meshfeed._src.reading.identity import source_identity
 from meshfeed._src.reading.records import SourceReader, file_of, reads_columns, wants_rng
+from meshfeed._src.sources.built import AllRecords
 from meshfeed._src.sources.checks import check_ids, check_lengths
 from meshfeed._src.sources.documents import read_items
 from meshfeed._src.sources.joined import caching
@@ -26,7 +27,7 @@ _OWN_NUMBERS = 134  # purpose of a derived key: each source's decoder draws numb
 
 
 @public("meshfeed.sources")
-class Zip:
+class Zip(AllRecords):
     """Puts sources side by side: record i is ``{name: record i of each source}``.
 
     With ``shuffle="shards"``, the files of the first source that has files determine the order.
@@ -63,6 +64,9 @@ class Zip:
         self._random = [name for name, source in self._sources.items() if wants_rng(source)]
         self.wants_rng = bool(self._random)
         self.reads_columns = all(map(reads_columns, self._sources.values()))
+
+    def _below(self) -> Iterable[Any]:
+        return self._sources.values()
 
     def __repr__(self) -> str:
         return f"Zip({', '.join(f'{name}: {describe_source(source)}' for name, source in self._sources.items())})"
@@ -138,23 +142,6 @@ class Zip:
         found = {name: file_of(source, record_id) for name, source in self._sources.items()}
         return ", ".join(f"{name}: {path}" for name, path in found.items() if path) or None
 
-    def file_names(self) -> list[str]:
-        """The files of the sources that are made of files."""
-        named = (hooks.find(source, hooks.FileNames) for source in self._sources.values())
-        return [name for source in named if source is not None for name in source.file_names()]
-
-    def check_records(self) -> None:
-        """Checks the types of all sources' leaves; see :class:`meshfeed._src.base.hooks.ChecksRecords`."""
-        for source in self._sources.values():
-            checks = hooks.find(source, hooks.ChecksRecords)
-            if checks is not None:
-                checks.check_records()
-
-    @property
-    def read_threads(self) -> int:
-        """See :class:`meshfeed._src.base.hooks.ReadsInThreads`: as the source that asks for most."""
-        return hooks.read_threads(*self._sources.values())
-
     @property
     def shard_lengths(self) -> Callable[[], RecordIds]:
         """Number of records in each file of the first source that has files."""
@@ -181,11 +168,6 @@ class Zip:
     def fingerprint(self) -> JsonValue:
         """Identity: those of all sources, by name."""
         return {"sources": {name: source_identity(source) for name, source in self._sources.items()}}
-
-    def close(self) -> None:
-        """Closes all sources."""
-        for source in self._sources.values():
-            hooks.close(source)
 
 
 def _no_hook(what: str) -> Any:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Self, TypeVar, cast
 
 from meshfeed._src.base import hooks
@@ -17,6 +17,7 @@ from meshfeed._src.order.mixture import MixtureSettings
 from meshfeed._src.order.weights import Stage, StagedWeights, block_counts, nest_stages
 from meshfeed._src.reading.identity import source_identity
 from meshfeed._src.reading.shared_probes import identify_each
+from meshfeed._src.sources.built import BuiltRecords
 from meshfeed._src.sources.checks import is_count
 from meshfeed._src.sources.selection import Sample, Subset
 from meshfeed._src.state.state import digest_of
@@ -136,7 +137,7 @@ def _wrong_take(part: object, source: Any) -> str:
     return f"it takes a number of records from 1 to {number}, or a float above 0 and up to 1.0 that is at least one record."
 
 
-class MixedSource:
+class MixedSource(BuiltRecords):
     """What both kinds of mixture share."""
 
     kind = "mixture"
@@ -184,12 +185,5 @@ class MixedSource:
             num_epochs=num_epochs,
         )
 
-    @property
-    def read_threads(self) -> int:
-        """See :class:`meshfeed._src.base.hooks.ReadsInThreads`: as the component that asks for most."""
-        return hooks.read_threads(*self.components.sources.values())
-
-    def close(self) -> None:
-        """Closes the components that have a ``close``."""
-        for source in self.components.sources.values():
-            hooks.close(source)
+    def _below(self) -> Iterable[Any]:
+        return self.components.sources.values()

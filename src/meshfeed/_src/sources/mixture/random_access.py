@@ -12,27 +12,22 @@ import numpy as np
 from meshfeed._src.base import hooks, trees
 from meshfeed._src.base.errors import SettingsError, SourceError
 from meshfeed._src.base.settings import ShardShuffle
-from meshfeed._src.base.types import ColumnSlices, JsonValue, PyTree, Record, RecordIds, Rngs
+from meshfeed._src.base.types import JsonValue, Record, RecordIds
 from meshfeed._src.order import permutation
 from meshfeed._src.order.mixture import MixtureOrder, join_ids, split_ids
 from meshfeed._src.sources.concat import ConcatenatedRecords
-from meshfeed._src.sources.joined import JoinedReader
+from meshfeed._src.sources.joined import SeveralSources
 from meshfeed._src.sources.mixture.components import Components, MixedSource
 from meshfeed._src.sources.selection import View
 
 
-class RandomMixture(MixedSource):
+class RandomMixture(MixedSource, SeveralSources):
     """A :func:`Mixture` of random-access sources; made by that function."""
 
-    fresh_arrays = True  # JoinedReader copies memory that a component may reuse
-
     def __init__(self, given: Components, block: int, on_end: str) -> None:
-        super().__init__(given, block, on_end)
-        components = self.components
-        self._names, self._sources = tuple(components.sources), tuple(components.sources.values())
-        self._reader = JoinedReader(components.sources, "component", "mixture")
-        self.wants_rng, self.reads_columns = self._reader.wants_rng, self._reader.reads_columns
-        self._lengths = np.array([components.length(name) for name in self._names], np.int64)
+        MixedSource.__init__(self, given, block, on_end)
+        SeveralSources.__init__(self, self.components.sources, "component", "mixture")
+        self._lengths = np.array([self.components.length(name) for name in self._names], np.int64)
 
     def __repr__(self) -> str:
         lengths = zip(self._names, self._lengths.tolist(), strict=True)
@@ -112,7 +107,6 @@ class RandomMixture(MixedSource):
         self._located(record_ids)
 
     def _located(self, record_ids: RecordIds | Sequence[int]) -> tuple[RecordIds, RecordIds]:
-        """Numbers of the components, and ids within them; checks them."""
         numbers, ids = split_ids(np.asarray(record_ids, np.int64))
         known = (numbers >= 0) & (numbers < len(self._sources))
         if not known.all():
@@ -132,68 +126,12 @@ class RandomMixture(MixedSource):
             )
         return numbers, ids
 
-    def element_shapes(self) -> PyTree:
-        """Pytree of ``jax.ShapeDtypeStruct`` of one record, from the first component; only if ``reads_columns``."""
-        return self._reader.element_shapes()
-
-    def read_batch(
-        self,
-        record_ids: RecordIds | Sequence[int],
-        columns: ColumnSlices | None = None,
-        rngs: Rngs | None = None,
-    ) -> PyTree:
-        """Reads records, decoded and stacked.
-
-        Args:
-          record_ids: int64[n], ``component << 48 | id``, in any order, repeats allowed.
-          columns: leaf path → slices of the dimensions after the first; only if every component reads columns.
-          rngs: one generator per record, for decoders that take ``rng=``.
-
-        Returns:
-          Pytree of arrays ``[n, ...]``; row i is the record ``record_ids[i]``.
-
-        Raises:
-          SourceError: an id has no record, or records of two components differ; names the components and the leaf.
-          Any error that a component raises, with a note naming it.
-        """
-        numbers, ids = self._located(record_ids)
-        return self._reader.read(numbers, ids, columns, rngs)
-
-    def __getitems__(self, record_ids: Sequence[int]) -> list[Record]:
-        """Several records, in the order of ``record_ids``; they may differ in shape."""
-        return self._reader.read_items(*self._located(record_ids))
-
-    def cached_files(self, record_ids: RecordIds) -> list[hooks.CachedFile] | None:
-        """Returns the files that hold these records and are read through a cache; None if no component has one."""
-        return self._reader.cached_files(*split_ids(record_ids))
-
-    def ask_disk(self, record_ids: RecordIds) -> bool | None:
-        """See :class:`meshfeed._src.base.hooks.ReadsDisk`."""
-        return self._reader.ask_disk(*split_ids(record_ids))
-
     def replacement_id(self, seed: int, epoch: int, record_id: int, attempt: int) -> int:
         """Id of the record that replaces a bad one: a different record of the same component."""
         number, own_id = split_ids(record_id)
         # Of the same component, which keeps the shares exact.
         replacement = permutation.replacement_id(seed, epoch, own_id, attempt, int(self._lengths[number]))
         return join_ids(number, replacement)
-
-    def row_lengths(self, record_ids: RecordIds) -> tuple[np.ndarray, np.ndarray]:
-        """Lengths of all segments of records, and the first segment of each; see :meth:`JoinedReader.row_lengths`."""
-        return self._reader.row_lengths(*split_ids(record_ids))
-
-    @property
-    def num_sequence_shards(self) -> int | None:
-        """Shards of the sequence axis, if all components have rows for the same number; see ``hooks.SequenceShards``."""
-        return self._reader.num_sequence_shards
-
-    def shard_costs(self, record_ids: RecordIds) -> np.ndarray:
-        """The work of each shard of the sequence axis, int64[n, shards]."""
-        return self._reader.shard_costs(*split_ids(record_ids))
-
-    def file_of(self, record_id: int) -> str | None:
-        """The component that holds a record, and the file if known."""
-        return self._reader.file_of(*split_ids(record_id))
 
     def fingerprint(self) -> JsonValue:
         """Identity without the components, since a later stage may add some; the order's stages compare them."""

@@ -16,9 +16,8 @@ from meshfeed._src.order.epochs import EpochOrder
 from meshfeed._src.order.mixture import StagedBlocks
 from meshfeed._src.order.permutation import derive_key
 from meshfeed._src.order.saved_mixture import check_stages
-from meshfeed._src.sources.mixture.component_lane import ComponentLane
 from meshfeed._src.sources.mixture.components import Components, MixedSource
-from meshfeed._src.sources.mixture.lane import MixtureLane, StackedMixtureLane
+from meshfeed._src.sources.mixture.lane import ComponentLane, MixtureLane, StackedMixtureLane
 
 _LANE_LAYOUT = 103  # purpose of a derived key; differs from those in order/mixture.py
 
