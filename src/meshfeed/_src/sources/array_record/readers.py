@@ -29,7 +29,7 @@ from meshfeed._src.base.types import JsonValue
 from meshfeed._src.sources.files import paths as file_paths
 from meshfeed._src.sources.files.direct import RemoteBytes, SparseFile, identify, sparse_files
 from meshfeed._src.sources.files.formats import compression_of, reader_hint
-from meshfeed._src.sources.files.open_files import Descriptor, ShardPool, out_of_descriptors
+from meshfeed._src.sources.files.open_files import Descriptor, ShardPool
 from meshfeed._src.sources.files.shard import Shard, changed, inspect_copy, local_copy
 
 if TYPE_CHECKING:
@@ -241,6 +241,11 @@ class ShardFile(Shard):
         return {"group_size": self.group_size, **({"transposed": True} if self.transposed else {})}
 
     @property
+    def is_simple(self) -> bool:
+        """Whether every chunk is one record, as the extension needs it."""
+        return self.group_size == 1 and not self.transposed
+
+    @property
     def num_chunks(self) -> int:
         """Number of chunks; a chunk is the unit that the library reads, checks and decompresses."""
         return -(-self.num_records // self.group_size)
@@ -370,38 +375,20 @@ def remedy_for(path: str) -> str:
     )
 
 
-def readers_of(file: ShardFile, cache: ShardCache | None, pool: ShardPool) -> OpenFile:
-    """Returns the readers of ``file``, through ``cache`` if its path is a URL.
+def check(file: ShardFile, cache: ShardCache | None, pool: ShardPool) -> tuple[OpenFile, int]:
+    """Returns the readers of a file, through ``cache`` if its path is a URL, and their number of 8-byte entries in memory.
 
     Raises:
       SourceError: if the file has been removed or changed since the source was created.
       CorruptDataError: if it is damaged.
     """
-    return pool.checked(file, lambda: _check(file, cache, pool))
 
-
-def open_ahead(file: ShardFile, cache: ShardCache | None, pool: ShardPool) -> None:
-    """Fetches and opens ``file`` ahead of reads.
-
-    Raises:
-      SourceError, CorruptDataError: as for :func:`readers_of`.
-      OSError: if it cannot be fetched or opened.
-    """
-    found = readers_of(file, cache, pool)
-    try:
-        _ = found.library() if found.direct is None else found.direct.open()
-    except OSError as error:
-        if not out_of_descriptors(error):  # a fetch that failed has made all its attempts
-            raise
-
-
-def _check(file: ShardFile, cache: ShardCache | None, pool: ShardPool) -> tuple[OpenFile, int]:
     def library() -> Any:
         return pool.opened(file, "library", cache, _open_library)
 
     with local_copy(file, cache) as (path, status):
         direct = None
-        if file.group_size == 1 and not file.transposed:
+        if file.is_simple:
             direct = open_direct(pool.descriptor(file, cache), file.num_records)
     if direct is None:
         library()  # raises if the file is damaged
@@ -453,9 +440,9 @@ def check_readable(files: Sequence[ShardFile]) -> None:
             setting="cache",
         )
     for file in files:
-        grouped = file.group_size != 1 or file.transposed
-        if grouped or riegeli is None:
-            reason = f"has {file.group_size} records per chunk" if grouped else "needs the missing C extension"
+        if not file.is_simple or riegeli is None:
+            has_chunks = f"has {file.group_size} records per chunk"
+            reason = "needs the missing C extension" if file.is_simple else has_chunks
             raise SettingsError(
                 f"ArrayRecord got the URL {file.path!r} and no cache, and the file {reason}. Pass "
                 "cache=meshfeed.ShardCache(directory, max_bytes=…), which copies whole files, or write files of one record "
@@ -489,20 +476,8 @@ def _copy_footer(file: RemoteBytes) -> SparseFile:
     return sparse
 
 
-@dataclasses.dataclass(frozen=True)
-class RemoteIndex:
-    """Where the records of a remote file are.
-
-    Attributes:
-      offsets: int64[records + 1], the first byte of each record's chunk, and the end of the last one.
-      index: the same for the extension.
-    """
-
-    offsets: np.ndarray
-    index: Any
-
-
-def _index_remote(file: ShardFile) -> tuple[RemoteIndex, int]:
+def _index_remote(file: ShardFile) -> tuple[tuple[np.ndarray, Any], int]:
+    """Returns the offsets of :func:`_read_footer` with the extension's index, and their number of 8-byte entries."""
     footer = _copy_footer(file.remote)
     found = _read_footer(footer.number, file.num_bytes, file.num_records)
     if found is None and file.manifest:
@@ -513,7 +488,7 @@ def _index_remote(file: ShardFile) -> tuple[RemoteIndex, int]:
             f"{file.path}: the footer does not list its {file.num_records:,} records.{remedy_for(file.path)}",
             path=file.path,
         )
-    return RemoteIndex(found[0], riegeli.Index(*found)), 2 * len(found[0])
+    return (found[0], riegeli.Index(*found)), 2 * len(found[0])
 
 
 def open_remote(
@@ -534,18 +509,15 @@ def open_remote(
     which = np.zeros(len(rows), np.int64) if file_index is None else file_index
     indexes = file_paths.in_threads(lambda file: pool.checked(file, lambda: _index_remote(file), "direct\n"), files)
     starts, stops = np.empty((2, len(rows)), np.int64)
-    for number, found in enumerate(indexes):
+    for number, (offsets, _) in enumerate(indexes):
         mine = np.flatnonzero(which == number)
-        starts[mine], stops[mine] = found.offsets[rows[mine]], found.offsets[rows[mine] + 1]
+        starts[mine], stops[mine] = offsets[rows[mine]], offsets[rows[mine] + 1]
     copies = sparse_files([file.remote for file in files], which, starts, stops)
     return [
-        OpenFile(file.path, copy.status, _no_library, DirectFile(found.index, lambda copy=copy: copy))
-        for file, found, copy in zip(files, indexes, copies, strict=True)
+        # Without the library, which reads whole files only.
+        OpenFile(file.path, copy.status, lambda: None, DirectFile(index, lambda copy=copy: copy))
+        for file, (_, index), copy in zip(files, indexes, copies, strict=True)
     ]
-
-
-def _no_library() -> None:
-    raise AssertionError("the library reads whole files only")
 
 
 _PROBES = 4

@@ -17,13 +17,11 @@ from meshfeed._src.sources.array_record.readers import (
     OpenFile,
     ShardFile,
     check_readable,
-    open_ahead,
     open_remote,
     read_by_library,
-    readers_of,
 )
 from meshfeed._src.sources.files.open_files import out_of_descriptors
-from meshfeed._src.sources.files.shard_reader import ShardSource, fetch_together, read_again_if_damaged
+from meshfeed._src.sources.files.shard_reader import ShardSource
 from meshfeed._src.sources.files.shards import Shards
 
 if TYPE_CHECKING:
@@ -53,9 +51,7 @@ class RecordFiles(ShardSource[ShardFile]):
         self._rows_differ = False  # known once read_rows finds records of different sizes
 
     def _has_ranges(self, file: ShardFile) -> bool:
-        return (
-            super()._has_ranges(file) and file.group_size == 1 and not file.transposed and readers.riegeli is not None
-        )
+        return super()._has_ranges(file) and file.is_simple and readers.riegeli is not None
 
     def read_raw(self, record_ids: np.ndarray | Sequence[int]) -> list[bytes]:
         """Reads records without decoding them.
@@ -144,9 +140,20 @@ class RecordFiles(ShardSource[ShardFile]):
         files = [self._shards.files[number] for number in numbers]
         if self._is_direct:
             return open_remote(files, file_index, rows, self._pool)
-        if self._cache is not None:
-            fetch_together(files, self._cache, self._pool, lambda file: open_ahead(file, self._cache, self._pool))
-        return self._pool.all_checked(files) or [readers_of(file, self._cache, self._pool) for file in files]
+        self._fetch_together(files, self._open_ahead)
+        return self._pool.all_checked(files) or list(map(self._readers_of, files))
+
+    def _readers_of(self, file: ShardFile) -> OpenFile:
+        return self._pool.checked(file, lambda: readers.check(file, self._cache, self._pool))
+
+    def _open_ahead(self, file: ShardFile) -> None:
+        """Fetches and opens a file ahead of reads."""
+        found = self._readers_of(file)
+        try:
+            _ = found.library() if found.direct is None else found.direct.open()
+        except OSError as error:
+            if not out_of_descriptors(error):  # a fetch that failed has made all its attempts
+                raise
 
     def _read_part(self, files: list[int], file_index: np.ndarray | None, rows: np.ndarray) -> list[bytes]:
         try:
@@ -170,10 +177,10 @@ class RecordFiles(ShardSource[ShardFile]):
             return [self._read_remote(file, row, first_record_id) for row in rows.tolist()]
 
         def read() -> list[bytes]:
-            opened = readers_of(file, self._cache, self._pool)
+            opened = self._readers_of(file)
             return read_direct([opened], None, rows) or read_by_library(opened, file, rows, first_record_id)
 
-        return read_again_if_damaged(read, file, self._cache, self._pool)
+        return self._read_again_if_damaged(read, file)
 
     def _read_remote(self, file: ShardFile, row: int, first_record_id: int) -> bytes:
         """Reads one record, to find the damaged one of several."""

@@ -64,8 +64,6 @@ class ArrayRecord(RecordFiles):
       [5, 5, 5, 5]
     """
 
-    fresh_arrays = True
-
     @hides_own_frames
     def __init__(
         self,

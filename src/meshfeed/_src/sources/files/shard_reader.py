@@ -22,13 +22,11 @@ from meshfeed._src.sources.files.manifest import lengths_by_file
 from meshfeed._src.sources.files.open_files import (
     Descriptor,
     FileRanges,
-    ShardPool,
     fetch_ahead,
     fetch_missing,
     shared_pool,
 )
 from meshfeed._src.sources.files.paths import is_url
-from meshfeed._src.sources.files.shard import Shard
 from meshfeed._src.sources.files.shards import S, Shards
 from meshfeed._src.sources.files.spans import read_spans
 from meshfeed._src.state.state import digest_of
@@ -69,6 +67,8 @@ class ShardSource(Generic[S]):
       cache: cache on a local disk; None to read remote files as byte ranges.
     """
 
+    _pool = shared_pool  # of the class: open files and locks belong to the process, and are not pickled
+
     def __init__(self, shards: Shards[S], cache: ShardCache | None) -> None:
         self._shards = shards
         self._cache = cache
@@ -77,16 +77,6 @@ class ShardSource(Generic[S]):
                 shard.belongs_to(str(cache.directory))
         self._has_copies = cache is not None and any(shard.is_cached for shard in shards.files)
         self._is_direct = any(shard.is_direct(cache) for shard in shards.files)
-        self._pool = shared_pool
-
-    def __getstate__(self) -> dict[str, object]:
-        state = dict(self.__dict__)
-        del state["_pool"]  # open files and locks belong to the process
-        return state
-
-    def __setstate__(self, state: dict[str, object]) -> None:
-        self.__dict__.update(state)
-        self._pool = shared_pool
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self._shards.describe()})"
@@ -187,6 +177,23 @@ class ShardSource(Generic[S]):
         """Whether records of a remote file can be read by range."""
         return file.compression is None
 
+    def _fetch_together(self, files: Sequence[S], open_file: Callable[[S], object]) -> None:
+        """Opens the files of a batch that are not open yet, in parallel if a cache has to fetch them."""
+        # Otherwise each file would wait for the download of the one before.
+        if self._cache is not None and len(files) > 1:
+            file_paths.in_threads(open_file, [file for file in files if not self._pool.is_open(file)])
+
+    def _read_again_if_damaged(self, read: Callable[[], T], file: S) -> T:
+        """Returns ``read()``; if a cached copy is damaged, fetches the file again and retries once."""
+        try:
+            return read()
+        except CorruptDataError:
+            if self._cache is None or not file.is_cached:
+                raise
+        self._pool.drop([file])
+        self._cache.discard(file.path, compression=file.compression)
+        return read()
+
     def close(self) -> None:
         """Closes the files; a later read opens them again."""
         self._pool.drop(self._shards.files)
@@ -235,7 +242,7 @@ class ShardReader(ShardSource[S], Generic[S, T]):
 
     def _read_parts(self, parts: Sequence[FilePart], read_rows: ReadRows[S, T, R]) -> Iterable[Sequence[R]]:
         """Returns what ``read_rows`` returns for each part; for arguments and errors, see :meth:`_read`."""
-        fetch_together([self._shards.files[part.number] for part in parts], self._cache, self._pool, self._checked)
+        self._fetch_together([self._shards.files[part.number] for part in parts], self._checked)
         read_all = file_paths.in_threads if self._is_direct else map
         return read_all(lambda part: self._read_file(part.number, part.rows, read_rows), parts)
 
@@ -299,9 +306,7 @@ class ShardReader(ShardSource[S], Generic[S, T]):
 
     def _read_file(self, number: int, rows: np.ndarray, read_rows: ReadRows[S, T, R]) -> Sequence[R]:
         shard, first = self._shards.files[number], int(self._shards.starts[number])
-        return read_again_if_damaged(
-            lambda: read_rows(self._checked(shard), rows, first), shard, self._cache, self._pool
-        )
+        return self._read_again_if_damaged(lambda: read_rows(self._checked(shard), rows, first), shard)
 
     def _checked(self, shard: S) -> Checked[S, T]:
         open_file = (
@@ -347,24 +352,3 @@ def _in_order(parts: Sequence[FilePart], found: Iterable[Sequence[R]]) -> list[R
         for slot, record in zip(part.slots.tolist(), of_part, strict=True):
             records[slot] = record
     return records  # type: ignore[return-value]
-
-
-def read_again_if_damaged(read: Callable[[], T], shard: Shard, cache: ShardCache | None, pool: ShardPool) -> T:
-    """Returns ``read()``; if a cached copy is damaged, fetches the file again and retries once."""
-    try:
-        return read()
-    except CorruptDataError:
-        if cache is None or not shard.is_cached:
-            raise
-    pool.drop([shard])
-    cache.discard(shard.path, compression=shard.compression)
-    return read()
-
-
-def fetch_together(
-    shards: Sequence[S], cache: ShardCache | None, pool: ShardPool, open_shard: Callable[[S], object]
-) -> None:
-    """Opens the files of a batch that are not open yet, in parallel if a cache has to fetch them."""
-    # Otherwise each file would wait for the download of the one before.
-    if cache is not None and len(shards) > 1:
-        file_paths.in_threads(open_shard, [shard for shard in shards if not pool.is_open(shard)])
