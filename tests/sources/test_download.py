@@ -13,6 +13,7 @@ from http_store import CuttingProxy, Store
 import meshfeed
 from meshfeed import SettingsError, ShardCache, SourceError
 from meshfeed._src.base.settings import Retry
+from meshfeed._src.sources.files.direct import RemoteBytes
 from meshfeed._src.sources.files.download import Download, Downloads
 
 fsspec = pytest.importorskip("fsspec")
@@ -146,7 +147,8 @@ def test_all_connections_serve_the_file_that_is_needed_next(tmp_path: pathlib.Pa
     uses = {"near": 1.0, "far": 7.0}
     with (tmp_path / "part").open("wb") as file:
         near, far = (
-            Download(f"memory://{name}", 9 << 20, file.fileno(), lambda name=name: uses[name]) for name in uses
+            Download(RemoteBytes(f"memory://{name}", 9 << 20, "", "Test"), file.fileno(), lambda name=name: uses[name])
+            for name in uses
         )
         downloads._with_ranges.add("memory://near")
         downloads._active = [far, near]

@@ -29,6 +29,7 @@ from meshfeed._src.convert.readers import (
     image_names,
     select_images,
 )
+from meshfeed._src.sources.files.direct import RemoteBytes
 from meshfeed._src.sources.files.download import Download, Downloads
 from meshfeed._src.sources.files.formats import compression_of, reader_hint, uncompressed_name
 from meshfeed._src.sources.files.paths import (
@@ -298,7 +299,9 @@ def download(url: str, target: pathlib.Path) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
         with open(path, "wb") as out:
             if file.num_bytes:
-                downloads.run(Download(file.url, file.num_bytes, out.fileno(), lambda: 0.0))
+                downloads.run(
+                    Download(RemoteBytes(file.url, file.num_bytes, "", "ShardCache"), out.fileno(), lambda: 0.0)
+                )
             os.fsync(out.fileno())
     if remote_files(url) != before:
         raise SourceError(f"{url} changed while it was downloaded. Start the conversion again once it is complete.")

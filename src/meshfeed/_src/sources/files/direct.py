@@ -18,7 +18,7 @@ import threading
 import time
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, NamedTuple, Protocol, TypeAlias, cast
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias, cast
 
 import numpy as np
 import xxhash
@@ -27,6 +27,9 @@ from meshfeed._src.base.errors import MeshfeedError
 from meshfeed._src.base.retry import call_with_retry, without_signatures
 from meshfeed._src.base.settings import Retry
 from meshfeed._src.sources.files import paths as file_paths
+
+if TYPE_CHECKING:
+    from meshfeed._src.sources.files.shard_cache import ShardCache
 
 _log = logging.getLogger("meshfeed.sources.direct")
 _GAP_BYTES = 64 << 10  # transferred in less time than a request takes to be answered
@@ -78,11 +81,7 @@ class RemoteBytes:
         return read_ranges([ByteRange(self, start, stop)])[0]
 
     def check_answer(self, headers: Mapping[str, str]) -> None:
-        """Compares the headers of an answer, found in lower case, with the version.
-
-        Raises:
-          SourceError: if the file has changed.
-        """
+        """Raises SourceError if the headers of an answer, found in lower case, are those of another version."""
         total = headers.get("content-range", "").rpartition("/")[2]
         num_bytes = int(total) if total.isdecimal() else self.num_bytes
         if not self.version:
@@ -96,15 +95,10 @@ class RemoteBytes:
         if self.version and not found and time.monotonic() > self._looked_up + _LOOKUP_SECONDS:
             self.look_up()
 
-    def look_up(self) -> None:
-        """Compares the version with that of the store.
-
-        Raises:
-          SourceError: if the file has changed, or does not exist.
-          OSError: if the store does not answer.
-        """
+    def look_up(self, retry: Retry = file_paths.ONCE) -> None:
+        """Raises SourceError if the store reports another size or version; a version of another kind is not compared."""
         self._looked_up = time.monotonic()
-        info = file_paths.file_info(self.url, self.source, fresh=True)
+        info = file_paths.file_info(self.url, self.source, retry, fresh=True)
         num_bytes, version = info.get("size", self.num_bytes), file_paths.version_of(info)
         self._compare(
             num_bytes, version if version.partition("=")[0] == self.version.partition("=")[0] else self.version
@@ -136,37 +130,14 @@ class ByteRange(NamedTuple):
     stop: int
 
 
-class IdentifiesFiles(Protocol):
-    """A cache, which looks files up itself and remembers what it has found."""
-
-    def identify(self, url: str) -> tuple[int, str]:
-        """Returns the size of a remote file in bytes, and the key of its content."""
-        ...
-
-    def looked_up(self, url: str) -> file_paths.StoredFile | None:
-        """Returns what it has found about a file; None if nothing yet."""
-        ...
-
-    def remember(self, url: str, found: file_paths.StoredFile) -> None:
-        """Takes what was found about a file elsewhere, in place of a look-up."""
-        ...
-
-
-def identify(
-    url: str, cache: IdentifiesFiles | None, *, source: str, part: slice | None = None
-) -> tuple[RemoteBytes, str]:
+def identify(url: str, cache: ShardCache | None, *, source: str, part: slice | None = None) -> tuple[RemoteBytes, str]:
     """Looks up a remote file, with retries; returns it, and a version, which changes if the content at the URL changes.
 
-    Args:
-      url: the URL.
-      cache: the cache through which the file is read, if any.
-      source: name of the source, for errors.
-      part: the bytes that are read next: the first, ``slice(0, n)``, or the last, ``slice(-n, None)``. They come with the
-        look-up, in one request, where the store's answers can be seen and it serves such ranges.
+    ``part`` is the bytes that are read next: the first, ``slice(0, n)``, or the last, ``slice(-n, None)``. They come with the
+    look-up, in one request, where the store's answers can be seen and it serves such ranges.
 
     Raises:
-      SourceError: if the file does not exist, or the server does not report its size.
-      OSError: if the store does not answer.
+      SourceError, OSError: as for :func:`meshfeed._src.sources.files.paths.look_up`.
     """
     is_known = cache is not None and cache.looked_up(url) is not None
     first = None if part is None or is_known else _look_up_with(url, source, part)
@@ -176,7 +147,7 @@ def identify(
             cache.remember(url, first.file)
         num_bytes, key = cache.identify(url)
         return RemoteBytes(url, num_bytes, "" if first is None else first.file.version, source, known=known), key
-    found = file_paths.stored_file(file_paths.look_up(url, source)[1]) if first is None else first.file
+    found = file_paths.look_up(url, source) if first is None else first.file
     return RemoteBytes(url, found.num_bytes, found.version, source, known=known), found.version
 
 
@@ -276,12 +247,8 @@ def read_ranges(ranges: Sequence[ByteRange]) -> list[bytes]:
 
 
 def digest_remote(file: RemoteBytes) -> str:
-    """Returns the digest of a remote file as a manifest lists it: the store's MD5 if it has one; else reads the file.
-
-    Raises:
-      SourceError, OSError: as for :func:`read_ranges`.
-    """
-    known = file_paths.stored_md5(file_paths.file_info(file.url, file.source))
+    """Returns the digest of a remote file as a manifest lists it: the store's MD5 if it has one; else reads the file."""
+    known = file_paths.look_up(file.url, file.source).checksum
     if known is not None:
         return known
     digest = xxhash.xxh3_64()
@@ -396,11 +363,7 @@ def _warn_of_whole_files(server: str) -> None:
 
 
 def check_range(headers: Mapping[str, str], start: int, stop: int, url: str) -> None:
-    """Compares the range of an answer, if its headers have one, with the requested bytes ``[start, stop)``.
-
-    Raises:
-      OSError: if a proxy or a server answered with a different range; a retry may help.
-    """
+    """Raises OSError if a proxy or a server answered with another range than ``[start, stop)``; a retry may help."""
     found = _CONTENT_RANGE.match(headers.get("content-range", ""))
     if found is not None and (int(found[1]), int(found[2]) + 1) != (start, stop):
         raise OSError(
@@ -550,10 +513,15 @@ class SparseFile:
 
     def write(self, start: int, content: bytes) -> None:
         """Puts bytes at an offset."""
-        view = memoryview(content)
-        while len(view):  # a call writes 2 GiB at most
-            written = os.pwrite(self.number, view, start)
-            view, start = view[written:], start + written
+        write_at(self.number, start, content)
+
+
+def write_at(handle: int, start: int, content: bytes) -> None:
+    """Writes bytes at an offset of an open file."""
+    view = memoryview(content)
+    while len(view):  # a call writes 2 GiB at most
+        written = os.pwrite(handle, view, start)
+        view, start = view[written:], start + written
 
 
 def sparse_files(

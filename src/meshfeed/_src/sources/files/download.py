@@ -16,13 +16,19 @@ import threading
 import time
 import urllib.parse
 from collections.abc import Callable
-from typing import Any, Protocol, cast
+from typing import Any
 
 from meshfeed._src.base.retry import call_with_retry, without_signatures
 from meshfeed._src.base.settings import Retry
 from meshfeed._src.base.threads import Background
 from meshfeed._src.base.wake_up import WakeUp
-from meshfeed._src.sources.files.direct import RemoteBytes, check_range, noted_headers, noting_file_system
+from meshfeed._src.sources.files.direct import (
+    RemoteBytes,
+    check_range,
+    noted_headers,
+    noting_file_system,
+    write_at,
+)
 from meshfeed._src.sources.files.paths import remote_errors
 
 FIRST_BLOCK_BYTES = 4 << 20
@@ -31,26 +37,16 @@ _IDLE_SECONDS = 2.0  # without a download, after which the progress bar ends
 _BLOCK_SECONDS = 0.5  # blocks adapt to take this long: long beside the latency, short beside the deadline
 
 
-class _FileSystem(Protocol):
-    """What is used of fsspec's file systems."""
-
-    async_impl: bool
-
-    def cat_file(self, path: str, start: int | None = None, end: int | None = None, **settings: object) -> bytes: ...
-
-    def open(self, path: str, mode: str, **settings: object) -> Any: ...
-
-
 class Download:
     """One file that is being downloaded into ``handle``, an empty file open for writing.
 
-    The file with the smallest ``priority()``, when it is needed, comes first. All answers must be of one version, that of
-    ``version`` if it is not empty.
+    The file with the smallest ``priority()``, when it is needed, comes first. All answers must be of one version of
+    ``remote``.
     """
 
-    def __init__(self, url: str, num_bytes: int, handle: int, priority: Callable[[], float], version: str = "") -> None:
-        self.url, self.num_bytes, self.priority = url, num_bytes, priority
-        self.remote = RemoteBytes(url, num_bytes, version, "ShardCache")
+    def __init__(self, remote: RemoteBytes, handle: int, priority: Callable[[], float]) -> None:
+        self.url, self.num_bytes, self.priority = remote.url, remote.num_bytes, priority
+        self.remote = remote
         self.error: Exception | None = None
         self.probing = False  # the first block is under way, and the server may send the whole file
         self.in_flight = 0
@@ -84,10 +80,7 @@ class Download:
 
     def write(self, content: bytes, start: int) -> None:
         """Writes a block."""
-        view = memoryview(content)
-        while len(view):
-            written = os.pwrite(self._handle, view, start)
-            view, start = view[written:], start + written
+        write_at(self._handle, start, content)
 
     def close(self) -> None:
         """Closes the file."""
@@ -179,8 +172,7 @@ class Downloads:
 
     def _copy(self, download: Download, start: int, stop: int) -> bool:
         """Writes a block, or the whole file if the server does not serve ranges; returns whether it was the whole file."""
-        found, inner = noting_file_system(download.url, "ShardCache")
-        files = cast("_FileSystem", found)
+        files, inner = noting_file_system(download.url, "ShardCache")
         settings = {"timeout": self._timeout} if files.async_impl else {}
         end = None if stop - start == download.num_bytes else stop
         began = time.monotonic()
@@ -211,7 +203,7 @@ class Downloads:
     def _adapt(self, num_bytes: int, seconds: float) -> None:
         self._block_bytes = adapted_block(self._block_bytes, num_bytes, seconds)
 
-    def _stream(self, files: _FileSystem, inner: str, download: Download) -> bool:
+    def _stream(self, files: Any, inner: str, download: Download) -> bool:
         """Downloads a whole file over HTTP with one request: the server may ignore ranges and be slow."""
         start = 0
         with files.open(inner, "rb", block_size=0) as stream:

@@ -1,7 +1,8 @@
 """Paths, globs and URLs of a source's files, their sizes and their combined identity.
 
 URLs are read with fsspec: ``s3://…``, ``gs://…``, ``https://…``, ``memory://…``. fsspec is imported only if there are
-any.
+any. Functions that ask a store raise SourceError if the file does not exist, is not readable, or a package is missing, and
+OSError if the store does not answer; see :func:`remote_errors`. Their ``source`` is the name of the source, for errors.
 """
 
 from __future__ import annotations
@@ -42,7 +43,7 @@ _MAGIC = re.compile(r"[*?\[]")
 _HTTP_QUERY = re.compile(r"\?[^?]*=.*", re.DOTALL)  # and not the ? of a pattern such as part-?.bin
 _SIGNED = re.compile(r"^https?://.*[?&](X-Amz-Signature|X-Goog-Signature|Signature|sig)=", re.IGNORECASE)
 _RETRY = Retry()
-_ONCE = Retry(attempts=1)
+ONCE = Retry(attempts=1)
 # With the 10 s in which a store may answer another request, and the import of its client, less than a minute.
 _ANSWER_SECONDS = 35.0
 
@@ -119,9 +120,7 @@ def as_list(paths: Paths) -> list[str | os.PathLike[str]]:
 def expand_paths(paths: Paths, *, source: str) -> list[str]:
     """Expands a path, a glob, a URL, or a list of them to files.
 
-    Args:
-      paths: the user's argument. The files of a glob are sorted by name; a list keeps its order.
-      source: the name of the source, for messages.
+    The files of a glob are sorted by name; a list keeps its order.
 
     Returns:
       Absolute local paths and URLs.
@@ -310,12 +309,7 @@ def _list_http(folder: str, root: str, name: str, source: str) -> list[tuple[str
 
 
 def exists(url: str, *, source: str) -> bool:
-    """Whether there is an object or a folder at a URL.
-
-    Raises:
-      SourceError: if that is not for this user to know.
-      OSError: if the store does not answer.
-    """
+    """Whether there is an object or a folder at a URL."""
     if not is_http(url):
         return _ask(url, source, "exists", doing="looking up")
     try:  # "exists" of the HTTP client takes any error for a missing file
@@ -342,17 +336,8 @@ def _ask(
     A store that does not answer is given 35 s in all: clients repeat each request themselves for about as long,
     and retries would multiply that. If ``retry`` is not the default, it decides instead, and each attempt has that time.
 
-    Args:
-      url: the URL.
-      source: name of the source, for errors.
-      method: of fsspec.
-      doing: for the log.
-      path: the argument, if it is not the path of the URL.
-      retry: None for the default.
-      fresh: whether to ignore cached listings.
-
-    Raises:
-      SourceError, OSError: see :func:`remote_errors`. Names how long the store was tried, if it is out of reach.
+    ``path`` is the argument, if it is not the path of the URL; ``fresh`` ignores cached listings. The error of a store that
+    is out of reach names how long it was tried.
     """
     file_system, inner = open_file_system(url, source)
     begun, retry = time.monotonic(), _RETRY if retry is None else retry
@@ -392,12 +377,7 @@ def _out_of_reach(problems: Sequence[OSError], seconds: float) -> OSError:
 
 
 def check_url(url: str, *, source: str) -> None:
-    """Checks that a URL is a file.
-
-    Raises:
-      SourceError: if it does not exist, is not readable, or is a folder.
-      OSError: if the store does not answer.
-    """
+    """Raises SourceError if a URL is a folder, or there is no file."""
     if file_info(url, source).get("type") == "directory":
         raise SourceError(
             f"{source} got the folder {url!r}. Expected files. Name them with a glob such as {url.rstrip('/')}/*."
@@ -405,11 +385,7 @@ def check_url(url: str, *, source: str) -> None:
 
 
 def open_file_system(url: str, source: str, **options: object) -> tuple[Any, str]:
-    """Returns the fsspec file system of ``url`` and the path within it; ``options`` are those of its class.
-
-    Raises:
-      SourceError: if fsspec, or the package that it needs for this protocol, is not installed.
-    """
+    """Returns the fsspec file system of ``url`` and the path within it; ``options`` are those of its class."""
     try:
         import fsspec.core
     except ImportError as error:
@@ -423,36 +399,30 @@ def open_file_system(url: str, source: str, **options: object) -> tuple[Any, str
         ) from error
 
 
-def file_info(url: str, source: str, retry: Retry | None = _ONCE, *, fresh: bool = False) -> dict[str, Any]:
+def file_info(url: str, source: str, retry: Retry | None = ONCE, *, fresh: bool = False) -> dict[str, Any]:
     """Returns what the store of a URL reports about the file: fsspec's ``info()``; with ``fresh``, not from a cached listing.
 
     ``retry`` is None for the usual attempts.
-
-    Raises:
-      SourceError: if the file does not exist or is not readable.
-      OSError: if the store does not answer; a retry may help.
     """
     return _ask(url, source, "info", doing="looking up", retry=retry, fresh=fresh)
 
 
-def look_up(url: str, source: str, retry: Retry | None = None, *, fresh: bool = False) -> tuple[int, dict[str, Any]]:
-    """Returns the size of a remote file in bytes, and what the store reports about it; see :func:`file_info`.
-
-    Raises:
-      SourceError: if the file does not exist, is not readable, or the server does not report its size.
-      OSError: if the store does not answer.
-    """
-    info = _ask(url, source, "info", doing="looking up", retry=retry, fresh=fresh)
+def look_up(url: str, source: str, retry: Retry | None = None) -> StoredFile:
+    """Returns the size, version and checksum of a remote file; raises SourceError if the server does not report its size."""
+    info = file_info(url, source, retry)
     if info.get("size") is None:
         raise SourceError(
             f"{source}: the server of {url!r} does not report the file's size, so no read can be checked. Copy the file to a "
             "local disk."
         )
-    return int(info["size"]), info
+    return stored_file(info)
 
 
 class StoredFile(NamedTuple):
-    """What a store reports of a file: its size, its version (see :func:`version_of`), and its checksum if it has one."""
+    """What a store reports of a file: its size, its version (see :func:`version_of`), and its checksum if it has one.
+
+    The checksum is an MD5. ETags of S3 are not, for encrypted or multipart objects.
+    """
 
     num_bytes: int
     version: str
@@ -461,21 +431,15 @@ class StoredFile(NamedTuple):
 
 def stored_file(info: Mapping[str, Any]) -> StoredFile:
     """Returns what a :func:`file_info` with a size reports."""
-    return StoredFile(int(info["size"]), version_of(info), stored_md5(info))
+    digest = info.get("md5Hash") or (info.get("content_settings") or {}).get("content_md5")
+    decoded = base64.b64decode(digest) if isinstance(digest, str) else bytes(digest or b"")
+    return StoredFile(int(info["size"]), version_of(info), f"md5:{decoded.hex()}" if digest else None)
 
 
 def version_of(info: Mapping[str, object]) -> str:
     """Returns the version of an object from its :func:`file_info`; an empty string if the store reports none."""
     # Servers that may compress answers mark the same ETag as weak.
     return next((f"{field}={str(info[field]).removeprefix('W/')}" for field in _VERSION_FIELDS if info.get(field)), "")
-
-
-def stored_md5(info: Mapping[str, Any]) -> str | None:
-    """Returns the MD5 provided by the store. Ignores S3 ETags: for encrypted or multipart objects they are not MD5."""
-    digest = info.get("md5Hash") or (info.get("content_settings") or {}).get("content_md5")
-    if not digest:
-        return None
-    return "md5:" + (base64.b64decode(digest) if isinstance(digest, str) else bytes(digest)).hex()
 
 
 @contextlib.contextmanager
@@ -546,12 +510,7 @@ def describe_change(then: tuple[int | None, str], now: tuple[int | None, str]) -
 
 
 def read_file(path: str, *, source: str) -> bytes:
-    """Reads a small local or remote file.
-
-    Raises:
-      SourceError: if a URL does not exist.
-      OSError: if the file cannot be read.
-    """
+    """Reads a small local or remote file."""
     if not is_url(path):
         with open(path, "rb") as file:
             return file.read()
@@ -559,13 +518,8 @@ def read_file(path: str, *, source: str) -> bytes:
 
 
 def file_sizes(paths: Sequence[str], *, source: str) -> list[int]:
-    """Returns the size of each local or remote file in bytes.
-
-    Raises:
-      OSError: if the size of a file cannot be read.
-      SourceError: if a URL does not exist, or the server does not report its size.
-    """
-    return in_threads(lambda path: look_up(path, source)[0] if is_url(path) else os.stat(path).st_size, paths)
+    """Returns the size of each local or remote file in bytes."""
+    return in_threads(lambda path: look_up(path, source).num_bytes if is_url(path) else os.stat(path).st_size, paths)
 
 
 def name_bytes(text: str) -> bytes:
@@ -574,11 +528,7 @@ def name_bytes(text: str) -> bytes:
 
 
 def check_name(path: str, library: str) -> None:
-    """Checks that a library that takes names as UTF-8 can open a file.
-
-    Raises:
-      SourceError: the name is not UTF-8.
-    """
+    """Raises SourceError if a library that takes names as UTF-8 cannot open a file."""
     if not path.isascii() and name_bytes(path).decode("utf-8", "replace") != path:
         raise SourceError(
             f"{path!r}: {library} opens no file whose name is not UTF-8. Rename it, or read it through a link with another "

@@ -10,8 +10,6 @@ process dies, and by atomic renames. It may contain other files: only the follow
   name: concurrent fetches by several processes then stay within the limit together.
 * ``meshfeed_<random>.plan``: when a process needs which copies next, locked by it.
 * ``meshfeed_room.lock``: held while the folder is scanned and files are renamed or removed.
-
-Complete files of earlier versions, which had no prefix, are renamed on first use.
 """
 
 from __future__ import annotations
@@ -46,6 +44,7 @@ from meshfeed._src.base.stats import CACHES
 from meshfeed._src.base.types import public
 from meshfeed._src.reading.fetch_policy import default_ahead_bytes, eviction_order, plan_bytes
 from meshfeed._src.sources.checks import is_count
+from meshfeed._src.sources.files.direct import RemoteBytes
 from meshfeed._src.sources.files.download import Download, Downloads
 from meshfeed._src.sources.files.formats import decompress
 from meshfeed._src.sources.files.locks import (
@@ -63,10 +62,7 @@ from meshfeed._src.sources.files.locks import (
 )
 from meshfeed._src.sources.files.paths import (
     StoredFile,
-    changed,
-    describe_change,
     look_up,
-    stored_file,
     without_query,
     without_signature,
 )
@@ -525,7 +521,7 @@ class ShardCache:
         entry = self._entries.get((url, compression))
         if entry is None:
             if url not in self._found:
-                self._found[url] = stored_file(look_up(url, "ShardCache", self._retry)[1])
+                self._found[url] = look_up(url, "ShardCache", self._retry)
             size, version, stored_checksum = self._found[url]
             name = without_query(url).rstrip("/").rsplit("/", 1)[-1]
             # Another signature is the same file. Without a version, the query may be what distinguishes two.
@@ -536,10 +532,6 @@ class ShardCache:
             lock = self.directory / f"{_PREFIX}{key}.lock"
             copy_bytes = size if compression is None else copy_bytes or None
             entry = _Entry(url, size, path, lock, checksum, key, version, compression, copy_bytes)
-            if not path.exists():
-                # Adopt a copy of an earlier version, which used no prefix; usually there is none.
-                with contextlib.suppress(OSError):
-                    (self.directory / f"{key}-{_end_of_name(name)}").rename(path)
             self._entries[url, compression] = entry
             self._files[path.name] = RemoteFile(self, url, compression, copy_bytes or 0)
         return entry
@@ -638,22 +630,15 @@ class ShardCache:
         def priority() -> float:
             return -1.0 if next_use is None else self._next_use(entry.path.name)
 
+        remote = RemoteBytes(entry.url, entry.num_bytes, entry.version, "ShardCache")
         try:
-            self._downloads.run(Download(entry.url, entry.num_bytes, handle, priority, entry.version))
+            self._downloads.run(Download(remote, handle, priority))
         except OSError:
             with contextlib.suppress(OSError):  # a file that changed may be why
-                self._check_version(entry, Retry(attempts=1))
+                remote.look_up()
             raise
         # Not If-Range or If-Match, which would notice a change earlier: fsspec does not pass them to all stores.
-        self._check_version(entry, self._retry)
-
-    def _check_version(self, entry: _Entry, retry: Retry) -> None:
-        num_bytes, version, _ = stored_file(look_up(entry.url, "ShardCache", retry, fresh=True)[1])
-        if version.partition("=")[0] != entry.version.partition("=")[0]:  # reported for a range, or for HEAD, only
-            version = entry.version
-        if (num_bytes, version) != (entry.num_bytes, entry.version):
-            change = describe_change((entry.num_bytes, entry.version), (num_bytes, version))
-            raise changed(f"ShardCache: {without_signatures(entry.url)}", change)
+        remote.look_up(self._retry)
 
     def _fetch(self, entry: _Entry, next_use: float | None) -> None:
         with contextlib.ExitStack() as stack:
@@ -889,15 +874,11 @@ def _matches_digest(entry: _Entry) -> bool:
 
 
 def _is_whole(entry: _Entry) -> bool:
-    size = _size_or_none(entry.path)
-    return size is not None if entry.copy_bytes is None else size == entry.copy_bytes
-
-
-def _size_or_none(path: pathlib.Path) -> int | None:
     try:
-        return path.stat().st_size
+        size = entry.path.stat().st_size
     except FileNotFoundError:
-        return None
+        return False
+    return entry.copy_bytes in (None, size)
 
 
 @contextlib.contextmanager
