@@ -71,12 +71,7 @@ class DirectFile:
 
 
 def open_direct(open_file: Callable[[], Descriptor], num_records: int) -> DirectFile | None:
-    """Returns a file for the extension, or None if the file needs the library.
-
-    Args:
-      open_file: opens the file, or returns it if it is still open.
-      num_records: number of records in the file.
-    """
+    """Returns a file for the extension, or None if the file needs the library. ``open_file`` returns it if it is open."""
     if riegeli is None:
         return None
     try:
@@ -376,12 +371,7 @@ def remedy_for(path: str) -> str:
 
 
 def check(file: ShardFile, cache: ShardCache | None, pool: ShardPool) -> tuple[OpenFile, int]:
-    """Returns the readers of a file, through ``cache`` if its path is a URL, and their number of 8-byte entries in memory.
-
-    Raises:
-      SourceError: if the file has been removed or changed since the source was created.
-      CorruptDataError: if it is damaged.
-    """
+    """Returns the readers of a file, through ``cache`` if its path is a URL, and their number of 8-byte entries in memory."""
 
     def library() -> Any:
         return pool.opened(file, "library", cache, _open_library)
@@ -409,11 +399,6 @@ def _inspect_url(url: str, cache: ShardCache | None) -> ShardFile:
 
     Opens a sparse file that has only the footer and the postscript with the array_record library, which checks their
     hashes as usual.
-
-    Raises:
-      SourceError: if the file does not exist.
-      CorruptDataError: if the file is empty, truncated, or not an ArrayRecord file.
-      OSError: if it cannot be read.
     """
     remote, version = identify(url, cache, source="ArrayRecord", part=slice(-_TAIL_BYTES - _BLOCK_BYTES, None))
     sparse = _copy_footer(remote)
@@ -428,11 +413,7 @@ def _inspect_url(url: str, cache: ShardCache | None) -> ShardFile:
 
 
 def check_readable(files: Sequence[ShardFile]) -> None:
-    """Checks that files, some of them remote, can be read without a cache.
-
-    Raises:
-      SettingsError: if some are local, a file has several records per chunk, or there is no extension.
-    """
+    """Raises SettingsError if files, some of them remote, cannot be read without a cache."""
     if not all(file_paths.is_url(file.path) for file in files):
         raise SettingsError(
             "ArrayRecord got local files and URLs, and no cache. Pass cache=meshfeed.ShardCache(directory, max_bytes=…), "
@@ -452,11 +433,7 @@ def check_readable(files: Sequence[ShardFile]) -> None:
 
 
 def _copy_footer(file: RemoteBytes) -> SparseFile:
-    """Returns a file with the footer and the postscript of a remote one at their offsets.
-
-    Raises:
-      CorruptDataError: if it does not end in a postscript.
-    """
+    """Returns a file with the footer and the postscript of a remote one at their offsets."""
     url, num_bytes = file.url, file.num_bytes
     # Start at a block boundary: the reader needs the header of the block in which a chunk begins.
     tail_start = max(0, num_bytes - _TAIL_BYTES) // _BLOCK_BYTES * _BLOCK_BYTES
@@ -494,17 +471,13 @@ def _index_remote(file: ShardFile) -> tuple[tuple[np.ndarray, Any], int]:
 def open_remote(
     files: Sequence[ShardFile], file_index: np.ndarray | None, rows: np.ndarray, pool: ShardPool
 ) -> list[OpenFile]:
-    """Returns remote files from which ``rows`` can be read, and no other records.
+    """Returns remote files, of one record per chunk, from which ``rows`` can be read, and no other records.
 
     Args:
-      files: the files, with one record per chunk.
+      files: the files.
       file_index: int64[n], the file of each record; None if there is only one file.
       rows: int64[n], row numbers within the files.
       pool: keeps the indexes.
-
-    Raises:
-      CorruptDataError: if a footer is damaged.
-      SourceError, OSError: if a file cannot be read.
     """
     which = np.zeros(len(rows), np.int64) if file_index is None else file_index
     indexes = file_paths.in_threads(lambda file: pool.checked(file, lambda: _index_remote(file), "direct\n"), files)

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import datetime
 import json
-from collections.abc import Iterable, Mapping, Sequence
+import os
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from meshfeed._src.base.errors import SettingsError, shorten
@@ -140,7 +141,7 @@ class ChatTemplate:
         beginning, _ = self.render(messages[:number], tools, **settings)
         if text.startswith(beginning):
             return len(beginning)
-        place = next(place for place, pair in enumerate(_pairs(beginning, text)) if pair[0] != pair[1])
+        place = len(os.path.commonprefix([beginning, text]))  # noqa: RUF071 # of characters
         raise ValueError(
             f"the chat template writes the first {number} of {len(messages)} messages differently without the others (from "
             f"character {place}: {beginning[place : place + _SHOWN]!r} and "
@@ -148,10 +149,6 @@ class ChatTemplate:
             "found. Pass a template as chat_template= that has {% generation %} … {% endgeneration %} around these parts; "
             "transformers reads the same marks."
         )
-
-
-def _pairs(beginning: str, text: str) -> Iterable[tuple[str, str]]:
-    return ((letter, text[place : place + 1]) for place, letter in enumerate(beginning))
 
 
 def _raise(message: str) -> None:

@@ -140,10 +140,6 @@ def look_at(
     """Returns a file from which its header or footer can be read, without fetching the rest of a remote one, and its version.
 
     ``part``, the header or the footer, is that of :func:`meshfeed._src.sources.files.direct.identify`.
-
-    Raises:
-      SourceError: if it does not exist, or the server does not report its size.
-      OSError: if it cannot be opened, or the store does not answer.
     """
     if is_url(name):
         return identify(name, cache, source=source, part=part)

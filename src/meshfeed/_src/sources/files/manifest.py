@@ -211,10 +211,7 @@ def write_manifest(
 
 
 def read_manifest(path: str) -> DataManifest:
-    """Reads a manifest.
-
-    Args:
-      path: local path or URL.
+    """Reads a manifest, given its path or URL.
 
     Raises:
       SourceError: if it does not exist, or was written by a newer version.

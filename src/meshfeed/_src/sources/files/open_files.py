@@ -232,10 +232,7 @@ class ShardPool:
     def checked(self, shard: Shard, check: Callable[[], tuple[T, int]], kind: str = "") -> T:
         """Returns what ``check`` made of a file; calls it if the file is not in memory.
 
-        Args:
-          shard: the file.
-          check: returns what is kept, and the number of 8-byte entries that it holds.
-          kind: distinguishes the values that are kept for one file.
+        It returns what is kept and the number of 8-byte entries that it holds. ``kind`` distinguishes values of one file.
         """
 
         def make() -> tuple[object, int]:
@@ -256,13 +253,7 @@ class ShardPool:
         cache: ShardCache | None,
         open_copy: OpenCopy[T],
     ) -> T:
-        """Returns an open file, through ``cache`` if its path is a URL.
-
-        Args:
-          shard: the file.
-          kind: what ``open_copy`` opens: "direct" or "library".
-          cache: the cache of the source.
-          open_copy: opens the local copy.
+        """Returns an open file, through ``cache`` if its path is a URL; ``kind`` is "direct" or "library".
 
         Raises:
           SourceError: if the file has been removed or changed since the source was created.

@@ -134,11 +134,7 @@ def local_copy(shard: Shard, cache: ShardCache | None) -> Iterator[tuple[str, os
 
 
 def inspect_copy(name: str, cache: ShardCache, inspect: Callable[[str], S]) -> S:
-    """Describes a compressed file, given its path or URL, by what ``inspect`` returns of its decompressed copy.
-
-    Raises:
-      CorruptDataError: as ``inspect`` does, or if the file cannot be decompressed; names it.
-    """
+    """Describes a compressed file, given its path or URL, by what ``inspect`` returns of its decompressed copy."""
     compression = compression_of(name)
     with cache.open(name, compression=compression) as copy:
         try:

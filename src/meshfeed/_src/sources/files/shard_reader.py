@@ -222,11 +222,7 @@ class ShardReader(ShardSource[S], Generic[S, T]):
         return found
 
     def _read(self, record_ids: np.ndarray | Sequence[int], read_rows: ReadRows[S, T, R]) -> list[R]:
-        """Reads records, in the order of ``record_ids``.
-
-        Args:
-          record_ids: int64[n], in any order, with repeats allowed.
-          read_rows: reads those of one file.
+        """Reads records, int64[n], in any order, with repeats allowed; ``read_rows`` reads those of one file.
 
         Raises:
           IndexError: if an id is not in [0, len).
@@ -249,16 +245,7 @@ class ShardReader(ShardSource[S], Generic[S, T]):
     def _read_by_spans(
         self, record_ids: np.ndarray | Sequence[int], spans_of: SpansOf[T], build: Build[S, T, R]
     ) -> list[R]:
-        """Reads records that are byte ranges of their files; of remote files without a cache, all at the same time.
-
-        Args:
-          record_ids: int64[n], in any order, with repeats allowed.
-          spans_of: returns the ranges.
-          build: makes the records.
-
-        Raises:
-          IndexError, CorruptDataError, SourceError: as for :meth:`_read`.
-        """
+        """As :meth:`_read`, for records that are byte ranges of their files; of remote files without a cache, all at once."""
         parts = self._parts(record_ids)
         may_wait = len(record_ids) > 1 and not self._is_direct
 

@@ -12,12 +12,7 @@ _SPAN_BYTES = 8 << 20
 
 
 def read_spans(file: Descriptor | RemoteBytes, starts: np.ndarray, stops: np.ndarray) -> list[bytes]:
-    """Reads byte ranges of a file; neighbors are read with one call.
-
-    Args:
-      file: the open file.
-      starts: int64[n], first byte of each range, in any order.
-      stops: int64[n], byte after the last one.
+    """Reads byte ranges ``[starts, stops)``, int64[n], of a file, in any order; neighbors are read with one call.
 
     Returns:
       The bytes of each range; fewer than requested if the file ends before.

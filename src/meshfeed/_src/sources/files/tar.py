@@ -182,11 +182,7 @@ def split_name(name: str) -> tuple[str, str] | None:
 
 
 def scan(archive: Descriptor | RemoteBytes, path: str) -> TarIndex:
-    """Reads the headers of an archive.
-
-    Args:
-      archive: the open archive.
-      path: its name in errors.
+    """Reads the headers of an archive; ``path`` is its name in errors.
 
     Raises:
       CorruptDataError: if the archive is damaged, cut short, or holds a file of one sample twice.
@@ -321,13 +317,7 @@ def _damaged(path: str, reason: str) -> CorruptDataError:
 
 
 def save(index: TarIndex, path: pathlib.Path, stamp: str) -> bool:
-    """Saves an index; returns False if the folder cannot be written.
-
-    Args:
-      index: the index.
-      path: the file to write.
-      stamp: identifies the archive; :func:`load` requires it.
-    """
+    """Saves an index; returns False if the folder cannot be written. :func:`load` requires ``stamp``, of the archive."""
     part = path.with_name(f"{path.name}.{secrets.token_hex(8)}.part")
     arrays = {field.name: getattr(index, field.name) for field in dataclasses.fields(index)}
     try:
@@ -344,10 +334,7 @@ def save(index: TarIndex, path: pathlib.Path, stamp: str) -> bool:
 def load(content: bytes | pathlib.Path, stamp: str, *, exact: bool = True) -> TarIndex | None:
     """Returns a saved index; None if it is missing, damaged, or that of a different archive.
 
-    Args:
-      content: the file, or its content.
-      stamp: see :func:`save`.
-      exact: False if ``stamp`` is the beginning of the stamp.
+    With ``exact=False``, ``stamp`` is the beginning of that of :func:`save`.
     """
     try:
         # Opened here: NumPy leaves a file that it has opened itself open if it is damaged.
