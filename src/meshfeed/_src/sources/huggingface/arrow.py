@@ -355,16 +355,7 @@ def usable_columns(schema: pa.Schema) -> tuple[str, ...]:
 
 
 def check_types(types: Mapping[str, pa.DataType]) -> None:
-    """Checks that columns have an array form.
-
-    Args:
-      types: name → type of each column that is read.
-
-    Raises:
-      SourceError: a column has none, such as text; names it and the columns that remain.
-    """
-    import pyarrow as pa
-
+    """Raises SourceError if a column has no array form, such as text; names it and the columns that remain."""
     usable = usable_columns(pa.schema(list(types.items())))
     for name, arrow_type in types.items():
         _check_column(name, arrow_type, usable)

@@ -16,10 +16,11 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
+import itertools
 import lzma
 import os
 import zlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -72,9 +73,11 @@ class LaneCut:
     counts: dict[int, Counts] = dataclasses.field(default_factory=dict)  # by id() of a leaf; shared by all lanes
     _ordinal: int = 0
 
-    def counts_of(self, leaf: Node) -> Counts:
-        """The row counts of a leaf's files."""
-        return self.counts.setdefault(id(leaf), Counts())
+    def open(self, leaf: Node, columns: Sequence[str] | None) -> Files:
+        """See :func:`open_files`; with the counts of other lanes."""
+        files = open_files(leaf, columns)
+        files.counts = self.counts.setdefault(id(leaf), files.counts)
+        return files
 
     def next_ordinal(self) -> int:
         """A number for each node that draws random numbers, the same in every lane."""
@@ -93,12 +96,7 @@ def walk(node: Node) -> list[Node]:
 
 
 def check_tree(node: Node) -> None:
-    """Checks that a tree can be split and can resume exactly.
-
-    Raises:
-      SourceError: the tree has a node that this version of meshfeed does not support, or a shuffle buffer, whose state
-        is not exact.
-    """
+    """Raises SourceError if a tree has a node that cannot be split, or a shuffle buffer, whose state is not exact."""
     found: Any
     for found in walk(node):
         internals.check_known(found)
@@ -112,11 +110,7 @@ def check_tree(node: Node) -> None:
 
 
 def check_repeats(node: Node, num_lanes: int) -> None:
-    """Checks that no node repeats its shorter parts until the longest has ended, which each lane would do by itself.
-
-    Raises:
-      SettingsError: a node does; shows the mixture to pass instead.
-    """
+    """Raises SettingsError if a node repeats its shorter parts until the longest has ended; each lane would by itself."""
     found: Any
     for found in walk(node):
         if kind_of(found) in (internals.IN_TURN, internals.AT_RANDOM) and found.stopping_strategy == "all_exhausted":
@@ -134,18 +128,17 @@ def check_repeats(node: Node, num_lanes: int) -> None:
             )
 
 
-def rows_of_lane(tree: Node, counts: Mapping[int, Counts]) -> int | None:
-    """Returns the rows of the files that a lane reads, from the tree of :func:`cut_tree`; None if they are not counted.
+def rows_of_lane(tree: Node) -> int | None:
+    """Returns the rows of the files that a lane reads, from a tree of :func:`cut_tree` with one leaf; None if not counted.
 
-    Counts only what is known already or can be read from a moderate number of footers, of a tree with one leaf.
+    Counts only what is known already or can be read from a moderate number of footers.
     """
     leaf = find_leaves(tree)[0]
-    if not isinstance(leaf, _Pieces) or len(counts) != 1 or leaf.files.count > MAX_COUNTED:
+    if not isinstance(leaf, _Pieces) or leaf.files.count > MAX_COUNTED:
         return None
-    known = next(iter(counts.values()))
     total = 0
     for piece in leaf.pieces:
-        groups = known.group_rows(leaf.files, piece.file_index)
+        groups = leaf.files.group_rows(piece.file_index)
         if groups is None or piece.round_size > 1:
             return None
         total += (sum(groups) if piece.stop is None else piece.stop) - piece.start
@@ -191,9 +184,8 @@ def _columns_below(node: Any, columns: Sequence[str] | None) -> Sequence[str] | 
 
 
 def _cut_files(leaf: Node, cut: LaneCut, columns: Sequence[str] | None, features: Features | None = None) -> Node:
-    files, counts = open_files(leaf, columns), cut.counts_of(leaf)
-    parts = [Piece(index) for index in counts.filled(files)]
-    return _cut_leaf(files, counts, parts, cut, features, columns if features else None)
+    files = cut.open(leaf, columns)
+    return _cut_leaf(files, list(map(Piece, files.filled())), cut, features, columns if features else None)
 
 
 def _cut_typed(node: Any, cut: LaneCut) -> Node | None:
@@ -217,13 +209,12 @@ def _cut_typed(node: Any, cut: LaneCut) -> Node | None:
 
 def _cut_leaf(
     files: Files,
-    counts: Counts,
     parts: Sequence[Piece],
     cut: LaneCut,
     features: Features | None = None,
     columns: Sequence[str] | None = None,
 ) -> Node:
-    found = cut_files(parts, cut.lane_index, cut.num_lanes, lambda index: counts.group_rows(files, index), cut.version)
+    found = cut_files(parts, cut.lane_index, cut.num_lanes, files.group_rows, cut.version)
     pieces = list(found.pieces)
     if cut.shuffle_files:
         key = (cut.seed, cut.epoch, cut.lane_index, cut.next_ordinal())
@@ -255,11 +246,11 @@ def _cut_range(node: Any, cut: LaneCut, columns: Sequence[str] | None) -> Node |
     # A function may read any column, and a format with types would fill missing ones with nulls.
     if any(kind_of(found) not in (internals.SELECTED, internals.REBATCHED) for found in chain):
         columns = None
-    files, counts = open_files(inner, columns), cut.counts_of(inner)
-    parts = keep_rows(files.count, *_row_range(ranges), lambda index: counts.group_rows(files, index))
+    files = cut.open(inner, columns)
+    parts = keep_rows(files.count, *_row_range(ranges), files.group_rows)
     if parts is None:
         return None
-    built = _cut_leaf(files, counts, parts, cut)
+    built = _cut_leaf(files, parts, cut)
     for found in reversed(chain):
         built = with_children(found, lambda _, below=built: below)
     return built
@@ -496,23 +487,50 @@ class ExamplePieces(_Pieces):
                     yield "", example
 
 
+@dataclasses.dataclass
+class Counts:
+    """What is known of a leaf's files: rows of row groups by file, and files that have rows. Each count is a round trip."""
+
+    group_rows: dict[int, Sequence[int] | None] = dataclasses.field(default_factory=dict)
+    filled: list[int] | None = None
+
+
 class Files:
     """The files (or other parts) that a dataset reads in sequence.
 
-    ``count`` is their number, ``paths`` are their paths or URLs, or None if they are not files, and ``is_table`` is
-    whether they are read as Arrow tables.
+    Args:
+      count: their number.
+      paths: their paths or URLs; None if they are not files.
+      is_table: whether they are read as Arrow tables.
     """
 
-    count: int
-    paths: list[str] | None = None
-    is_table = True
+    def __init__(self, count: int, paths: list[str] | None, is_table: bool = True) -> None:
+        self.count, self.paths, self.is_table = count, paths, is_table
+        self.counts = Counts()
 
     def group_rows(self, file_index: int) -> Sequence[int] | None:
         """Rows of each row group of a file, or None if they cannot be counted without reading it."""
-        raise NotImplementedError
+        known = self.counts.group_rows
+        if file_index not in known:
+            known[file_index] = self._count(file_index)
+        return known[file_index]
 
-    def is_empty(self, file_index: int) -> bool:
-        """Whether a file whose rows cannot be counted is known to have none."""
+    def filled(self) -> list[int]:
+        """Indices of the files that are not known to be empty, ascending.
+
+        A lane whose only file is empty would end the stream for all lanes.
+        """
+        if self.counts.filled is None:
+            checked = range(self.count) if self.count <= MAX_COUNTED else ()
+            empty = file_paths.in_threads(self._is_empty, checked)
+            self.counts.filled = [index for index in range(self.count) if not (checked and empty[index])]
+        return self.counts.filled
+
+    def _is_empty(self, file_index: int) -> bool:
+        rows = self.group_rows(file_index)
+        return rows is not None and not any(rows)
+
+    def _count(self, file_index: int) -> Sequence[int] | None:
         raise NotImplementedError
 
     def read(self, file_index: int, first_row: int) -> Iterator[Any]:
@@ -536,8 +554,8 @@ class _ParquetFiles(Files):
     """Local or remote Parquet files, read one row group at a time."""
 
     def __init__(self, leaf: Leaf, columns: Sequence[str] | None) -> None:
-        self.paths = self._files = [str(path) for path in leaf.kwargs["files"]]
-        self.count = len(self._files)
+        self._files = [str(path) for path in leaf.kwargs["files"]]
+        super().__init__(len(self._files), self._files)
         self._row_groups = leaf.kwargs.get("row_groups_list") or [None] * self.count
         self._cast = FeatureCast(leaf.builder.info.features)
         wanted = leaf.builder.config.columns
@@ -545,7 +563,7 @@ class _ParquetFiles(Files):
         self._batch_rows = leaf.builder.config.batch_size
         self._download = _download_config(leaf)
 
-    def group_rows(self, file_index: int) -> Sequence[int]:
+    def _count(self, file_index: int) -> Sequence[int]:
         with self._open(file_index) as file:
             return file.group_rows
 
@@ -566,24 +584,19 @@ class _ArrowFiles(Files):
     """Local Arrow IPC files, in the file or stream format."""
 
     def __init__(self, paths: list[str], cast: Callable[[pa.Table], pa.Table] | None) -> None:
-        self.paths = self._files = paths
-        self.count = len(paths)
+        super().__init__(len(paths), paths)
+        self._files = paths
         self._cast = cast
 
-    def group_rows(self, file_index: int) -> Sequence[int]:
+    def _count(self, file_index: int) -> Sequence[int]:
         return [
             len(batch) for batch in self._batches(file_index, pa.memory_map)
         ]  # only the headers of batches are read
 
     def read(self, file_index: int, first_row: int) -> Iterator[pa.Table]:
-        skip = first_row
         # Not mapped: the process would end with SIGBUS if the file were truncated meanwhile.
-        for batch in self._batches(file_index, pa.OSFile):
-            if len(batch) <= skip:
-                skip -= len(batch)
-                continue
-            table = pa.Table.from_batches([batch.slice(skip)])
-            skip = 0
+        for batch in _from_row(first_row, self._batches(file_index, pa.OSFile)):
+            table = pa.Table.from_batches([batch])
             yield table if self._cast is None else self._cast(table)
 
     def _batches(self, file_index: int, open_file: Callable[[str], pa.NativeFile]) -> Iterator[pa.RecordBatch]:
@@ -602,13 +615,13 @@ class _DatasetShards(Files):
     """Shards of a map-style dataset (``Dataset.to_iterable_dataset``)."""
 
     def __init__(self, shards: Sequence[Dataset], batch_rows: int, columns: Sequence[str] | None) -> None:
-        self.count = len(shards)
+        super().__init__(len(shards), None)
         self.shards = shards
         chosen = None if columns is None else list(columns)
         self._formatted = [shard.with_format("arrow", columns=chosen) for shard in shards]
         self._batch_rows = batch_rows
 
-    def group_rows(self, file_index: int) -> Sequence[int]:
+    def _count(self, file_index: int) -> Sequence[int]:
         # Groups of the size in which tables are read, so splitting between groups decodes nothing twice.
         rows, size = len(self.shards[file_index]), self._batch_rows
         return [min(size, rows - start) for start in range(0, rows, size)]
@@ -627,16 +640,14 @@ class _Generated(Files):
     def __init__(self, leaf: Leaf) -> None:
         self._generate = leaf.generate
         self._parts = leaf.parts()
-        self.count = len(self._parts)
-        self.is_table = leaf.is_table
-        self.paths = _paths_in(leaf.kwargs, self.count)
+        super().__init__(len(self._parts), _paths_in(leaf.kwargs, len(self._parts)), leaf.is_table)
         self._download = _download_config(leaf)
         self._format = leaf.packaged_format
 
-    def group_rows(self, file_index: int) -> None:
+    def _count(self, file_index: int) -> None:
         return None
 
-    def is_empty(self, file_index: int) -> bool:
+    def _is_empty(self, file_index: int) -> bool:
         if self.paths is None:
             return False
         local = local_path(self.paths[file_index])
@@ -646,7 +657,7 @@ class _Generated(Files):
 
     def read(self, file_index: int, first_row: int) -> Iterator[Any]:
         path = None if self.paths is None else self.paths[file_index]
-        if path is not None and local_path(path) and self.is_empty(file_index):
+        if path is not None and local_path(path) and self._is_empty(file_index):
             return  # the CSV and JSON readers fail on empty files
         if path is None or self._format is None:  # the user's code, whose errors stay as they are
             yield from self._read(file_index, first_row)
@@ -655,18 +666,16 @@ class _Generated(Files):
             yield from self._read(file_index, first_row)
 
     def _read(self, file_index: int, first_row: int) -> Iterator[Any]:
-        skip = first_row
-        for _, item in self._generate(**self._parts[file_index]):
-            if not self.is_table:
-                if skip:
-                    skip -= 1
-                    continue
-                yield item
-            elif len(item) <= skip:
-                skip -= len(item)
-            else:
-                yield item.slice(skip)
-                skip = 0
+        items = (item for _, item in self._generate(**self._parts[file_index]))
+        return _from_row(first_row, items) if self.is_table else itertools.islice(items, first_row, None)
+
+
+def _from_row(first_row: int, tables: Iterable[Any]) -> Iterator[Any]:
+    """Tables, or batches, from a row on."""
+    for table in tables:
+        if len(table) > first_row:
+            yield table.slice(first_row)
+        first_row = max(0, first_row - len(table))
 
 
 @contextlib.contextmanager
@@ -683,35 +692,6 @@ def _damage_named(path: str, what: str) -> Iterator[None]:
             f"{path} is no intact {what} ({type(error).__name__}: {error}). Expected what the writer wrote. Write it again.",
             path=path,
         ) from error
-
-
-class Counts:
-    """Cached row counts of files, since each count of a remote file is a round trip."""
-
-    def __init__(self) -> None:
-        self._group_rows: dict[int, Sequence[int] | None] = {}
-        self._filled: list[int] | None = None
-
-    def group_rows(self, files: Files, file_index: int) -> Sequence[int] | None:
-        """Rows of each row group of a file, or None if they cannot be counted without reading the file."""
-        if file_index not in self._group_rows:
-            self._group_rows[file_index] = files.group_rows(file_index)
-        return self._group_rows[file_index]
-
-    def filled(self, files: Files) -> list[int]:
-        """Indices of the files that are not known to be empty, ascending.
-
-        A lane whose only file is empty would end the stream for all lanes.
-        """
-        if self._filled is None:
-            checked = range(files.count) if files.count <= MAX_COUNTED else ()
-            empty = file_paths.in_threads(lambda index: self._is_empty(files, index), checked)
-            self._filled = [index for index in range(files.count) if not (checked and empty[index])]
-        return self._filled
-
-    def _is_empty(self, files: Files, file_index: int) -> bool:
-        rows = self.group_rows(files, file_index)
-        return files.is_empty(file_index) if rows is None else not any(rows)
 
 
 class FeatureCast:
@@ -742,11 +722,7 @@ def local_path(path: str) -> str | None:
 
 
 def file_sizes(node: Node, paths: Sequence[str]) -> list[int]:
-    """Sizes in bytes of the local or remote files of a leaf of a dataset's tree.
-
-    Raises:
-      SourceError: a file is missing; names the file.
-    """
+    """Sizes in bytes of the local or remote files of a leaf of a dataset's tree."""
     download = _download_config(Leaf(node))
 
     def size_of(path: str) -> int:

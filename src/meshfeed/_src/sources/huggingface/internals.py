@@ -131,11 +131,7 @@ class ExamplesNode(_BaseExamplesIterable):
 
 
 def tree_of(dataset: IterableDataset) -> Node:
-    """The last node of a streaming dataset.
-
-    Raises:
-      SourceError: this version of datasets keeps its nodes elsewhere, or the dataset was split by node.
-    """
+    """The last node of a streaming dataset, which must not have been split by node."""
     if private(dataset, "distributed") is not None:
         raise SourceError(
             "the dataset was split by node already (split_dataset_by_node). Pass the whole dataset: the feed splits it "
@@ -154,11 +150,7 @@ def dataset_of(tree: Node, dataset: IterableDataset) -> IterableDataset:
 
 
 def private(dataset: Dataset | IterableDataset, name: str) -> Any:
-    """A private attribute of a dataset; ``name`` without the underscore.
-
-    Raises:
-      SourceError: this version of datasets has no such attribute.
-    """
+    """A private attribute of a dataset; ``name`` without the underscore. Raises SourceError if there is none."""
     try:
         return getattr(dataset, f"_{name}")
     except AttributeError:
@@ -189,11 +181,7 @@ def short_name(node: Node) -> str:
 
 
 def check_known(node: Node) -> None:
-    """Checks that a node is one that can be split or copied for each lane.
-
-    Raises:
-      SourceError: the class is not listed here, or lacks an attribute.
-    """
+    """Raises SourceError if a node's class is not listed here, so that it cannot be split, or lacks an attribute."""
     if kind_of(node) not in _NODES:
         raise _unsupported(f"has a {kind_of(node)}, which is not known")
     for name in (*_NODES[kind_of(node)], *_METHODS):
@@ -304,11 +292,7 @@ class Leaf:
         return {name: str(getattr(config, name)) for name in _ROW_OPTIONS if hasattr(config, name)}
 
     def parts(self) -> list[Mapping[str, Any]]:
-        """The arguments of each file.
-
-        Raises:
-          SourceError: lists among the arguments have different lengths.
-        """
+        """The arguments of each file."""
         lists = {name: value for name, value in self.kwargs.items() if isinstance(value, list)}
         lengths = {len(value) for value in lists.values()}
         if len(lengths) > 1:

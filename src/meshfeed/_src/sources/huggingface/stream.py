@@ -159,11 +159,7 @@ class HuggingFaceStream:
         return min(cpus, max(2, cpus // 2), _READ_THREADS)
 
     def check_lanes(self, num_lanes: int) -> None:
-        """Checks that all lanes together give each record as often as the dataset does.
-
-        Raises:
-          SettingsError: the dataset repeats the shorter of its parts, which several lanes cannot do exactly.
-        """
+        """Checks that all lanes together give each record as often as the dataset does; see :func:`check_repeats`."""
         if num_lanes > 1:
             check_repeats(self._tree, num_lanes)
 
@@ -184,7 +180,7 @@ class HuggingFaceStream:
         if len(find_leaves(self._tree)) != 1:
             return None
         cuts = [LaneCut(lane, num_lanes, version=self._version, counts=self._counts) for lane in range(num_lanes)]
-        lengths = [rows_of_lane(cut_tree(self._tree, cut, self._columns), self._counts) for cut in cuts]
+        lengths = [rows_of_lane(cut_tree(self._tree, cut, self._columns)) for cut in cuts]
         known = [length for length in lengths if length is not None]
         return known if len(known) == num_lanes else None
 

@@ -81,11 +81,7 @@ class StoredRows(_Records):
         self._dataset, self.read_stored, self.fingerprint = source._dataset, source.read_stored, source.fingerprint
 
     def __getitems__(self, record_ids: Sequence[int]) -> list[dict[str, Any]]:
-        """Several records, in the order of ``record_ids``.
-
-        Raises:
-          IndexError: an id is not in [0, len).
-        """
+        """Several records, in the order of ``record_ids``."""
         check_ids(record_ids, len(self), "dataset")
         return self.read_stored(record_ids) if len(record_ids) else []
 
@@ -133,11 +129,7 @@ class HuggingFaceTable(_Records):
         self._decoder = dataset.with_format(None, columns=self._decoded) if self._decoded else None
 
     def check_records(self) -> None:
-        """Checks that all columns have an array form.
-
-        Raises:
-          SourceError: a column has none, such as text; names it.
-        """
+        """Raises SourceError if a column has no array form, such as text; names it."""
         if self._readers is None:
             self._readers = self._readers_of(self._dataset.data.table)
 
