@@ -130,25 +130,25 @@ def _digest_records(source: RandomAccessSource, ids: np.ndarray, arrays: bool) -
     except SourceError:
         if arrays or len(ids) > 1:  # several may differ only in shape
             raise
-    return digest_raw(_encode(source[int(ids[0])]))
+    return digest_raw(encode(source[int(ids[0])]))
 
 
-def _encode(value: object) -> Iterator[bytes]:
+def encode(value: object) -> Iterator[bytes]:
     """Yields the parts of a record of any Python objects; of those that are not data, the type."""
     if isinstance(value, Mapping):
         for name in sorted(value, key=str):
             yield f"key {name!r}".encode("utf-8", "surrogatepass")
-            yield from _encode(value[name])
+            yield from encode(value[name])
     elif isinstance(value, list | tuple):
         yield f"{len(value)} items".encode()
         for item in value:
-            yield from _encode(item)
+            yield from encode(item)
     elif isinstance(value, np.ndarray | np.generic) and value.dtype != object:
         array = np.ascontiguousarray(value)
         yield f"{array.dtype}{array.shape}".encode()
         yield array.tobytes()
-    elif isinstance(value, bytes):
-        yield value
+    elif isinstance(value, bytes | bytearray):
+        yield bytes(value)
     elif value is None or isinstance(value, str | int | float | complex):
         yield repr(value).encode("utf-8", "surrogatepass")
     else:

@@ -19,11 +19,11 @@ from typing import Any, SupportsIndex, TypeGuard
 
 import grain
 import numpy as np
-import xxhash
 
 from meshfeed._src.base import hooks, trees
 from meshfeed._src.base.errors import MeshfeedError, SourceError, StateMismatchError
 from meshfeed._src.base.types import JsonValue, RandomAccessSource, Record
+from meshfeed._src.reading.identity import digest_raw, encode, probe_digest, probe_ids
 from meshfeed._src.sources.checks import check_ids
 from meshfeed._src.sources.files import paths as file_paths
 from meshfeed._src.sources.files.stream import CUT_EVENLY
@@ -32,7 +32,6 @@ from meshfeed._src.sources.grain.internals import GrainIterator, Node, Pipeline,
 from meshfeed._src.sources.grain.lanes import Datasets
 from meshfeed._src.state.state import digest_of
 
-_PROBES = 4
 _MAX_ITEMS = 64  # longer containers are left out
 _MAX_CHOICES = 256  # elements of a mixture whose choice of component enters the digest
 _MAX_DATASETS = 1024  # an interleave of more datasets is sampled
@@ -70,12 +69,7 @@ class GrainRecords:
         return self._length
 
     def __getitem__(self, record_id: SupportsIndex) -> Record:
-        """Element ``record_id``.
-
-        Raises:
-          IndexError: ``record_id`` is not in [0, len).
-          SourceError: the element is missing.
-        """
+        """Element ``record_id``; see ``__getitems__``."""
         return self.__getitems__([record_id])[0]
 
     def __getitems__(self, record_ids: Sequence[SupportsIndex] | np.ndarray) -> Sequence[Record]:
@@ -143,9 +137,6 @@ class GrainStream:
         """Lane ``lane_index`` of ``num_lanes``, from the beginning.
 
         A later epoch shuffles a MapDataset as Grain's ``repeat`` does, and reseeds ``random_map``.
-
-        Raises:
-          SourceError: a node cannot be split into ``num_lanes`` lanes; the message shows how to write ``Stream(open)``.
         """
         dataset = lanes.cut(self._dataset, self._place(lane_index, num_lanes, epoch))
         iterator = dataset.__iter__()
@@ -280,7 +271,7 @@ def _describe_data(node: Node) -> dict[str, JsonValue]:
     if is_named(node, internals.INTERLEAVE):
         return _describe_datasets(private(node, "datasets"))
     if isinstance(node, grain.MapDataset) and internals.is_unknown(node):
-        return {"content": _digest_records(node, _spread(len(node)))}
+        return {"content": _digest_content(node)}
     return {}
 
 
@@ -292,7 +283,7 @@ def _describe_datasets(datasets: Datasets) -> dict[str, JsonValue]:
         described["made_by"] = describe(datasets)["pipeline"]
         some = range(min(count, 1))  # each access makes a dataset anew, with the user's function
     else:
-        some = range(count) if count <= _MAX_DATASETS else _spread(count)
+        some = range(count) if count <= _MAX_DATASETS else probe_ids(count).tolist()
     chosen = [datasets[index] for index in some]
     each = [None if dataset is None else describe(lanes.without_prefetch(dataset)) for dataset in chosen]
     return {**described, "content": digest_of(each)}
@@ -336,7 +327,7 @@ def identify(source: Any) -> JsonValue:
     if _are_paths(paths):
         identity["files"] = identify_paths(paths)
     if count:
-        identity["content"] = _digest_records(source, _spread(count))
+        identity["content"] = _digest_content(source)
     return identity
 
 
@@ -359,33 +350,12 @@ def _is_list_of_files(source: object) -> bool:
     return all(file_paths.is_url(os.fspath(path)) or os.path.isfile(path) for path in source)
 
 
-def _spread(count: int) -> list[int]:
-    return [count * probe // _PROBES for probe in range(_PROBES)] if count > _PROBES else list(range(count))
+def _digest_content(source: RandomAccessSource) -> str:
+    def digest(ids: np.ndarray) -> str:
+        flat = (trees.flatten(source[index]) for index in ids.tolist())
+        return digest_raw(encode([[str(structure), leaves] for leaves, structure in flat]))
 
-
-def _digest_records(source: RandomAccessSource, indices: Sequence[int]) -> str:
-    digest = xxhash.xxh3_64()
-    for index in indices:
-        try:
-            record = source[index]
-        except Exception:  # the feed reports or replaces an unreadable record when it reads it
-            digest.update(b"unreadable")
-            continue
-        leaves, structure = trees.flatten(record)
-        digest.update(str(structure).encode())
-        for leaf in leaves:
-            digest.update(_bytes_of(leaf))
-    return digest.hexdigest()
-
-
-def _bytes_of(leaf: object) -> bytes:
-    if isinstance(leaf, bytes | bytearray):
-        return bytes(leaf)
-    if isinstance(leaf, bool | int | float | str):
-        return f"{type(leaf).__name__}:{leaf!r}".encode()
-    if isinstance(leaf, np.ndarray | np.generic) and not leaf.dtype.hasobject:
-        return f"{leaf.dtype.str}{leaf.shape}".encode() + leaf.tobytes()
-    return type(leaf).__name__.encode()  # its repr may hold an address
+    return probe_digest(len(source), digest)
 
 
 def _plain(value: object) -> Any:

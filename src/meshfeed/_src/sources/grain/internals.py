@@ -130,11 +130,7 @@ def is_unknown(node: Node) -> bool:
 
 
 def check_known(node: Node) -> None:
-    """Checks that a node of a pipeline is one that can be split or copied for each lane.
-
-    Raises:
-      SourceError: the class is one of Grain's that is not listed here, or lacks a private attribute.
-    """
+    """Raises SourceError if a node's class is one of Grain's that is not listed here, or lacks a private attribute."""
     if isinstance(node, grain.IterDataset) and is_unknown(node):
         raise _unsupported(f"has a {type(node).__name__}, which is not known")
     for kind in type(node).__mro__:
@@ -143,11 +139,7 @@ def check_known(node: Node) -> None:
 
 
 def private(node: Node, name: str) -> Any:
-    """A private attribute of a Grain node; ``name`` without the underscore.
-
-    Raises:
-      SourceError: this version of Grain has no such attribute.
-    """
+    """A private attribute of a Grain node; ``name`` without the underscore. Raises SourceError if there is none."""
     try:
         return getattr(node, f"_{name}")
     except AttributeError:
@@ -224,11 +216,7 @@ class _FlatMap(grain.experimental.FlatMapTransform):
 
 
 def inherit_options(outer: GrainIterator, inner: GrainIterator) -> None:
-    """Applies the dataset options of an iterator to one that it opens.
-
-    Raises:
-      SourceError: this version of Grain keeps them elsewhere.
-    """
+    """Applies the dataset options of an iterator to one that it opens."""
     try:
         context = inner._ctx
         context.dataset_options = outer._ctx.dataset_options.merge(context.dataset_options)

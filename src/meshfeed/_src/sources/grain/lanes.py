@@ -22,7 +22,7 @@ import copy
 import dataclasses
 import functools
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, TypeAlias, TypeVar, cast
 
 import grain
@@ -78,9 +78,7 @@ class Place:
     epoch: int
     all_lanes: int  # of the whole pipeline, which share the memory limits
     salt: tuple[int, ...]  # makes the seeds of this part differ from those of other parts
-    counts: dict[
-        str, list[int] | None
-    ]  # path of a Parquet file → rows of its row groups, once counted; shared by all lanes
+    counts: dict[str, list[int] | None]  # path of a Parquet file → rows of its row groups; shared by all lanes
     version: int = file_stream.CUT_BY_FILES  # of the rule that cuts Parquet files
 
     @property
@@ -90,11 +88,7 @@ class Place:
 
 
 def cut(dataset: Pipeline, place: Place) -> Pipeline:
-    """One lane of a pipeline: an IterDataset over its part of the data.
-
-    Raises:
-      SourceError: a node cannot be split into lanes; names the node and shows how to write ``Stream(open)``.
-    """
+    """One lane of a pipeline that passes :func:`check`: an IterDataset over its part of the data."""
     check(dataset, place.num_lanes)
     copies: dict[int, Node] = {}
 
@@ -114,7 +108,7 @@ def cut(dataset: Pipeline, place: Place) -> Pipeline:
 
 
 def check(dataset: Pipeline, num_lanes: int) -> None:
-    """Raises a SourceError that names the first node which cannot be split into lanes; reads no data."""
+    """Raises a SourceError that names the first node which cannot be split, and the way out; reads no data."""
     if found := find_uncuttable(dataset, num_lanes):
         raise _refusal(*found, num_lanes)
 
@@ -222,8 +216,7 @@ def _first_left(datasets: Datasets, num_lanes: int) -> Pipeline | None:
 
 def _cut_parquet(node: Node, place: Place, _copy: Copy) -> Node:
     paths, options = private(node, "paths"), private(node, "read_kwargs")
-
-    mine = _cut_paths(paths, options, place)
+    mine = _cut_paths(node, place)
     if round(mine.times_read, 1) > 1:
         _warn_shared(len(mine.left), len(paths), place.num_lanes, round(mine.times_read, 1), str(paths[0]))
     if not {"buffer_size", "pre_buffer", "filesystem"} & set(options):
@@ -241,9 +234,9 @@ def _cut_parquet(node: Node, place: Place, _copy: Copy) -> Node:
     return LaneLeaf(InterleaveIterator, make_part, len(mine.pieces), cycle, mine.unit)
 
 
-def _cut_paths(paths: Sequence[str], options: Mapping[str, Any], place: Place) -> file_stream.FileCut:
+def _cut_paths(node: Node, place: Place) -> file_stream.FileCut:
     """The part of each Parquet file that a lane reads."""
-    counts = place.counts
+    paths, options, counts = private(node, "paths"), private(node, "read_kwargs"), place.counts
 
     def count(path: str) -> list[int] | None:
         try:
@@ -270,8 +263,8 @@ def _cut_paths(paths: Sequence[str], options: Mapping[str, Any], place: Place) -
 def cut_version(dataset: Pipeline, place: Place) -> int:
     """The version of the rule by which a new stream's Parquet files are cut: the second where it makes a difference."""
     nodes = [node for node in walk(dataset) if is_named(node, internals.PARQUET)]
-    cuts = [_cut_paths(private(node, "paths"), private(node, "read_kwargs"), place) for node in nodes]
-    return file_stream.CUT_EVENLY if any(found.unit == "even" for found in cuts) else file_stream.CUT_BY_FILES
+    is_even = any(_cut_paths(node, place).unit == "even" for node in nodes)
+    return file_stream.CUT_EVENLY if is_even else file_stream.CUT_BY_FILES
 
 
 def lane_length(dataset: Pipeline, place: Place) -> int | None:
@@ -279,8 +272,7 @@ def lane_length(dataset: Pipeline, place: Place) -> int | None:
     total = 0
     for node in walk(dataset):
         if is_named(node, internals.PARQUET):
-            mine = _cut_paths(private(node, "paths"), private(node, "read_kwargs"), place)
-            for piece in mine.pieces:
+            for piece in _cut_paths(node, place).pieces:
                 groups = place.counts.get(private(node, "paths")[piece.file_index])
                 if piece.stop is None and groups is None:
                     return None
@@ -553,11 +545,7 @@ def warn_batched(dataset: Node) -> None:
 
 
 def check_batched(dataset: Node, num_lanes: int = 1) -> None:
-    """Rejects a pipeline that ends in ``batch`` and whose last batch is known to be short: records must have one shape.
-
-    Raises:
-      SourceError: the last batch is short in one of ``num_lanes`` lanes.
-    """
+    """Raises SourceError if a pipeline ends in ``batch`` and its last batch is known to be short: records have one shape."""
     node = _last_batch(dataset)
     if node is None or is_named(node, internals.REBATCH):
         return
