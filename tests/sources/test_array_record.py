@@ -288,7 +288,7 @@ def test_fingerprint(three_files, tmp_path) -> None:
     assert ArrayRecord(moved[::-1]).fingerprint() != found
     other = [bytes(len(record)) for record in records]  # same sizes, names and counts
     write(moved[0], other[:40])
-    assert ArrayRecord(moved).fingerprint_files() == ArrayRecord(paths).fingerprint_files()
+    assert ArrayRecord(moved).fingerprint()["files"] == ArrayRecord(paths).fingerprint()["files"]
     assert ArrayRecord(moved).fingerprint() != found
 
 

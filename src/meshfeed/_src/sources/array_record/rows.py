@@ -198,15 +198,9 @@ class RecordFiles(ShardSource[ShardFile]):
 
 
 def read_direct(opened: Sequence[OpenFile], file_index: np.ndarray | None, rows: np.ndarray) -> list[bytes] | None:
-    """Reads records of several files with the extension module.
+    """Reads rows, int64[n], of the files ``file_index``, int64[n], with the extension module; that is None for one file.
 
-    Args:
-      opened: the files.
-      file_index: int64[n], the file of each record; None if there is only one file.
-      rows: int64[n], row numbers within the files.
-
-    Returns:
-      The n records; None if a file needs the library, or a record cannot be read or is damaged.
+    Returns None if a file needs the library, or a record cannot be read or is damaged.
     """
     files = _direct(opened)
     records: list[bytes] = []
@@ -231,12 +225,9 @@ def read_into(
     *,
     width: int,
 ) -> bool:
-    """Reads records of ``width`` bytes of several files into ``out``, uint8, each at its byte offset in ``places``, int64[n].
+    """As :func:`read_direct`, for records of ``width`` bytes, into ``out``, uint8, at the byte offsets ``places``, int64[n].
 
-    The other arguments are those of :func:`read_direct`.
-
-    Returns:
-      Whether all records have that size, were read and are intact; otherwise the content of ``out`` is undefined.
+    Returns whether all records have that size, were read and are intact; otherwise the content of ``out`` is undefined.
     """
     calls = _calls(files, file_index, rows, np.ascontiguousarray(places, np.int64), out, width)
     return all(found is not None for found in calls)

@@ -135,10 +135,6 @@ class ArrayRecord(RecordFiles):
             return [trees.map_leaves(lambda leaf, row=row: leaf[row], batch) for row in range(len(raw))]
         return list(raw)
 
-    def fingerprint_files(self) -> JsonValue:
-        """Returns the identity of the files: count, total bytes, digest of base names and sizes in order."""
-        return self._identity_of_files()
-
     def fingerprint(self) -> JsonValue:
         """Returns the identity: files, number of records, and a digest of 4 records spread over the source."""
         identity = {"kind": "array_record", "files": self._identity_of_files(), "records": len(self)}

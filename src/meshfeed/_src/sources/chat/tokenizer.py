@@ -36,9 +36,7 @@ class LoadedTokenizer:
 def load(tokenizer: object) -> LoadedTokenizer:
     """Returns the tokenizer that the user passed, with its template.
 
-    Args:
-      tokenizer: a fast tokenizer of transformers, a ``tokenizers.Tokenizer``, or the path of a ``tokenizer.json`` or its
-        folder.
+    That is a fast tokenizer of transformers, a ``tokenizers.Tokenizer``, or the path of a ``tokenizer.json`` or its folder.
 
     Raises:
       ImportError: tokenizers is not installed.
@@ -79,14 +77,7 @@ def read(path: str) -> bytes:
 
 
 def parse(content: bytes, path: str) -> tokenizers.Tokenizer:
-    """Returns the tokenizer of a file, without the padding and truncation that the file may set.
-
-    The last one is kept, by the file's content.
-
-    Raises:
-      ImportError: tokenizers is not installed.
-      SettingsError: the file is not a tokenizer.
-    """
+    """Returns the tokenizer of a file, without the padding and truncation that the file may set; keeps the last one."""
     try:
         return _parse(content)
     except ImportError:

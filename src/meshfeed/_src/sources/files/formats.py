@@ -167,14 +167,9 @@ def uncompressed_name(name: str) -> str:
 
 
 def decompress(compression: str, source: str, target: str, num_bytes: int | None, *, what: str) -> None:
-    """Decompresses a file into another, which exists; its former content is dropped.
+    """Decompresses a file into another, which exists; its former content is dropped. ``what`` is the file in errors.
 
-    Args:
-      compression: a value of :func:`compression_of`.
-      source: path of the compressed file.
-      target: path of the file to write.
-      num_bytes: size of the content; required for "snappy", and checked for all if given.
-      what: the file in errors.
+    ``num_bytes``, the size of the content, is required for "snappy", and checked for all if given.
 
     Raises:
       CorruptDataError: if the compressed bytes are damaged, or the content has a different size.

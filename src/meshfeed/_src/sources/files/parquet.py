@@ -25,7 +25,7 @@ _NULL_LIST = "Expected all lists to be of size"
 
 
 class ParquetFile:
-    """An open Parquet file. Not thread-safe.
+    """An open Parquet file. Not thread-safe. Its methods, too, raise CorruptDataError for damaged bytes.
 
     Args:
       path: path of a local file; for a ``stream``, its name in errors.
@@ -127,17 +127,10 @@ class ParquetFile:
         Row groups outside the range are not read. Batches end where a row group ends, and at every multiple of the
         number of rows per batch, counted from the first row of the row group.
 
-        Args:
-          start: first row.
-          stop: row after the last one; None for the end.
-          columns: names of the columns to read; None for all.
-          batch_rows: rows decoded at a time; None for about 512 KiB of a row group.
+        ``batch_rows`` are decoded at a time; None for about 512 KiB of a row group.
 
         Yields:
           Row number of the first row of a batch, and the batch, which is not empty.
-
-        Raises:
-          CorruptDataError: stored bytes are damaged.
         """
         first = 0
         for group, rows in zip(self.row_groups, self.group_rows, strict=True):
@@ -151,11 +144,7 @@ class ParquetFile:
             first += rows
 
     def read_group(self, group: int) -> pa.Table:
-        """Reads a whole row group at once, however large; ``group`` is an index into ``group_rows``.
-
-        Raises:
-          CorruptDataError: stored bytes are damaged.
-        """
+        """Reads a whole row group at once, however large; ``group`` is an index into ``group_rows``."""
         import pyarrow as pa
 
         first = sum(self.group_rows[:group])

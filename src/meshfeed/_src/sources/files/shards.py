@@ -25,17 +25,12 @@ Part = tuple[list[int], "np.ndarray | None", np.ndarray, "np.ndarray | None"]
 class Shards(Generic[S]):
     """The files of a source, in the order of their record ids.
 
-    Args:
-      shards: the files.
-      source: the source, for an error, such as "ArrayRecord".
-      manifests: paths of the manifests that list some of them.
-      lengths: int64[files], the number of records of each file, if it is not that of the file itself.
-
     Attributes:
       files: the files.
+      manifests: paths of the manifests that list some of them.
       starts: int64[files], the record id of each file's first record.
       ends: int64[files], the record id after each file's last record.
-      lengths: int64[files], the number of records of each file.
+      lengths: int64[files], the number of records of each file; given if it is not that of the file itself.
 
     Raises:
       SourceError: if the files have no record.

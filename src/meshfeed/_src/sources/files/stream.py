@@ -94,7 +94,7 @@ def cut_files(
     Args:
       files: whole files or ranges of files, in the same order on every host. Ranges are allowed only for files whose rows
         can be counted.
-      lane_index: index of the lane, 0 … num_lanes - 1.
+      lane_index: 0 … num_lanes - 1.
       num_lanes: number of lanes.
       group_rows: maps a file index to the number of rows of each row group, or None if they cannot be counted. Called
         only for files after the last complete round, fewer than ``num_lanes``; by version 2 for up to ``MAX_COUNTED`` files.
@@ -194,14 +194,8 @@ def keep_rows(
 ) -> list[Piece] | None:
     """Returns the files and ranges of files that contain rows ``[first_row, stop_row)`` of the concatenated files.
 
-    Args:
-      num_files: number of files.
-      first_row: first row, counted over all files.
-      stop_row: row after the last one, or None for the end.
-      group_rows: as for :func:`cut_files`; called only for files whose rows must be counted.
-
-    Returns:
-      The pieces in file order; None if the rows of a file cannot be counted.
+    ``stop_row`` is None for the end. ``group_rows`` is that of :func:`cut_files`, called only for files whose rows must be
+    counted. Returns None if those of a file cannot be.
     """
     kept: list[Piece] = []
     offset = 0

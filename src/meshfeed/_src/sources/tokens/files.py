@@ -73,13 +73,7 @@ class TokenFiles:
     def read(
         self, file_index: np.ndarray, starts: np.ndarray, lengths: np.ndarray, record_ids: np.ndarray
     ) -> np.ndarray:
-        """Reads ranges of tokens, in any order, with repeats and overlaps allowed.
-
-        Args:
-          file_index: int64[n], the file of each range.
-          starts: int64[n], the first token of each range in its file.
-          lengths: int64[n], the number of tokens of each range.
-          record_ids: int64[n], for errors.
+        """Reads ranges of tokens, in any order, with repeats and overlaps allowed; for the arguments, see :class:`_Ranges`.
 
         Returns:
           The ranges one after the other, int32[sum of the lengths].
