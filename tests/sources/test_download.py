@@ -13,7 +13,7 @@ from http_store import CuttingProxy, Store
 import meshfeed
 from meshfeed import SettingsError, ShardCache, SourceError
 from meshfeed._src.base.settings import Retry
-from meshfeed._src.sources.files.direct import RemoteBytes
+from meshfeed._src.sources.files.direct import RemoteBytes, noting_file_system
 from meshfeed._src.sources.files.download import Download, Downloads
 
 fsspec = pytest.importorskip("fsspec")
@@ -83,6 +83,14 @@ def test_a_slow_server_without_ranges_is_streamed(store: Store, tmp_path: pathli
     store.broken = {("x", 0): "stall"}
     assert read(make_cache(tmp_path, read_timeout_seconds=0.4), url) == content
     assert len(store.requests) == 2
+
+
+def test_a_whole_file_may_take_longer_than_the_five_minutes_of_aiohttp(store: Store) -> None:
+    """Only the silence of a connection is bounded; each attempt to stream a slow server's file would end at the same byte."""
+    from fsspec.asyn import sync
+
+    files, _ = noting_file_system(store.url("x"), "Test")
+    assert sync(files.loop, files.set_session).timeout.total is None
 
 
 def test_a_file_without_ranges_is_fetched_once(store: Store, tmp_path: pathlib.Path) -> None:

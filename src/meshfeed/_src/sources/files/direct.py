@@ -478,7 +478,9 @@ _IDENTITY = {"headers": {"Accept-Encoding": "identity"}}  # or the ETag may diff
 async def _noting_client(**kwargs: Any) -> Any:
     import aiohttp
 
-    return aiohttp.ClientSession(**{**_IDENTITY, "trace_configs": _session_options()["trace_configs"], **kwargs})
+    # aiohttp's limit of five minutes for silence, not for a whole answer. Callers wait less for the next bytes.
+    timeout = aiohttp.ClientTimeout(total=None, sock_connect=_SILENT_SECONDS, sock_read=300)
+    return aiohttp.ClientSession(**{**_IDENTITY, **_session_options(), "timeout": timeout, **kwargs})
 
 
 async def _http_client(**kwargs: Any) -> Any:
