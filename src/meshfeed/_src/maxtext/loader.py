@@ -14,7 +14,7 @@ import inspect
 import logging
 import sys
 import threading
-from collections.abc import Awaitable, Callable, Coroutine, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, TypeGuard
 
 import jax
@@ -52,7 +52,7 @@ from meshfeed._src.remote.client import zeros
 from meshfeed._src.sources.host_batches import HostBatches, copy_state, is_grain, is_one_shot, start
 from meshfeed._src.state import grain_files
 from meshfeed._src.state import state as feed_state
-from meshfeed._src.state.files import Checkpointable, Directory, PathAwaitingCreation, for_orbax, write_text
+from meshfeed._src.state.files import Checkpointable, Directory, write_text
 from meshfeed._src.streams.local_batches import LocalBatchCursor
 from meshfeed._src.streams.protocol import EMPTY_BATCHES
 
@@ -391,8 +391,12 @@ class MethodNotForwardedError(MeshfeedError, AttributeError):
     """The local iterator does not forward a method of the loader's iterator, which has read ahead."""
 
 
-class LocalIteratorView(NotCopied):
+class LocalIteratorView(Checkpointable, NotCopied):
     """The loader's iterator as seen by checkpoint code: at the last delivered batch, regardless of the read-ahead.
+
+    Orbax v1 saves and loads Grain's file of this process, as of Grain's own iterators. A save raises TypeError if part of the
+    loader's state has no exact JSON form; a load raises MissingIteratorStateError (a CheckpointError and FileNotFoundError)
+    if there is no file, and StateMismatchError if it is damaged.
 
     Other attributes are forwarded to the loader's iterator, except its methods, which could move it or save its
     read-ahead. ``__class__`` is the class of the loader's iterator, because checkpoint code tests
@@ -433,41 +437,12 @@ class LocalIteratorView(NotCopied):
             state = {"batches": 0, "iterators": [state]}
         self._owner.restart_from(state)
 
-    def save(self, directory: Directory | PathAwaitingCreation) -> Coroutine[Any, Any, Awaitable[None]]:
-        """Part of Orbax v1's StatefulCheckpointable, as of Grain's iterators, for Orbax to call.
+    def _captured(self) -> Callable[[Directory], None]:
+        text = self.to_text()
+        return lambda directory: write_text(epath.Path(directory) / grain_files.file_name(), text)
 
-        Returns:
-          A coroutine that captures the state, and returns one that writes Grain's file of this process. It raises TypeError
-          if part of the loader's state has no exact JSON form.
-        """
-
-        async def capture() -> Awaitable[None]:
-            text = self.to_text()
-
-            async def write() -> None:
-                path = await directory.await_creation() if isinstance(directory, PathAwaitingCreation) else directory
-                write_text(epath.Path(path) / grain_files.file_name(), text)
-
-            return for_orbax(write())
-
-        return for_orbax(capture())
-
-    def load(self, directory: Directory) -> Coroutine[Any, Any, Awaitable[None]]:
-        """Part of Orbax v1's StatefulCheckpointable, as of Grain's iterators, for Orbax to call.
-
-        Returns:
-          A coroutine that returns one that reads Grain's file of this process and sets its state. That one raises
-          MissingIteratorStateError (a CheckpointError and FileNotFoundError) if there is none, and StateMismatchError if it
-          is damaged.
-        """
-
-        async def begin() -> Awaitable[None]:
-            async def read() -> None:
-                self.set_from(epath.Path(directory) / grain_files.file_name(), "Restore a different step.")
-
-            return for_orbax(read())
-
-        return for_orbax(begin())
+    def _read_from(self, directory: Directory) -> None:
+        self.set_from(epath.Path(directory) / grain_files.file_name(), "Restore a different step.")
 
     def to_text(self) -> str:
         """Returns the text of Grain's file of the state."""

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Awaitable, Coroutine, Mapping
+from collections.abc import Awaitable, Callable, Coroutine, Mapping
 from typing import Any, Protocol, TypeAlias, TypeVar, cast, runtime_checkable
 
 from etils import epath  # pyright: ignore[reportMissingTypeStubs]
@@ -255,7 +255,7 @@ def for_orbax(coroutine: Coroutine[Any, Any, T]) -> Coroutine[Any, Any, T]:
 class Checkpointable:
     """Makes a resumable iterator a ``StatefulCheckpointable`` of Orbax v1."""
 
-    def save(self: Resumable, directory: Directory | PathAwaitingCreation) -> Coroutine[Any, Any, Awaitable[None]]:
+    def save(self, directory: Directory | PathAwaitingCreation) -> Coroutine[Any, Any, Awaitable[None]]:
         """Part of Orbax v1's StatefulCheckpointable, for Orbax to call. To save, use meshfeed.checkpoint.Checkpointer.
 
         Returns:
@@ -263,17 +263,18 @@ class Checkpointable:
         """
 
         async def capture() -> Awaitable[None]:
-            state = self.get_state()
+            write_into = self._captured()
 
             async def write() -> None:
-                path = await directory.await_creation() if isinstance(directory, PathAwaitingCreation) else directory
-                write_state(path, state)
+                write_into(
+                    await directory.await_creation() if isinstance(directory, PathAwaitingCreation) else directory
+                )
 
             return for_orbax(write())
 
         return for_orbax(capture())
 
-    def load(self: Resumable, directory: Directory) -> Coroutine[Any, Any, Awaitable[None]]:
+    def load(self, directory: Directory) -> Coroutine[Any, Any, Awaitable[None]]:
         """Part of Orbax v1's StatefulCheckpointable, for Orbax to call. To restore, use meshfeed.checkpoint.Checkpointer.
 
         Returns:
@@ -282,8 +283,16 @@ class Checkpointable:
 
         async def begin() -> Awaitable[None]:
             async def read() -> None:
-                self.set_state(read_state(directory))
+                self._read_from(directory)
 
             return for_orbax(read())
 
         return for_orbax(begin())
+
+    def _captured(self) -> Callable[[Directory], None]:
+        """Returns a function that writes the current state."""
+        state = cast("Resumable", self).get_state()
+        return lambda directory: write_state(directory, state)
+
+    def _read_from(self, directory: Directory) -> None:
+        cast("Resumable", self).set_state(read_state(directory))
