@@ -350,6 +350,12 @@ def test_stores_whose_answers_carry_no_version_are_looked_up(monkeypatch: pytest
         file.read(3, 5)
 
 
+def test_a_look_up_that_reports_no_size_is_no_change(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Some servers report the size with a range of bytes only."""
+    monkeypatch.setattr(direct.file_paths, "file_info", lambda *_, **__: {"size": None, "type": "file", "ETag": '"a"'})
+    direct.RemoteBytes("https://test/x", 100, 'ETag="a"', "test").look_up()
+
+
 def test_what_a_server_may_do(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(direct, "_RETRY", Retry(attempts=3, initial_seconds=0.001, max_seconds=0.001))
     monkeypatch.setattr(direct, "_SILENT_SECONDS", 0.2)

@@ -99,9 +99,10 @@ class RemoteBytes:
         """Raises SourceError if the store reports another size or version; a version of another kind is not compared."""
         self._looked_up = time.monotonic()
         info = file_paths.file_info(self.url, self.source, retry, fresh=True)
-        num_bytes, version = info.get("size", self.num_bytes), file_paths.version_of(info)
+        num_bytes, version = info.get("size"), file_paths.version_of(info)
+        is_comparable = version.partition("=")[0] == self.version.partition("=")[0]
         self._compare(
-            num_bytes, version if version.partition("=")[0] == self.version.partition("=")[0] else self.version
+            self.num_bytes if num_bytes is None else int(num_bytes), version if is_comparable else self.version
         )
 
     def _compare(self, num_bytes: int, version: str) -> None:
@@ -529,11 +530,7 @@ def write_at(handle: int, start: int, content: bytes) -> None:
 def sparse_files(
     files: Sequence[RemoteBytes], file_index: np.ndarray, starts: np.ndarray, stops: np.ndarray
 ) -> list[SparseFile]:
-    """Returns files with the bytes ``[starts, stops)``, int64[n], of the files that ``file_index``, int64[n], refers to.
-
-    Raises:
-      SourceError, OSError: as for :func:`read_ranges`.
-    """
+    """Returns files with the bytes ``[starts, stops)``, int64[n], of the files that ``file_index``, int64[n], refers to."""
     places = list(zip(file_index.tolist(), starts.tolist(), stops.tolist(), strict=True))
     contents = read_ranges([ByteRange(files[number], low, high) for number, low, high in places])
     copies = [SparseFile(file.num_bytes) for file in files]
