@@ -200,7 +200,7 @@ def test_decoded_groups_are_bounded_and_shared(paths: str, monkeypatch: pytest.M
 
 
 def parquet_file(source: Parquet) -> Any:
-    return source._check(source._shards.files[0], lambda: None)[0]  # type: ignore[arg-type,return-value]
+    return source._check(source._shards.files[0], lambda: None, source._cache)[0]  # type: ignore[arg-type,return-value]
 
 
 def test_identity_and_pickle(paths: str, folder: pathlib.Path, tmp_path: pathlib.Path) -> None:

@@ -365,7 +365,7 @@ def _choose(columns: Sequence[Column], names: Sequence[str] | None, folder: str)
     return [(numbers[name], columns[numbers[name]]) for name in chosen_columns(names, list(numbers), "MDS", folder)]
 
 
-def _check_shard(shard: MDSShard, open_file: OpenFile) -> tuple[np.ndarray, int]:
+def _check_shard(shard: MDSShard, open_file: OpenFile, _cache: object) -> tuple[np.ndarray, int]:
     """Returns uint32[records + 1], the first byte of each sample and the end of the last one, and their 8-byte entries.
 
     Raises:

@@ -256,10 +256,11 @@ class Parquet(ShardReader[ParquetShard, _CheckedFile]):
             for group in np.flatnonzero(np.diff(file.group_ends, prepend=0)).tolist():  # some writers leave empty ones
                 yield _decode_group(file, group, (name,), self._cache)[0].table.column(name)
 
-    def _check_footer(self, shard: ParquetShard, _open_file: OpenFile) -> tuple[_CheckedFile, int]:
-        direct = shard.is_direct(self._cache)
+    @staticmethod
+    def _check_footer(shard: ParquetShard, _open_file: OpenFile, cache: ShardCache | None) -> tuple[_CheckedFile, int]:
+        direct = shard.is_direct(cache)
         with contextlib.ExitStack() as stack:
-            path = "" if direct else stack.enter_context(local_copy(shard, self._cache))[0]
+            path = "" if direct else stack.enter_context(local_copy(shard, cache))[0]
             file = stack.enter_context(_open_footer(shard.remote) if direct else ParquetFile(path))
             ends = np.cumsum(file.group_rows, dtype=np.int64)
             found = file.metadata.num_rows

@@ -268,7 +268,7 @@ def _find_or_make(
     return made, next((place for place in places if tar.save(made, place, stamp)), None)
 
 
-def _check(shard: TarShard, open_file: OpenFile) -> tuple[tar.TarIndex, int]:
+def _check(shard: TarShard, open_file: OpenFile, _cache: object) -> tuple[tar.TarIndex, int]:
     """Loads the index of an archive, or makes it if it is gone."""
     places = [] if shard.index is None else [shard.index]
     index, _ = _find_or_make(places, shard.stamp, lambda: _make(open_file(), shard.path))

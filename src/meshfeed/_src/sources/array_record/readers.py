@@ -187,14 +187,7 @@ def _varint(content: bytes | memoryview, start: int) -> tuple[int, int] | None:
 def _columns(content: bytes, start: int, count: int, tags: tuple[int, ...]) -> np.ndarray | None:
     """Parses ``count`` concatenated protocol buffers of varints, from ``start`` to the end of ``content``.
 
-    Args:
-      content: the encoded messages.
-      start: offset of the first message.
-      count: number of messages.
-      tags: the tag of each field, the same in all messages.
-
-    Returns:
-      int64[fields, count]; None if ``content`` has any other form.
+    Returns int64[fields, count]; None if it has any other form, such as other ``tags`` of the fields.
     """
     columns = np.empty((len(tags), count), np.int64)
     part = np.empty((min(count, _PARSED_AT_ONCE), 2 * len(tags)), np.int64)
@@ -497,13 +490,9 @@ _PROBES = 4
 
 
 def read_by_library(opened: OpenFile, file: ShardFile, rows: np.ndarray, first_record_id: int) -> list[bytes]:
-    """Reads records ``rows`` of one file, in that order, with the array_record library.
+    """Reads records ``rows``, int64[n], of one file, in that order, with the array_record library.
 
-    Args:
-      opened: ``file``, opened.
-      file: used to choose the library call, and in messages.
-      rows: int64[n], row numbers within the file.
-      first_record_id: record id of row 0 of the file, for messages.
+    ``first_record_id``, that of row 0 of the file, is for messages.
 
     Raises:
       CorruptDataError: if a stored byte is damaged; names the file and the record.
@@ -527,7 +516,7 @@ def _call_library(read: Any, path: str, file: ShardFile, rows: np.ndarray) -> li
     Reading single rows does neither, but waits for storage sequentially: it is faster only for a few rows of a large
     file, if they are in the page cache.
     """
-    ends = _ends_of_runs(rows)
+    ends = np.flatnonzero(rows[1:] - rows[:-1] != 1) + 1  # of all runs of consecutive rows except the last
     if 2 * len(ends) < len(rows) or len(rows) == 1:
         runs = [rows] if not len(ends) else np.split(rows, ends)
         return list(itertools.chain.from_iterable(read(int(run[0]), int(run[-1]) + 1) for run in runs))
@@ -559,11 +548,6 @@ def _check_length(opened: OpenFile, file: ShardFile) -> None:
             f"the ArrayRecord file {file.path} has changed since the source was made: {then:,} bytes then, {now:,} now. Put "
             "it back as it was, or build the source again."
         )
-
-
-def _ends_of_runs(rows: np.ndarray) -> np.ndarray:
-    """Returns the ends of all runs of consecutive rows except the last."""
-    return np.flatnonzero(rows[1:] - rows[:-1] != 1) + 1
 
 
 def expected_microseconds(file: ShardFile, rows: np.ndarray) -> tuple[float, float]:

@@ -320,11 +320,7 @@ shared_pool = ShardPool()
 
 
 def open_descriptor(shard: Shard, path: str, status: os.stat_result) -> tuple[Descriptor, int]:
-    """Opens a checked copy; returns the descriptor and its weight in a pool.
-
-    Raises:
-      SourceError: if ``path`` has been replaced since ``status`` was read.
-    """
+    """Opens a checked copy, which must be the file of ``status``; returns the descriptor and its weight in a pool."""
     opened = Descriptor(path)
     if not os.path.samestat(opened.status, status) or opened.status.st_size != status.st_size:
         raise changed(shard, path)

@@ -164,12 +164,7 @@ def check_cache(cache: object, *, source: str) -> None:
 
 
 def need_cache(names: Sequence[str], cache: ShardCache | None, *, source: str) -> None:
-    """Checks that compressed files come with a cache.
-
-    Raises:
-      SettingsError: if they do not.
-      SourceError: if the name of a compressed file is that of another source's format.
-    """
+    """Raises SettingsError for compressed files without a cache, or SourceError if the name suggests another source."""
     packed = [name for name in names if compression_of(name)]
     if packed and cache is None:
         hint = reader_hint(packed[0], unless=source)

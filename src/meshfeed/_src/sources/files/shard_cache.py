@@ -550,12 +550,8 @@ class ShardCache:
     def _fetch_once(self, entry: _Entry, next_use: float | None = None) -> None:
         """Waits for another process that is fetching the file and makes progress; otherwise fetches it.
 
-        Args:
-          entry: the file.
-          next_use: for a file that is fetched ahead, when it is needed; only files that are needed later are evicted.
-
-        Raises:
-          _NoRoom: if that does not make enough room.
+        ``next_use`` is when a file that is fetched ahead is needed. Only files that are needed later are evicted for it, and
+        _NoRoom is raised if that is not enough.
         """
         with contextlib.ExitStack() as stack:
             stack.enter_context(self._explained(entry.url))
@@ -621,11 +617,7 @@ class ShardCache:
         return max(found)
 
     def _download(self, entry: _Entry, handle: int, next_use: float | None) -> None:
-        """Downloads the current version of a file.
-
-        Raises:
-          SourceError: if it is no longer the version of ``entry``.
-        """
+        """Downloads a file, which must still have the version of ``entry``."""
 
         def priority() -> float:
             return -1.0 if next_use is None else self._next_use(entry.path.name)
@@ -667,9 +659,7 @@ class ShardCache:
         """Returns an error message that names what holds the space of the disk."""
         disk = shutil.disk_usage(self.directory)
         held = self.num_bytes()
-        others = max(
-            disk.used - held, 0
-        )  # files under way count with their final size, of which a part is not written yet
+        others = max(disk.used - held, 0)  # files under way count with their final size, also what is not written yet
         return (
             f"ShardCache: the disk of {self.directory} was full before {entry.url} ({entry.num_bytes:,} bytes) was fetched. "
             f"It has {disk.total:,} bytes: {held:,} are this cache's, {others:,} belong to other files, and "
@@ -884,21 +874,16 @@ def _is_whole(entry: _Entry) -> bool:
 @contextlib.contextmanager
 def _kept(entry: _Entry, seconds: float) -> Iterator[bool]:
     """Yields whether the file is cached; if so, it is not evicted within the ``with`` block."""
-    if not _is_whole(entry):
-        yield False
-        return
     try:
-        handle = os.open(entry.path, os.O_RDONLY | os.O_CLOEXEC)
+        handle = os.open(entry.path, os.O_RDONLY | os.O_CLOEXEC) if _is_whole(entry) else None
     except FileNotFoundError:
+        handle = None
+    if handle is None:
         yield False
         return
     try:
-        if not flock(handle, fcntl.LOCK_SH):
-            poll(
-                lambda: flock(handle, fcntl.LOCK_SH) or None,
-                seconds,
-                lambda: lock_stalled(entry.path, "another process", seconds),
-            )
+        stalled = functools.partial(lock_stalled, entry.path, "another process", seconds)
+        poll(lambda: flock(handle, fcntl.LOCK_SH) or None, seconds, stalled)
         is_here = still_there(handle, entry.path)  # it may have been removed before the lock was acquired
         if is_here:
             with contextlib.suppress(OSError):  # another user's copy, or a disk that is read-only now

@@ -51,11 +51,6 @@ class Piece:
     first_place: int = 0
     stop_place: int = 1
 
-    @property
-    def is_whole(self) -> bool:
-        """Whether the piece is the whole file."""
-        return self.start == 0 and self.stop is None and self.round_size == 1
-
     def file_row(self, piece_row: int) -> int:
         """Converts a row of this piece to a row of the file."""
         if self.round_size == 1:

@@ -377,16 +377,13 @@ def _plain(value: object) -> Any:
 
 def _plain_content(value: object) -> Any:
     if dataclasses.is_dataclass(value):
-        return {"type": type(value).__name__, **_plain_items(_fields_of(value))}
+        fields = {field.name: getattr(value, field.name, None) for field in dataclasses.fields(value)}
+        return {"type": type(value).__name__, **_plain_items(fields)}
     if isinstance(value, Mapping) and len(value) <= _MAX_ITEMS and all(isinstance(key, str) for key in value):
         return _plain_items(value)
     if isinstance(value, list | tuple) and len(value) <= _MAX_ITEMS:
         return [item for item in map(_plain, value) if item is not _NOT_PLAIN]
     return type(value).__name__ if callable(value) or isinstance(value, _TRANSFORMS) else _NOT_PLAIN
-
-
-def _fields_of(value: Any) -> dict[str, object]:
-    return {field.name: getattr(value, field.name, None) for field in dataclasses.fields(value)}
 
 
 def _plain_items(values: Mapping[str, object]) -> dict[str, Any]:

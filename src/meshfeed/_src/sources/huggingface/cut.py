@@ -589,9 +589,7 @@ class _ArrowFiles(Files):
         self._cast = cast
 
     def _count(self, file_index: int) -> Sequence[int]:
-        return [
-            len(batch) for batch in self._batches(file_index, pa.memory_map)
-        ]  # only the headers of batches are read
+        return list(map(len, self._batches(file_index, pa.memory_map)))  # only the headers of batches are read
 
     def read(self, file_index: int, first_row: int) -> Iterator[pa.Table]:
         # Not mapped: the process would end with SIGBUS if the file were truncated meanwhile.

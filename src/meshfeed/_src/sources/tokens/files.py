@@ -54,13 +54,7 @@ class _Ranges(NamedTuple):
 
 
 class TokenFiles:
-    """The token files of a source, with what is needed to read them at hand.
-
-    Args:
-      files: the files.
-      manifests: paths of the manifests that list some of them.
-      cache: for URLs.
-    """
+    """The token files of a source, with what is needed to read them at hand; ``manifests`` are paths of manifests."""
 
     def __init__(self, files: Sequence[TokenFile], manifests: Sequence[str], cache: ShardCache | None) -> None:
         self.files, self._manifests, self._cache = files, manifests, cache
@@ -145,11 +139,7 @@ class TokenFiles:
         return [file.open(self._cache) for file in files]
 
     def document_lengths(self, eod: int | None) -> list[np.ndarray]:
-        """Returns the lengths of the documents of each file.
-
-        Raises:
-          SettingsError: none of the files that are searched contains ``eod``; also see :func:`document_lengths`.
-        """
+        """Returns :func:`document_lengths` of each file, from manifests if they are listed; some file must have ``eod``."""
         listed = lengths_by_file(self._manifests, LENGTHS_KEY, eod)
 
         def find(file: TokenFile) -> np.ndarray:

@@ -61,12 +61,7 @@ class _TokenShard(Shard):
         return f"{self.num_bytes:,} bytes then, {os.path.getsize(path):,} now"
 
     def open(self, cache: ShardCache | None) -> Descriptor:
-        """Opens the file, or returns it if it is open.
-
-        Raises:
-          SourceError: if it has been removed or changed since the source was created.
-          CorruptDataError: if it is shorter than it was.
-        """
+        """Opens the file, or returns it if it is open; one that has become shorter is a CorruptDataError."""
         try:
             return shared_pool.opened(self, "direct", cache, open_descriptor)
         except SourceError as error:
