@@ -18,7 +18,7 @@ import threading
 import time
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias, cast
+from typing import Any, NamedTuple, Protocol, TypeAlias, cast
 
 import numpy as np
 import xxhash
@@ -27,9 +27,6 @@ from meshfeed._src.base.errors import MeshfeedError
 from meshfeed._src.base.retry import call_with_retry, without_signatures
 from meshfeed._src.base.settings import Retry
 from meshfeed._src.sources.files import paths as file_paths
-
-if TYPE_CHECKING:
-    from meshfeed._src.sources.files.shard_cache import ShardCache
 
 _log = logging.getLogger("meshfeed.sources.direct")
 _GAP_BYTES = 64 << 10  # transferred in less time than a request takes to be answered
@@ -131,7 +128,25 @@ class ByteRange(NamedTuple):
     stop: int
 
 
-def identify(url: str, cache: ShardCache | None, *, source: str, part: slice | None = None) -> tuple[RemoteBytes, str]:
+class IdentifiesFiles(Protocol):
+    """The cache, which imports this module: it looks files up itself and remembers what it has found."""
+
+    def identify(self, url: str) -> tuple[int, str]:
+        """Returns the size of a remote file in bytes, and the key of its content."""
+        ...
+
+    def looked_up(self, url: str) -> file_paths.StoredFile | None:
+        """Returns what it has found about a file; None if nothing yet."""
+        ...
+
+    def remember(self, url: str, found: file_paths.StoredFile) -> None:
+        """Takes what was found about a file elsewhere, in place of a look-up."""
+        ...
+
+
+def identify(
+    url: str, cache: IdentifiesFiles | None, *, source: str, part: slice | None = None
+) -> tuple[RemoteBytes, str]:
     """Looks up a remote file, with retries; returns it, and a version, which changes if the content at the URL changes.
 
     ``part`` is the bytes that are read next: the first, ``slice(0, n)``, or the last, ``slice(-n, None)``. They come with the
