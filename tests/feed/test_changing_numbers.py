@@ -201,7 +201,7 @@ def can_follow(feed: meshfeed.Feed) -> bool:
         going = None if coming is None else coming._going
         return coming is None or (coming.lanes.is_ready() if going is None else going.done())
     pending = reader._reads._coming
-    return pending is None or pending.workers.is_ready()
+    return pending is None or pending.pool.is_ready()
 
 
 @pytest.mark.slow
@@ -303,7 +303,7 @@ def wait_for_workers(feed: meshfeed.Feed, forced: ForcedNumbers, number: int) ->
     reader = feed._pipeline._reader
     if isinstance(reader, LaneReader):
         return reader._places._lanes._pool.pids
-    return [pid for group in reader._reads._groups for pid in group.workers._pool.pids]
+    return [pid for group in reader._reads._groups for pid in group.pool.pids]
 
 
 @pytest.mark.slow
@@ -337,7 +337,7 @@ def test_a_killed_worker_of_a_fixed_number_is_an_error_though_threads_are_auto()
     with make_feed("random access", num_workers=2, num_threads="auto", prefetch="auto", num_epochs=None) as feed:
         next(feed)
         (group,) = feed._pipeline._reader._reads._groups
-        os.kill(group.workers._pool.pids[0], signal.SIGKILL)
+        os.kill(group.pool.pids[0], signal.SIGKILL)
         with pytest.raises(meshfeed.SourceError, match="SIGKILL"):
             list(feed)
 

@@ -73,14 +73,14 @@ def interrupted() -> dict[str, object]:
 
     lines = _Lines()
     logging.getLogger("meshfeed").addHandler(lines)
-    move, armed, here = load_once.RowAssignment._reshard, [False], jax.process_index()
+    move, armed, here = load_once.RowAssignment.reshard, [False], jax.process_index()
 
     def interrupt(self, loaded):
         if armed[0] and here == VICTIM:
             raise KeyboardInterrupt
         return move(self, loaded)
 
-    load_once.RowAssignment._reshard = interrupt
+    load_once.RowAssignment.reshard = interrupt
     feed = meshfeed.Feed(
         meshfeed.sources.Memory(data()),
         mesh_of("rows"),

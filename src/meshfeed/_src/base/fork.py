@@ -12,7 +12,7 @@ import functools
 import os
 import sys
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NoReturn, SupportsIndex
 
 from meshfeed._src.base.errors import MeshfeedError, hides_own_frames
@@ -88,8 +88,9 @@ class Finalizer:
 class _Finalizers:
     """The finalizers of one target, which alone holds them."""
 
+    _due: Sequence[Finalizer] = ()  # on the class, as an interrupt may prevent __init__ and __del__ runs nevertheless
+
     def __init__(self) -> None:
-        self._due: list[Finalizer] = []
         weakref.finalize(self, _end_at_exit, weakref.ref(self))
 
     def add(self, finalizer: Finalizer) -> None:
@@ -97,8 +98,9 @@ class _Finalizers:
 
     def end(self) -> None:
         while self._due:
+            *self._due, last = self._due
             try:
-                self._due.pop()()
+                last()
             except Exception as error:
                 sys.excepthook(type(error), error, error.__traceback__)
 
