@@ -35,7 +35,7 @@ def _only_read(before: ast.AST, after: ast.AST) -> bool:
         return _is_log_call(after)
     if isinstance(before, ast.Constant):
         return isinstance(before.value, str) and before.value != after.value and bool(_WORDS.search(before.value))  # type: ignore[attr-defined]
-    if isinstance(before, ast.Call) and ast.unparse(before.func) == "cast" and len(before.args) == len(after.args):  # type: ignore[attr-defined]
+    if isinstance(before, ast.Call) and ast.unparse(before.func) == "cast" and len(before.args) == len(after.args) == 2:  # type: ignore[attr-defined]
         before, after = before.args[1], after.args[1]  # type: ignore[attr-defined]
         return ast.dump(before) == ast.dump(after) or _only_read(before, after)
     for (name, one), (_, other) in zip(ast.iter_fields(before), ast.iter_fields(after), strict=True):
