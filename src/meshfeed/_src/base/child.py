@@ -371,7 +371,8 @@ def _leave_signals_to_parent() -> None:
     """
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     warnings = signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1
-    for number in warnings:  # not SIG_IGN, with which programs would begin that a decoder starts, and then terminates
+    # Not SIG_IGN: programs that a decoder starts would inherit it, and could not be terminated.
+    for number in warnings:
         signal.signal(number, lambda *_: None)
         signal.siginterrupt(number, False)
 

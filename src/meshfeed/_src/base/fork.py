@@ -88,7 +88,7 @@ class Finalizer:
 class _Finalizers:
     """The finalizers of one target, which alone holds them."""
 
-    _due: Sequence[Finalizer] = ()  # on the class, as an interrupt may prevent __init__ and __del__ runs nevertheless
+    _due: Sequence[Finalizer] = ()  # on the class: __del__ runs even if an interrupt prevented __init__
 
     def __init__(self) -> None:
         weakref.finalize(self, _end_at_exit, weakref.ref(self))

@@ -43,13 +43,17 @@ class BuiltRecords(Built):
         return hooks.read_threads(*self._below())
 
 
-class AllRecords(BuiltRecords):
-    """Records in which those of all sources below occur as they are."""
+class RecordsOfFiles(BuiltRecords):
+    """Records made of those of all sources below, and so of the files of these."""
 
     def file_names(self) -> list[str]:
         """The files of the sources that are made of files."""
         named = (hooks.find(source, hooks.FileNames) for source in self._below())
         return [name for source in named if source is not None for name in source.file_names()]
+
+
+class AllRecords(RecordsOfFiles):
+    """Records in which those of all sources below occur as they are."""
 
     def check_records(self) -> None:
         """Checks the types of all sources' leaves; see :class:`meshfeed._src.base.hooks.ChecksRecords`."""

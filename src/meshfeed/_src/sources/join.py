@@ -18,7 +18,7 @@ from meshfeed._src.base.identities import JOINED
 from meshfeed._src.base.types import JsonValue, RandomAccessSource, Record, RecordIds, StreamSource, public
 from meshfeed._src.reading.identity import source_identity
 from meshfeed._src.reading.records import wants_rng
-from meshfeed._src.sources.built import BuiltRecords, SameHooks
+from meshfeed._src.sources.built import RecordsOfFiles, SameHooks
 from meshfeed._src.sources.checks import check_ids
 from meshfeed._src.sources.documents import in_record, read_items
 from meshfeed._src.sources.host_batches import HostBatches
@@ -211,13 +211,11 @@ class JoinedStream(MappedStream):
         """Identity: that of the source, those of the other records, and a digest of all keys."""
         return {"source": source_identity(self._source), JOINED: self._lookup.identity()}
 
-    def close(self) -> None:
-        """Closes both sources."""
-        super().close()
-        hooks.close(self._lookup.others)
+    def _below(self) -> Iterable[Any]:
+        return self._source, self._lookup.others
 
 
-class JoinedRecords(SameHooks, BuiltRecords):
+class JoinedRecords(SameHooks, RecordsOfFiles):
     """A :func:`Join` of random-access records; made by that function."""
 
     kind = "join"
@@ -257,11 +255,6 @@ class JoinedRecords(SameHooks, BuiltRecords):
         """The lengths of a leaf of all records, if the source knows them; see ``hooks.StoredLengths``."""
         stored = hooks.find(self._source, hooks.StoredLengths)
         return None if stored is None or key == self._lookup.into else stored.stored_lengths(key)
-
-    def file_names(self) -> list[str]:
-        """The files of both sources."""
-        named = (hooks.find(source, hooks.FileNames) for source in self._below())
-        return [name for source in named if source is not None for name in source.file_names()]
 
     def fingerprint(self) -> JsonValue:
         """Identity: those of both sources, and a digest of all keys."""
