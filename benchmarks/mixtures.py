@@ -66,6 +66,7 @@ def streams(options: argparse.Namespace, folder: str, sharding: Any) -> dict[str
     """Parquet, in order."""
     import datasets
     import grain
+    import pyarrow.parquet as pq
 
     import meshfeed
 
@@ -93,6 +94,14 @@ def streams(options: argparse.Namespace, folder: str, sharding: Any) -> dict[str
         for found in by_batch.iter(options.batch, drop_last_batch=True):
             yield np.stack(list(found["tokens"]))
 
+    def arrays() -> Iterator[np.ndarray]:
+        for path in files:
+            with pq.ParquetFile(path) as file:
+                for found in file.iter_batches(options.batch, use_threads=False):
+                    if len(found) < options.batch:
+                        break
+                    yield found.column(0).flatten().to_numpy().reshape(-1, _data.TOKENS)
+
     parquet = grain.experimental.ParquetIterDataset(files[0]).map(lambda row: np.asarray(row["tokens"], np.int32))
     return {
         "meshfeed": our_ways(ours, sharding, options.batch, (2,), num_lanes=8)["meshfeed"],
@@ -103,6 +112,8 @@ def streams(options: argparse.Namespace, folder: str, sharding: Any) -> dict[str
             )["meshfeed"]
             for number in (2, 4)
         },
+        "pyarrow alone: read": _peers.taking(arrays, lambda batch: batch),
+        "pyarrow alone, and JAX's public call": _peers.taking(arrays, put),
         "Hugging Face streaming, row by row": _peers.taking(rows, put),
         "Hugging Face streaming, iter(batch)": _peers.taking(batches, put),
         "Grain ParquetIterDataset": _peers.taking(lambda: iter(parquet.batch(options.batch, drop_remainder=True)), put),
@@ -132,7 +143,8 @@ def measure(options: argparse.Namespace) -> list[Table]:
             first = f"meshfeed, {options.components[0]}"
             tables.append(rates(title, "batches", take_turns(ways, **turns), ours=first))
         found = take_turns(streams(options, folder, sharding), **turns)
-        tables.append(rates(f"stream from Parquet, {options.batch} a batch", "batches", found, ours="meshfeed"))
+        title, floor = f"stream from Parquet, {options.batch} a batch", "pyarrow alone: read"
+        tables.append(rates(title, "batches", found, ours="meshfeed", floor=floor))
     return tables
 
 
