@@ -9,6 +9,7 @@ from meshfeed import SettingsError, SourceError
 from meshfeed._src.convert.destination import Bucket, Disk, destination_of
 from meshfeed._src.convert.example import _flatten
 from meshfeed._src.convert.inputs import to_bytes
+from meshfeed._src.convert.values import measure
 
 
 @pytest.mark.parametrize("kind", [pa.string(), pa.large_string(), pa.binary(), pa.large_binary()])
@@ -38,3 +39,10 @@ def test_a_folder_may_have_any_name() -> None:
     assert isinstance(destination_of("memory://bucket/out"), Bucket)
     with pytest.raises(SettingsError):
         destination_of("simplecache::memory://bucket/out")
+
+
+@pytest.mark.parametrize(
+    ("shapes", "same"), [([[2, 3]] * 3, [2, 3]), ([[2, 3], [2, 4], [2, 3]], None), ([[2, 3], [6]], None), ([[], []], None)]
+)
+def test_a_few_integers_that_are_the_same_in_all_records(shapes: list[list[int]], same: list[int] | None) -> None:
+    assert measure([("x/shape", pa.array(shapes, pa.list_(pa.int64())))])["x/shape"]["same"] == same

@@ -279,11 +279,11 @@ def test_arrays_of_mds_with_several_dtypes(
         run(tmp_path / "data", tmp_path / "out")
 
 
-@pytest.mark.parametrize("name", ["mds_zstd", "mds_gz"])
-def test_compressed_mds(tmp_path: pathlib.Path, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("name", "given"), [("mds_zstd", ""), ("mds_gz", "index.json")])
+def test_compressed_mds(tmp_path: pathlib.Path, name: str, given: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "temporary"))
     stored = pathlib.Path(__file__).parents[1] / "data" / "formats" / name
-    run(stored, tmp_path / "out", shards=2)
+    run(stored / given, tmp_path / "out", shards=2)
     source = meshfeed.sources.MDS(str(stored), cache=meshfeed.ShardCache(tmp_path / "cache"))
     for found, wanted in zip(features_of(tmp_path / "out"), source.__getitems__(range(len(source))), strict=True):
         assert found["id"] == [wanted["id"]]
