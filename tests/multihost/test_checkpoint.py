@@ -103,6 +103,54 @@ def fail_to_save_on_host_1(directory: str):
     return messages, left
 
 
+def refuse_a_state_on_host_1(directory: str):
+    """In the middle of a run, host 1 alone cannot resume a real feed from an earlier step: all go on where they were."""
+    import jax
+    import numpy as np
+
+    import meshfeed
+    from meshfeed.checkpoint import Checkpointer
+
+    class Lane:
+        at = 0
+
+        def __iter__(self):
+            return self
+
+        def __next__(self):
+            self.at += 1
+            return {"x": np.int32(self.at)}
+
+        def get_state(self):
+            return self.at
+
+        def set_state(self, state):
+            if state == 1 and jax.process_index() == 1:
+                raise OSError("the shard is gone")
+            self.at = state
+
+    source = meshfeed.sources.Stream(lambda lane_index, num_lanes: Lane())
+    retry = meshfeed.Retry(attempts=1)
+    with (
+        meshfeed.Feed(source, checkpoint_trees.make_mesh(4, 2), global_batch_size=8, num_lanes=8, retry=retry) as feed,
+        Checkpointer(f"{directory}/refused", save_interval_steps=1) as ckpt,
+    ):
+        next(feed)
+        ckpt.save(1, {"w": np.ones(2)}, feed)
+        ckpt.wait()
+        next(feed)
+        try:
+            ckpt.restore({"w": np.ones(2)}, feed, step=1)
+            message = "restored"
+        except Exception as error:
+            message = f"{type(error).__name__}: {error}"
+        assert feed.step == 2
+        for step in (3, 4):
+            for shard in next(feed)["x"].addressable_shards:
+                assert np.asarray(shard.data).tolist() == [step]
+    return message
+
+
 def refuse_what_does_not_fit(directory: str):
     """One host alone reads the integer that does not fit in the wanted dtype."""
     import jax
@@ -370,6 +418,9 @@ def test_exact_read_once_and_agreed_on_several_hosts(tmp_path):
             for step, message in zip((2, 3), messages, strict=True):
                 assert f"saving step {step} failed: host 1: OSError: [Errno 28] No space left" in message
             assert left == ["4"]
+        for host, result in enumerate(pool.run(refuse_a_state_on_host_1, str(tmp_path))):
+            message = "OSError: the shard is gone" if host == 1 else "CheckpointError: step 1: host 1 cannot resume the feed"
+            assert result.value.startswith(message)
         written = pool.run(fail_after_all_have_written, str(tmp_path))
         check_failures_after_all_have_written([result.value for result in written])
         check_failures_before_a_save([result.value for result in pool.run(fail_before_a_save, str(tmp_path))])

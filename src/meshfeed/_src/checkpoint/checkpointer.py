@@ -712,7 +712,10 @@ def _continue(feed: Resumable, state: dict[str, JsonValue], agreement: Agreement
     try:
         feed.set_state(state)
     except Exception as error:
-        agreement.collect(Failure.of(error).to_json())
+        if None in agreement.collect(Failure.of(error).to_json()).values():
+            # The others undo it below, which begins their feeds anew. This one must meet them there.
+            with contextlib.suppress(Exception):  # the reason is that of the state
+                feed.set_state(before)
         raise
     reports = agreement.collect(None)
     failed = [host for host, report in sorted(reports.items()) if report is not None]
