@@ -209,12 +209,32 @@ def fails_early(when: str, bad_host: int) -> dict[str, Any]:
     feed = None
     broken = [True]
 
-    def open_lane(lane_index: int, num_lanes: int) -> Any:
-        if bad and broken[0]:
-            raise PermissionError("no access to the shard")
-        return iter([{"x": np.float32(number)} for number in range(9)])
+    class Lane:
+        at = 0
 
-    source: Any = meshfeed.sources.Stream(open_lane) if when == "open" else meshfeed.sources.Memory(data())
+        def __iter__(self) -> Any:
+            return self
+
+        def __next__(self) -> Any:
+            self.at += 1
+            return {"x": np.float32(self.at)}
+
+        def get_state(self) -> int:
+            return self.at
+
+        def set_state(self, state: int) -> None:
+            if bad and broken[0] and when == "state exits":
+                raise SystemExit("no access to the shard")
+            self.at = state
+
+    def open_lane(lane_index: int, num_lanes: int) -> Any:
+        if bad and broken[0] and when.startswith("open"):
+            raise (SystemExit if when == "open exits" else PermissionError)("no access to the shard")
+        return Lane()
+
+    source: Any = meshfeed.sources.Memory(data())
+    if when in ("open", "open exits", "state exits"):
+        source = meshfeed.sources.Stream(open_lane)
     seen: dict[str, Any] = {"type": None, "text": "", "waited": 0.0, "again": None}
     try:
         if when == "construct" and bad:
@@ -225,16 +245,16 @@ def fails_early(when: str, bad_host: int) -> dict[str, Any]:
         feed = meshfeed.MultiHostDataLoadIterator(
             source, mesh_of("rows"), global_batch_size=size, prefetch=prefetch, timeout_seconds=TIMEOUT_SECONDS
         )
-        if when == "state":
+        if when.startswith("state"):
             next(feed)
             state = feed.get_state()
-            feed.set_state({**state, "position": 3} if bad else state)
+            feed.set_state({**state, "position": 3} if bad and when == "state" else state)
         next(feed)
-    except Exception as error:
+    except BaseException as error:
         seen.update(type=type(error).__name__, text=str(error), waited=time.monotonic() - start)
-    if when in ("open", "state") and feed is not None:
+    if when.startswith(("open", "state")) and feed is not None:
         broken[0] = False
-        time.sleep(9.0 if bad and when == "state" else 0.0)  # a host that was refused a state could come at any moment
+        time.sleep(9.0 if bad and when.startswith("state") else 0.0)  # a host that was refused a state could come at any moment
         feed.reset()
         next(feed)
         seen["again"] = feed.step

@@ -106,7 +106,7 @@ def test_hosts_that_differ_are_told_before_the_first_batch(pools: Any, field: st
 
 
 @pytest.mark.parametrize("bad_host", [0, 1])
-@pytest.mark.parametrize("when", ["settings", "construct", "layout", "open", "state"])
+@pytest.mark.parametrize("when", ["settings", "construct", "layout", "open", "open exits", "state", "state exits"])
 def test_a_host_that_fails_before_its_first_batch_is_named_on_the_others(pools: Any, when: str, bad_host: int) -> None:
     results = [result.value for result in pools[(2, 4)].run(feed_jobs.fails_early, when, bad_host)]
     bad, good = results[bad_host], results[1 - bad_host]
@@ -115,14 +115,16 @@ def test_a_host_that_fails_before_its_first_batch_is_named_on_the_others(pools: 
         "construct": "SourceError",
         "layout": "PlanError",
         "open": "PermissionError",
+        "open exits": "SystemExit",
         "state": "StateMismatchError",
+        "state exits": "SystemExit",
     }
     assert bad["type"] == kinds[when]
     assert good["type"] == "PeerError", results
     assert good["waited"] < feed_jobs.TIMEOUT_SECONDS / 2
     assert f"host {bad_host} failed before its first batch" in good["text"]
     assert bad["text"][:60] in good["text"]
-    if when in ("open", "state"):
+    if when.startswith(("open", "state")):
         assert (bad["again"], good["again"]) == (1, 1), "the same processes can go on together"
 
 

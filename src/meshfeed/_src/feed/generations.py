@@ -168,7 +168,7 @@ class Generations(Inspection):
                 opening.discard(lambda reader: reader.close())
                 if self._stream.moved_by_opening:
                     self._begin(self._cursor, None, "was interrupted in set_state of its feed")
-            if isinstance(error, Exception):
+            if not isinstance(error, KeyboardInterrupt):  # after which the caller may repeat the call
                 self._handshake.fail(error, refused=True)
             raise
 

@@ -119,7 +119,7 @@ class Startup:
                 check=self._check,
             )
             settings = generation.agreed()
-        except Exception as error:
+        except BaseException as error:  # such as a SystemExit of the source; no interrupt reaches this thread
             if not self._canceled:
                 self._handshake.fail(error)
             raise
