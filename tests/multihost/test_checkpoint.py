@@ -230,6 +230,7 @@ def restore_on_parts(directory: str):
     state = {
         "a": checkpoint_trees.place(values, whole, None, "model"),
         "b": checkpoint_trees.place(values + 1, whole, "data"),
+        "c": checkpoint_trees.place(values + 2, whole, "data"),
         "local": jnp.arange(200_000),
         "count": jnp.int32(7),
         "key": jax.random.key(3),
@@ -241,18 +242,20 @@ def restore_on_parts(directory: str):
         ckpt.wait()
         auto = (jax.sharding.AxisType.Auto,) * 2
         half = Mesh(np.array(jax.devices()[:4]).reshape(2, 2), ("x", "y"), axis_types=auto)  # hosts 0 and 1
+        alone = Mesh(np.array(jax.devices()[2:4]), ("x",), axis_types=auto[:1])  # host 1
         turned = Mesh(np.array(jax.devices()).reshape(4, 2).T, ("x", "y"), axis_types=auto)
         wanted = {
             **state,
             "a": jax.ShapeDtypeStruct(values.shape, np.int32, sharding=NamedSharding(half, PartitionSpec("y"))),
             "b": jax.ShapeDtypeStruct(values.shape, np.int32, sharding=NamedSharding(turned, PartitionSpec(None, "y"))),
+            "c": jax.ShapeDtypeStruct(values.shape, np.int32, sharding=NamedSharding(alone, PartitionSpec("x"))),
             "keys": jax.ShapeDtypeStruct((4,), state["key"].dtype, sharding=NamedSharding(half, PartitionSpec("x"))),
             "empty": jax.ShapeDtypeStruct((0, 3), np.float32, sharding=NamedSharding(half, PartitionSpec())),
         }
         for mode in ("once", "single_replica", "every_host"):
             with Checkpointer(f"{directory}/parts", restore=mode) as other:
                 restored = other.restore(wanted)[1]
-            for name, add in (("a", 0), ("b", 1)):
+            for name, add in (("a", 0), ("b", 1), ("c", 2)):
                 assert restored[name].sharding == wanted[name].sharding
                 for shard in restored[name].addressable_shards:
                     np.testing.assert_array_equal(np.asarray(shard.data), (values + add)[shard.index])

@@ -199,8 +199,9 @@ def match_array(
     saved, sharding = stored.saved(name), sharding_of(placement)
     _check_dtype(saved, dtype, any_cast)
     read_shape, read_dtype, impl = _stored_form(saved, shape, dtype)
-    # Local arrays are on a different device in each process, but all processes must make the same plan.
-    local = process_count() > 1 and sharding is not None and sharding.is_fully_addressable
+    # Local arrays are on a different device in each process, but all processes must make the same plan. A process cannot
+    # distinguish them from one array on the devices of a single process, for which the others pass the same sharding.
+    local = process_count() > 1 and sharding is not None and _is_of_one_process(sharding)
     _check_shape(stored, saved, read_shape, strict or local)
     if placement is None or sharding is None:
         if saved.encoding != VALUE:
@@ -222,6 +223,10 @@ def match_array(
     if impl is not None:
         plan = plan.followed_by(functools.partial(wrap_keys, impl=impl, sharding=readable))
     return plan.followed_by(functools.partial(with_placement, placement=placement))
+
+
+def _is_of_one_process(sharding: Sharding) -> bool:
+    return len({device.process_index for device in sharding.device_set}) == 1
 
 
 def _stored_form(
