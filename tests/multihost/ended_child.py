@@ -1,4 +1,4 @@
-"""One of three hosts: the first waits for a feed, the second for a checkpoint, the third fails before it has either."""
+"""One of three hosts: the others wait for a feed and then for a checkpoint, or in a collective, of one that has failed."""
 
 from __future__ import annotations
 
@@ -9,12 +9,20 @@ import meshfeed
 
 
 def main(host: int, port: str, victim: int, folder: str) -> None:
-    """Prints how long this host has waited, and the error."""
+    """Prints how long this host has waited, and the error; without a folder, takes steps until the victim fails."""
     import jax
     import numpy as np
 
+    jax.config.update("jax_cpu_collectives_implementation", "gloo")
     jax.distributed.initialize(f"127.0.0.1:{port}", 3, host)
     mesh = jax.make_mesh((jax.device_count(),), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
+    if not folder:
+        total = jax.jit(lambda x: x.sum())
+        feed = meshfeed.Feed(np.arange(300), mesh, global_batch_size=jax.device_count(), num_epochs=None)
+        for batch in feed:
+            if host == victim and feed.step == 4:
+                raise ValueError("the loss is nan.")
+            float(total(batch))
     if host == victim:
         raise FileNotFoundError("no data on this host")
     start = time.monotonic()

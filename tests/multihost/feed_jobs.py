@@ -9,6 +9,7 @@ import pathlib
 import sys
 import threading
 import time
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -201,13 +202,8 @@ def differing(field: str) -> str:
     return "no error"
 
 
-def fails_early(when: str, bad_host: int) -> dict[str, Any]:
-    """One host cannot make its feed, open its data, or take its state; then all begin again, in the same processes."""
-    bad = jax.process_index() == bad_host
-    size = 2 * jax.device_count()
-    start = time.monotonic()
-    feed = None
-    broken = [True]
+def early_source(when: str, fails: Callable[[], bool]) -> Any:
+    """A source that cannot be opened, or set to a state, while it ``fails``."""
 
     class Lane:
         at = 0
@@ -223,18 +219,28 @@ def fails_early(when: str, bad_host: int) -> dict[str, Any]:
             return self.at
 
         def set_state(self, state: int) -> None:
-            if bad and broken[0] and when == "state exits":
+            if fails():
                 raise SystemExit("no access to the shard")
             self.at = state
 
     def open_lane(lane_index: int, num_lanes: int) -> Any:
-        if bad and broken[0] and when.startswith("open"):
+        if when.startswith("open") and fails():
             raise (SystemExit if when == "open exits" else PermissionError)("no access to the shard")
         return Lane()
 
-    source: Any = meshfeed.sources.Memory(data())
-    if when in ("open", "open exits", "state exits"):
-        source = meshfeed.sources.Stream(open_lane)
+    records = when not in ("open", "open exits", "state exits")
+    return meshfeed.sources.Memory(data()) if records else meshfeed.sources.Stream(open_lane)
+
+
+def fails_early(when: str, bad_host: int) -> dict[str, Any]:
+    """One host cannot make its feed, open its data, or take its state; then all begin again, in the same processes."""
+    bad = jax.process_index() == bad_host
+    size = 2 * jax.device_count()
+    start = time.monotonic()
+    feed = None
+    broken = [True]
+
+    source: Any = early_source(when, lambda: bad and broken[0])
     seen: dict[str, Any] = {"type": None, "text": "", "waited": 0.0, "again": None}
     try:
         if when == "construct" and bad:
@@ -254,7 +260,8 @@ def fails_early(when: str, bad_host: int) -> dict[str, Any]:
         seen.update(type=type(error).__name__, text=str(error), waited=time.monotonic() - start)
     if when.startswith(("open", "state")) and feed is not None:
         broken[0] = False
-        time.sleep(9.0 if bad and when.startswith("state") else 0.0)  # a host that was refused a state could come at any moment
+        # A host that was refused a state could come at any moment.
+        time.sleep(9.0 if bad and when.startswith("state") else 0.0)
         feed.reset()
         next(feed)
         seen["again"] = feed.step

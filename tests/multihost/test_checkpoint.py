@@ -422,7 +422,9 @@ def test_exact_read_once_and_agreed_on_several_hosts(tmp_path):
                 assert f"saving step {step} failed: host 1: OSError: [Errno 28] No space left" in message
             assert left == ["4"]
         for host, result in enumerate(pool.run(refuse_a_state_on_host_1, str(tmp_path))):
-            message = "OSError: the shard is gone" if host == 1 else "CheckpointError: step 1: host 1 cannot resume the feed"
+            message = (
+                "OSError: the shard is gone" if host == 1 else "CheckpointError: step 1: host 1 cannot resume the feed"
+            )
             assert result.value.startswith(message)
         written = pool.run(fail_after_all_have_written, str(tmp_path))
         check_failures_after_all_have_written([result.value for result in written])

@@ -13,18 +13,22 @@ from meshfeed._src.testing.hosts import free_port
 CHILD = Path(__file__).with_name("ended_child.py")
 
 
-@pytest.mark.parametrize("victim", [0, 1])
-def test_the_others_do_not_wait_until_their_timeout(victim: int, tmp_path: Path) -> None:
+def start(victim: int, folder: str) -> list[subprocess.Popen[str]]:
     port = str(free_port())
-    children = [
+    return [
         subprocess.Popen(
-            [sys.executable, str(CHILD), str(host), port, str(victim), str(tmp_path / "ckpt")],
+            [sys.executable, str(CHILD), str(host), port, str(victim), folder],
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
         )
         for host in range(3)
     ]
+
+
+@pytest.mark.parametrize("victim", [0, 1])
+def test_the_others_do_not_wait_until_their_timeout(victim: int, tmp_path: Path) -> None:
+    children = start(victim, str(tmp_path / "ckpt"))
     for host, child in enumerate(children):
         output, errors = child.communicate(timeout=180)
         if host == victim:
@@ -36,3 +40,19 @@ def test_the_others_do_not_wait_until_their_timeout(victim: int, tmp_path: Path)
         for line in lines:
             assert float(line.split()[1]) < 60, "long before the timeout of 120 s"
             assert note in line
+
+
+@pytest.mark.timeout(180)
+@pytest.mark.parametrize("victim", [0, 2])
+def test_the_others_log_it_while_they_wait_in_a_collective(victim: int) -> None:
+    children = start(victim, "")
+    try:
+        line = f"host {victim}: its program has ended by ValueError: the loss is nan. Collectives with it cannot end.\n"
+        for host, child in enumerate(children):
+            assert child.stderr is not None
+            if host != victim:
+                assert line in child.stderr, "or it would hang without a word"
+    finally:
+        for child in children:
+            child.kill()
+            child.communicate()

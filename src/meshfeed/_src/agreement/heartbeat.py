@@ -9,7 +9,8 @@ lowest one that has not left reads all counters with one request, and publishes 
 with its own beat, so a beat costs two requests per host, and intervals grow with the number of hosts. The publication is
 the watcher's own sign of life: if it stops, the others name the watcher, and the next host takes over.
 
-A host that is interrupted in a collective is alive, but the others wait for it. It leaves a note that the watcher publishes.
+A host that is interrupted in a collective, or whose program an error has ended, is alive as a process, but the others wait
+for it. It leaves a note that the watcher publishes.
 
 All feeds of a process share one thread, since a process lives or dies as a whole.
 """
@@ -25,13 +26,14 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 import jax
 
 from meshfeed._src.base import coordination, jax_internals
-from meshfeed._src.base.coordination import format_hosts
+from meshfeed._src.base.coordination import NAMED_HOSTS, format_hosts
+from meshfeed._src.base.ended import TOLD, told_key
 from meshfeed._src.base.jax_internals import KeyValueStore
 from meshfeed._src.base.threads import Background
 from meshfeed._src.base.wake_up import Signal
 
 _ALIVE, _WATCH = "meshfeed/alive", "meshfeed/watch"
-_TOLD = "told-"  # and the host, beside the counters, which the watcher lists anyway
+_TOLD = TOLD.removeprefix(f"{_ALIVE}/") + "/"  # and the host, beside the counters, which the watcher lists anyway
 _TOLD_BEATS = 10  # for which the watcher repeats what a host told the others
 _INTERVAL_SECONDS = 2.0
 # Of the 27,000 that one coordinator can handle; the windows of the feeds use up to 5,000 (windows.py).
@@ -94,11 +96,12 @@ class Pulse:
         self._watches = True
         self._beats_left = {host: left - 1 for host, left in self._beats_left.items() if left > 1}
         self._beats_left |= dict.fromkeys(new, _TOLD_BEATS)
-        self.told = {host: text for host, text in (self.told | new).items() if host in self._beats_left}
+        told = {host: text for host, text in (self.told | new).items() if host in self._beats_left}
+        self.told = dict(list(told.items())[:NAMED_HOSTS])  # all hosts may have ended by errors
         value = json.dumps([self._count, sorted(self.silent.items()), sorted(self.told.items())])
         self._store.set(f"{_WATCH}/{self._host}", value, overwrite=True)
-        for host in new:  # it may have left since, and would not delete it
-            self._store.delete(f"{_ALIVE}/{_TOLD}{host}")
+        if new:  # their hosts may have left since, and would not delete them
+            self._store.delete(TOLD)
 
     def _silence(self, host: int, count: str, elapsed: float) -> tuple[str, float]:
         if host not in self._counters:
@@ -250,7 +253,7 @@ class _Heart:
 
 def tell(text: str) -> None:
     """Has the other hosts log a line within a few beats, also while they wait in a collective, and if this host leaves."""
-    store, key = coordination.key_value_store(), f"{_ALIVE}/{_TOLD}{coordination.process_index()}"
+    store, key = coordination.key_value_store(), told_key(coordination.process_index())
     if store is not None:
         coordination.call_briefly(lambda: store.set(key, text, overwrite=True), name="meshfeed-tell", at_exit=False)
 
