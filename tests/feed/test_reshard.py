@@ -558,6 +558,22 @@ def test_a_sharding_that_does_not_fit_is_refused_on_all_hosts_and_changes_nothin
     assert join([zero, one]) == expected[5:]
 
 
+def test_a_host_may_be_ahead_by_what_another_has_ready() -> None:
+    kind, settings, expected = expected_of("random access")
+    ahead = threading.Event()
+
+    with job_of(2) as job:
+
+        def host_job(host: int) -> list[Any]:
+            with meshfeed.Feed(kind.make(), job.mesh(host, [0, 1]), **settings, prefetch=30 * host) as feed:
+                delivered = [rows_of(next(feed)) for _ in range(1 if host else 25)]
+                ahead.wait(20) if host else ahead.set()
+                feed.reshard(job.mesh(host, [0, 1]))
+                return [delivered[0], *(rows_of(batch) for batch in feed)]
+
+        assert join(job.run(host_job)) == expected
+
+
 def test_hosts_of_different_pasts_are_refused() -> None:
     kind, settings, _ = expected_of("random access")
 

@@ -293,19 +293,17 @@ class Generations(Inspection):
     def _meet(self, sharding: PyTree) -> tuple[FeedPlace, Membership, Cursor]:
         """Agrees with the hosts of a sharding on the step to continue at, and reads their lanes forward to it."""
         settings, stream, cursor = self._settings, self._stream, self._cursor
-        hosts, depth = participants_of(sharding), self._prefetch.depth
+        hosts, scope, depth = participants_of(sharding), self._membership.scope, self._prefetch.depth
         try:
             place = make_place(sharding, settings, stream, self._place)
-            offer = make_offer(settings, stream, cursor, self._membership.scope, self._origin, place.placer.layout)
+            offer = make_offer(settings, stream, cursor, scope, self._origin, place.placer.layout, depth)
             self._step_aside()
         except Exception as error:
             self._meetings.fail(hosts, error)
             if stream.cannot_resume is None:  # the others have left this generation of the feed
                 self._step_aside()
             raise
-        outcome = self._meetings.meet(
-            hosts, offer, lambda offers: conclude(offers, depth), timeout_seconds=settings.timeout_seconds
-        )
+        outcome = self._meetings.meet(hosts, offer, conclude, timeout_seconds=settings.timeout_seconds)
         joined = Membership(outcome.scope, hosts)
         try:
             state = feed_state.parse_state(outcome.result["state"])

@@ -78,24 +78,24 @@ def _check_same_rows(stream: AnyStream, before: FeedPlace, placer: Placer) -> No
 
 
 def make_offer(
-    settings: FeedSettings, stream: AnyStream, cursor: Cursor, scope: str, origin: int, layout: str
+    settings: FeedSettings, stream: AnyStream, cursor: Cursor, scope: str, origin: int, layout: str, prefetch: int
 ) -> dict[str, JsonValue]:
     """Returns what this host brings to the meeting: its state, its settings, and the scope of its generations so far.
 
     ``origin`` is the step of the state that the feed was last set to, ``layout`` that of the sharding passed to ``reshard``.
+    ``prefetch`` is the number of global batches that this host may have ready.
     """
     return {
         "step": cursor.step,
         "state": stream.state(cursor).to_json(),
         "settings": {"sharding": layout, **flatten(dict(stream.fingerprint(cursor))), **settings.agreed()},
         "scope": [scope, origin],
+        "prefetch": prefetch,
     }
 
 
-def conclude(offers: Mapping[int, JsonValue], prefetch: int) -> dict[str, JsonValue]:
+def conclude(offers: Mapping[int, JsonValue]) -> dict[str, JsonValue]:
     """Returns the state at which all hosts continue, and the steps that they have delivered, from their offers.
-
-    ``prefetch`` is the number of global batches that a host may have ready.
 
     Returns:
       ``state``: JSON, with lanes that may be behind its step, or missing; ``steps``: host → step.
@@ -112,7 +112,7 @@ def conclude(offers: Mapping[int, JsonValue], prefetch: int) -> dict[str, JsonVa
     _check_alike({host: {"position": states[host].position} for host in there})
     begun = len(base.segments)
     _check_alike({host: {"the batch sizes so far": state.segments[:begun]} for host, state in states.items()})
-    _check_apart(steps, prefetch, base.kind)
+    _check_apart(steps, max(offer["prefetch"] for offer in offers.values()), base.kind)
     handed_over = _handed_over([offer["scope"] for offer in offers.values()])
     for host, one in states.items():
         handed_over.add(one, steps[host])
@@ -146,7 +146,7 @@ def _check_alike(values: Mapping[int, Mapping[str, JsonValue]]) -> None:
 
 
 def _check_apart(steps: Mapping[int, int], prefetch: int, kind: str) -> None:
-    # As far as the fastest host of a generation can be ahead of the slowest.
+    # As far as the fastest host of a generation can be ahead of the slowest, which has all of that ready.
     most = 2 * full_window(coordination.process_count(), 0, 1 << 62) + prefetch + 2
     if max(steps.values()) - min(steps.values()) <= (0 if kind == "host_batches" else most):
         return
