@@ -223,21 +223,32 @@ def test_hosts_that_no_feed_waits_for_any_more_are_not_logged(caplog: pytest.Log
     assert [record.getMessage().partition(":")[0] for record in caplog.records] == ["hosts 1, 2", "host 2"]
 
 
+@pytest.mark.parametrize("beats", [0, 1])
 @pytest.mark.parametrize("host", [0, 2])
 def test_what_a_host_tells_reaches_the_others_though_it_leaves_and_is_forgotten(
-    monkeypatch: pytest.MonkeyPatch, host: int
+    monkeypatch: pytest.MonkeyPatch, host: int, beats: int
 ) -> None:
     cluster = Cluster(4)
     cluster.run(10)
     monkeypatch.setattr(heartbeat.coordination, "key_value_store", lambda: cluster.store)
     monkeypatch.setattr(heartbeat.coordination, "process_index", lambda: host)
     heartbeat.tell("interrupted")
+    for _ in range(beats):  # before any other host has one
+        cluster.pulses[host].beat(1.0, range(4))
     cluster.leave(host)
     cluster.run(8)
     assert all(pulse.told == {host: "interrupted"} for pulse in cluster.pulses.values())
     assert not [key for key in cluster.store.keys if "told" in key]
     cluster.run(30)
     assert not any(pulse.told for pulse in cluster.pulses.values())
+
+
+def test_a_watcher_that_has_left_before_a_host_came_is_passed_over() -> None:
+    cluster = Cluster(3, participants=[1, 2])
+    cluster.participants = range(3)  # host 0 has left, or comes much later
+    cluster.run(20)
+    cluster.run(12, stopped=[1])
+    assert set(cluster.known[2]) == {1}
 
 
 def test_a_host_whose_feeds_name_only_gone_hosts_watches_itself() -> None:

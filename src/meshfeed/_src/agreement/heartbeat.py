@@ -116,8 +116,6 @@ class Pulse:
             _, silent, told = json.loads(published)
             self.silent, self.told = dict(silent), dict(told)
             return
-        if self._published is None and not self._passed:  # no host has begun
-            return
         self._quiet += elapsed
         if (published is None and self._published is not None) or self._quiet >= self._limit:
             if published is not None:  # one that has not begun may be alive and follow another: its counter shows that
@@ -129,6 +127,8 @@ class Pulse:
         """Removes this process's keys."""
         self._store.delete(f"{_ALIVE}/{self._host}")
         if self._watches:
+            for host, text in self.told.items():  # which the others may not have read yet, for the next watcher
+                self._store.set(told_key(host), text, overwrite=True)
             self._store.delete(f"{_WATCH}/{self._host}")
 
 
