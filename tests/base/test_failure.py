@@ -43,6 +43,7 @@ def test_an_exception_is_its_kind_message_and_notes() -> None:
     assert str(Failure.of(error)) == "OSError: no disk (rack 4; shelf 2)"
     assert Failure.of(error).host is None
     assert len(Failure.of(ValueError("x" * 5000)).message) == 2000
+    assert str(Failure.of(KeyboardInterrupt())) == "KeyboardInterrupt"
 
 
 def test_a_leave_notice_reads_as_a_sentence_about_the_host() -> None:

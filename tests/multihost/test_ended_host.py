@@ -43,11 +43,18 @@ def test_the_others_do_not_wait_until_their_timeout(victim: int, tmp_path: Path)
 
 
 @pytest.mark.timeout(180)
-@pytest.mark.parametrize("victim", [0, 2])
-def test_the_others_log_it_while_they_wait_in_a_collective(victim: int) -> None:
-    children = start(victim, "")
+@pytest.mark.parametrize(
+    ("victim", "way", "what"),
+    [
+        (0, "raises", "its program has ended by ValueError: the loss is nan"),
+        (2, "raises", "its program has ended by ValueError: the loss is nan"),
+        (1, "exits", "closed its feed at step 4 after SystemExit: 143"),
+    ],
+)
+def test_the_others_log_it_while_they_wait_in_a_collective(victim: int, way: str, what: str) -> None:
+    children = start(victim, way)
     try:
-        line = f"host {victim}: its program has ended by ValueError: the loss is nan. Collectives with it cannot end.\n"
+        line = f"host {victim}: {what}. Collectives with it cannot end.\n"
         for host, child in enumerate(children):
             assert child.stderr is not None
             if host != victim:

@@ -138,7 +138,7 @@ def _prevails(failure: Failure, upto: int, stop: Stop | None) -> bool:
 
 def leave_notice(doing: str, step: int, because: BaseException | None) -> str:
     """Describes why a host leaves, such as ``closed its feed at step 3 after ValueError: the loss is nan``."""
-    after = "" if because is None else f" after {type(because).__name__}: {text_of(because)}"
+    after = "" if because is None else f" after {Failure(type(because).__name__, text_of(because))}"
     return f"{doing} at step {step}{after}"
 
 

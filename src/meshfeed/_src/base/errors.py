@@ -220,7 +220,7 @@ class Failure:
     def of(cls, error: BaseException, host: int | None = None) -> Failure:
         """Describes ``error`` in at most 2,000 characters, including its notes."""
         notes = getattr(error, "__notes__", ())
-        message = f"{text_of(error)} ({'; '.join(notes)})" if notes else text_of(error)
+        message = f"{text_of(error)} ({'; '.join(notes)})".lstrip() if notes else text_of(error)
         return cls(type(error).__name__, message[:_MAX_MESSAGE], host)
 
     @classmethod
@@ -242,7 +242,8 @@ class Failure:
         return cls(LEFT, message[:_MAX_MESSAGE], host)
 
     def __str__(self) -> str:
-        return self.message if self.kind == LEFT else f"{self.kind}: {self.message}"
+        named = f"{self.kind}: {self.message}" if self.message else self.kind
+        return self.message if self.kind == LEFT else named
 
     def to_json(self) -> JsonValue:
         """Returns a JSON object without the fields that have their default."""
