@@ -378,7 +378,7 @@ def test_hosts_that_answer_alike_are_told_apart(
                 host = min(device // 3, 2)
                 monkeypatch.setattr("meshfeed._src.base.coordination.process_index", lambda host=host: host)
                 endpoint = Endpoint(b"")
-                endpoint._answer = encode_answer(answers[host])
+                endpoint._answers[7] = encode_answer(answers[host])
                 rows.append(rows_of(endpoint.fetch(buffer))[device])
             return jax.device_put(np.stack(rows), buffer.sharding)
 
@@ -386,7 +386,7 @@ def test_hosts_that_answer_alike_are_told_apart(
     client._near, client._num_near = NamedSharding(mesh, P(("data", "model"))), 8
     client._held = {"endpoint": Hosts()}
     headers = {host: Header(OK, len(encode_answer(answer)), host=host) for host, answer in enumerate(answers)}
-    assert client._fetch(headers) == dict(enumerate(answers))
+    assert client._fetch(headers, 7) == dict(enumerate(answers))
 
 
 def test_the_error_of_one_host_is_raised_whatever_the_others_last_answered(
@@ -403,7 +403,7 @@ def test_the_error_of_one_host_is_raised_whatever_the_others_last_answered(
                 host = min(device // 3, 2)
                 monkeypatch.setattr("meshfeed._src.base.coordination.process_index", lambda host=host: host)
                 endpoint = Endpoint(b"")
-                endpoint._answer = held[host]
+                endpoint._answers[0] = held[host]
                 rows.append(rows_of(endpoint.fetch(buffer))[device])
             return jax.device_put(np.stack(rows), buffer.sharding)
 
@@ -414,6 +414,50 @@ def test_the_error_of_one_host_is_raised_whatever_the_others_last_answered(
     rows = np.stack([headers[min(device // 3, 2)].to_row() for device in range(8)])
     with pytest.raises(meshfeed.SourceError, match="the disk of host 2 is gone"):
         client._check(jax.device_put(rows, client._near))
+
+
+class FailsLate:
+    """Records of which the third batch cannot be read."""
+
+    def __len__(self) -> int:
+        return 64
+
+    def __getitem__(self, record_id: int) -> Any:
+        if record_id >= 16:
+            raise ValueError(f"record {record_id} cannot be decoded")
+        return {"x": np.full(2, record_id, np.int32)}
+
+
+def test_calls_of_other_threads_and_signal_handlers_get_their_own_answers(
+    mesh: Mesh, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with RemoteFeed(FailsLate, mesh, global_batch_size=8, retry=meshfeed.Retry(attempts=1)) as remote:
+        next(remote)
+        state, endpoint = remote.get_state(), remote._client._held["endpoint"]
+
+        class Interrupted:
+            """Another caller begins before the answer of the first has been fetched."""
+
+            calling = False
+
+            def __getattr__(self, name: str) -> Any:
+                return getattr(endpoint, name)
+
+            def fetch(self, buffer: jax.Array) -> Any:
+                if not self.calling:
+                    self.calling = True
+                    for _ in range(3):
+                        assert remote.stats().batches == remote.step
+                    self.calling = False
+                return endpoint.fetch(buffer)
+
+        monkeypatch.setitem(remote._client._held, "endpoint", Interrupted())
+        assert remote.get_state() == state
+        assert remote.config()["name"] == remote.name
+        next(remote)
+        for _ in range(2):
+            with pytest.raises(ValueError, match="record 16 cannot be decoded"):
+                next(remote)
 
 
 def test_hosts_that_jax_does_not_connect_are_refused(mesh: Mesh) -> None:
@@ -444,7 +488,7 @@ def test_nothing_raised_leaves_an_endpoint_and_the_end_is_a_flag(mesh: Mesh) -> 
         shapes.append(jax.tree.map(lambda leaf: (leaf.shape, leaf.dtype, leaf.sharding), batch))
     assert flags == [OK] * 6 + [END] * 2
     assert all(shape == shapes[0] for shape in shapes)  # compiled once: the end looks like a batch
-    bad = to_rows(np.frombuffer(b'["no such call", []]', np.uint8), request.sharding, 8)
+    bad = to_rows(np.frombuffer(b'[1, "no such call", []]', np.uint8), request.sharding, 8)
     assert flag_of(endpoint.stage(bad)) == ERROR
 
 

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
 import json
 import math
 import operator
@@ -41,7 +42,9 @@ _HEADER = struct.Struct("<7q")
 _JSON, _ARRAYS, _FAILURE = b"J", b"A", b"E"
 _MOVE = frozenset(("reset", "set_state", "restore_state", "continue_from"))  # calls after which another batch is next
 _LENGTH = struct.Struct("<Q")
-_HOST = struct.Struct("<q")
+_HOST = _NUMBER = struct.Struct("<q")
+_BATCHES = 0  # the number of what is not a call: begin() and take()
+_UNFETCHED = 16  # answers
 _PAD = b" "
 
 
@@ -151,7 +154,8 @@ class Endpoint:
         self._target: Any = None
         self._spec: PyTree | None = None
         self._kept: tuple[PyTree, int] | None = None  # a batch and its rows, delivered before its structure was known
-        self._answer = b""
+        # Call → its answer: other threads, and signal handlers, may call before it is fetched.
+        self._answers: dict[int, bytes] = {}
 
     def begin(self, request: jax.Array) -> jax.Array:
         """Creates the target over the mesh of ``request``; returns one header per device."""
@@ -188,16 +192,17 @@ class Endpoint:
         return header, batch
 
     def stage(self, request: jax.Array) -> jax.Array:
-        """Runs a call and keeps the answer for :meth:`fetch`; the header holds its length."""
+        """Runs a call, and keeps its answer under its number for :meth:`fetch`; the header holds the length."""
 
-        def call() -> None:
-            name, args = json.loads(rows_of(request)[0].tobytes())
+        number, name, args = json.loads(rows_of(request)[0].tobytes())
+
+        def call() -> bytes:
             if name in _MOVE:
                 self._kept = None
             own = {"knows_spec": self._knows_spec, **served_store.CALLS}
-            self._answer = encode_answer((own.get(name) or self._target.calls[name])(*args))
+            return encode_answer((own.get(name) or self._target.calls[name])(*args))
 
-        return _outcome(self, request, call)
+        return _outcome(self, request, call, number)
 
     def _knows_spec(self) -> bool:
         if self._spec is None and self._kept is not None:  # what kept this host from reading it at first is over
@@ -208,23 +213,29 @@ class Endpoint:
         return self._spec is not None
 
     def fetch(self, buffer: jax.Array) -> jax.Array:
-        """Returns the answer, prefixed with the process index and padded to the length of ``buffer``."""
-        answer = _HOST.pack(coordination.process_index()) + self._answer
+        """Returns the answer to the call whose number is in ``buffer``, after the process index, padded to its length."""
+        (number,) = _NUMBER.unpack_from(rows_of(buffer)[0].tobytes())
+        answer = _HOST.pack(coordination.process_index()) + self._answers.pop(number, b"")
         return to_rows(padded(answer, buffer.shape[1]), buffer.sharding, buffer.shape[0])
 
 
 def _outcome(
-    endpoint: Endpoint, request: jax.Array, function: Callable[[], None], *, may_end: bool = False
+    endpoint: Endpoint,
+    request: jax.Array,
+    function: Callable[[], bytes | None],
+    number: int = _BATCHES,
+    *,
+    may_end: bool = False,
 ) -> jax.Array:
-    """Calls ``function`` and returns one header per device; keeps an exception as the answer.
+    """Calls ``function`` and returns one header per device; keeps what it returns or raises as the answer to ``number``.
 
     StopIteration is the end of the data if ``function`` may reach it, otherwise an error.
     """
-    flag = OK
+    flag, answer = OK, b""
     numbers: tuple[int, int, int] = (0, 0, 0)
     try:
         try:
-            function()
+            answer = function() or b""
         except StopIteration as error:
             if not may_end:
                 raise MeshfeedError(
@@ -237,8 +248,12 @@ def _outcome(
             if endpoint._kept is not None:
                 numbers = (*numbers[:2], endpoint._kept[1])  # the rows of the batch that is delivered next
     except Exception as error:
-        flag, endpoint._answer = ERROR, encode_error(error)
-    header = Header(flag, len(endpoint._answer), *numbers, coordination.process_index(), endpoint.identity)
+        flag, answer = ERROR, encode_error(error)
+    if answer:
+        endpoint._answers[number] = answer
+        for unfetched in list(endpoint._answers)[:-_UNFETCHED]:  # of callers that were interrupted
+            endpoint._answers.pop(unfetched, None)
+    header = Header(flag, len(answer), *numbers, coordination.process_index(), endpoint.identity)
     return to_rows(header.to_row(), request.sharding, request.shape[0])
 
 
@@ -294,6 +309,7 @@ class RemoteClient:
         # Also at exit: JAX fails to delete a colocated object once its own modules are being torn down.
         self._finalizer = finalize(self, held.clear)
         self._owner = Owner()
+        self._numbers = itertools.count(_BATCHES + 1)
         self.turn: dict[str, object] = {}  # taken by take(); see base/turn.py
         everywhere = self._global  # the cache must not keep self alive
         self._request = functools.cache(lambda ordinal: to_rows(np.zeros(1 + ordinal, np.uint8), everywhere, mesh.size))
@@ -327,17 +343,18 @@ class RemoteClient:
     def call(self, name: str, *args: JsonValue) -> list[Any]:
         """Returns the answers of the hosts that this process controls, in order of process index."""
         self._owner.check("this remote feed")
-        data = json.dumps([name, args], default=operator.methodcaller("tolist")).encode()  # of NumPy's integers
+        number = next(self._numbers)
+        data = json.dumps([number, name, args], default=operator.methodcaller("tolist")).encode()  # of NumPy's integers
         # Sent over the devices of this controller only, unlike requests for batches: each controller makes its own calls.
         row = padded(data, padded_length(len(data)))
         with without_callers_settings():
-            headers = self._check(self._held["endpoint"].stage(to_rows(row, self._near, self._num_near)))
-            return [answers for _, answers in sorted(self._fetch(headers).items())]
+            headers = self._check(self._held["endpoint"].stage(to_rows(row, self._near, self._num_near)), number)
+            return [answers for _, answers in sorted(self._fetch(headers, number).items())]
 
-    def _fetch(self, headers: dict[int, Header], flag: int = OK) -> dict[int, Any]:
+    def _fetch(self, headers: dict[int, Header], number: int, flag: int = OK) -> dict[int, Any]:
         """Returns the answers of hosts whose header has ``flag``; the buffer has room for the longest of all hosts."""
         length = padded_length(_HOST.size + max(header.length for header in headers.values()))
-        buffer = to_rows(padded(b"", length), self._near, self._num_near)
+        buffer = to_rows(padded(_NUMBER.pack(number), length), self._near, self._num_near)
         # Key by the address in the answer, not by device.process_index: a single controller may see the same process
         # index on all devices.
         rows = [row.tobytes() for row in rows_of(self._held["endpoint"].fetch(buffer))]
@@ -345,7 +362,7 @@ class RemoteClient:
         wanted = {host: header for host, header in headers.items() if header.flag == flag}
         return {host: decode_answer(answers[host][: header.length]) for host, header in wanted.items()}
 
-    def _check(self, array: jax.Array) -> dict[int, Header]:
+    def _check(self, array: jax.Array, number: int = _BATCHES) -> dict[int, Header]:
         """Returns headers by host; raises a host's error, StopIteration if all ended, MeshfeedError if only some."""
         headers: dict[int, Header] = {}
         for header in map(Header.from_row, rows_of(array)):
@@ -357,7 +374,9 @@ class RemoteClient:
                 )
         flags = {header.flag for header in headers.values()}
         if ERROR in flags:
-            errors = [error for error in self._fetch(headers, ERROR).values() if isinstance(error, BaseException)]
+            errors = [
+                error for error in self._fetch(headers, number, ERROR).values() if isinstance(error, BaseException)
+            ]
             # A PeerError only reports that a different host failed: prefer the original error.
             own = [error for error in errors if not isinstance(error, PeerError)]
             raise (own or errors or [MeshfeedError("a host beside the accelerators failed without a message")])[0]
