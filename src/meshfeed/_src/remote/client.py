@@ -193,7 +193,6 @@ class Endpoint:
 
     def stage(self, request: jax.Array) -> jax.Array:
         """Runs a call, and keeps its answer under its number for :meth:`fetch`; the header holds the length."""
-
         number, name, args = json.loads(rows_of(request)[0].tobytes())
 
         def call() -> bytes:
