@@ -7,6 +7,7 @@ import hashlib
 import os
 import pathlib
 from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -20,7 +21,8 @@ from meshfeed._src.sources.files import paths
 from meshfeed._src.sources.manifest import make_manifest
 from meshfeed.sources import Tokens
 
-pytest.importorskip("aiohttp")
+fsspec = pytest.importorskip("fsspec")
+aiohttp = pytest.importorskip("aiohttp")
 
 SIGNED = "X-Amz-Expires=60&X-Amz-Signature=SECRET"
 FIRST, SECOND = (np.arange(low, low + 1000, dtype=np.uint16).tobytes() for low in (0, 1000))
@@ -67,10 +69,20 @@ def test_a_folder_of_an_http_server_that_cannot_be_listed_is_an_error(store: Sto
         paths.expand_paths(store.url("d/*/*.bin"), source="Tokens")
 
 
-def test_hidden_files_match_only_a_pattern_with_a_dot(store: Store) -> None:
+def test_hidden_files_match_only_a_pattern_with_a_dot(store: Store, tmp_path: pathlib.Path) -> None:
     store.put("d", listing("/d/._a.bin", "/d/a.bin", "/d/.b.bin"))
     for pattern, wanted in (("d/*.bin", ["d/a.bin"]), ("d/.*.bin", ["d/._a.bin", "d/.b.bin"])):
         assert paths.expand_paths(store.url(pattern), source="Tokens") == [store.url(name) for name in wanted]
+    memory, names = fsspec.filesystem("memory"), ("a.bin", ".b/c.bin", "d/e.bin", "d/.f/g.bin", "d/.h.bin")
+    for name in names:
+        memory.pipe(f"/hidden/{name}", b"1")
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).touch()
+    for pattern in ("**/*.bin", "*/*.bin", ".b/*.bin", "d/.*/*.bin", "d/**/*.bin"):
+        on_disk = paths.expand_paths(str(tmp_path / pattern), source="Tokens")
+        found = paths.expand_paths(f"memory://hidden/{pattern}", source="Tokens")
+        assert found == [name.replace(str(tmp_path), "memory:///hidden") for name in on_disk], pattern
+    memory.rm("/hidden", recursive=True)
 
 
 def test_a_copy_that_was_fetched_without_a_checksum_is_compared_with_it(store: Store, tmp_path: pathlib.Path) -> None:
@@ -234,3 +246,14 @@ def test_an_expired_url_says_so_without_its_signature(store: Store, monkeypatch:
     with pytest.raises(meshfeed.SourceError, match=r"no permission to read .*a signed URL may have expired") as error:
         tokens(store.url(f"a.bin?{SIGNED}"))
     assert "SECRET" not in str(error.value)
+
+
+@pytest.mark.parametrize("looking_up", [True, False])
+def test_the_pause_that_a_busy_server_requests_is_kept(looking_up: bool) -> None:
+    request: Any = SimpleNamespace(real_url="http://store/x")
+    error: Exception = aiohttp.ClientResponseError(request, (), status=429, headers={"Retry-After": "7"})  # type: ignore[arg-type]
+    if looking_up:  # what the client makes of any error
+        error, error.__cause__ = FileNotFoundError("http://store/x"), error
+    with pytest.raises(OSError, match="429") as caught, paths.remote_errors("http://store/x", "Tokens"):
+        raise error
+    assert caught.value.retry_after_seconds == 7  # type: ignore[attr-defined]

@@ -263,8 +263,9 @@ def _expand_url(name: str, source: str) -> list[str]:
 
     # As in local paths: the brackets of a folder may stand for themselves.
     files = matching(path) or ("[" in path and matching(path.replace("[", "[[]"))) or []
-    if not path.rpartition("/")[2].startswith("."):  # as on a disk
-        files = [file for file in files if not file.rpartition("/")[2].startswith(".")]
+    root = len(_MAGIC.split(path)[0].rpartition("/")[0])
+    if "/." not in path[root:]:  # as on a disk, where it also matches nothing in hidden folders
+        files = [file for file in files if "/." not in file[root:]]
     if not files:
         raise SourceError(f"{source}: no file matches {without_signatures(name)!r}. Check the pattern and the bucket.")
     return [file_system.unstrip_protocol(match) for match in files]
@@ -463,7 +464,7 @@ def remote_errors(url: str, source: str) -> Iterator[None]:
             ) from error
         if type(cause).__module__.startswith("aiohttp") and getattr(cause, "status", None) not in (404, 410):
             what = without_signatures(f"{url}: {type(cause).__name__}: {cause}")
-            raise OSError(f"{source}: {what}") from error
+            raise _with_details(OSError(f"{source}: {what}"), cause) from error
         raise SourceError(f"{source}: there is no file {shown!r}. Check the URL and the credentials.") from error
     except Exception as error:  # for example, botocore's connection errors are not OSError
         text = without_signatures(str(error)[:MESSAGE_CHARACTERS])
@@ -482,7 +483,7 @@ def _said(error: BaseException) -> str:
     return without_signatures(str(error)[:MESSAGE_CHARACTERS]).rstrip(".")
 
 
-def _with_details(mapped: OSError, error: Exception) -> OSError:
+def _with_details(mapped: OSError, error: BaseException | None) -> OSError:
     """Adds the error number, and the pause that a server requested (``Retry-After``), in seconds, for the next attempt."""
     mapped.errno = error.errno if isinstance(error, OSError) else None
     headers: object = getattr(error, "headers", None)
