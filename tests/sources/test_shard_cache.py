@@ -33,6 +33,7 @@ from meshfeed._src.base.settings import Retry
 from meshfeed._src.sources.files import download, locks, shard_cache
 from meshfeed._src.sources.files.download import Download
 from meshfeed._src.sources.files.shard_cache import RemoteFile, ShardCache
+from meshfeed._src.sources.manifest import make_manifest
 
 fsspec = pytest.importorskip("fsspec")
 pytest.importorskip("aiohttp")
@@ -92,6 +93,30 @@ def test_another_version_under_the_same_name_is_another_file(store: Store, tmp_p
     assert read(ShardCache(tmp_path), url) == b"two"
     assert read(ShardCache(tmp_path), store.put("other/x", b"two")) == b"two"
     assert store.fetches == ["x", "x", "other/x"]
+
+
+def test_a_source_that_is_created_again_has_the_files_as_they_are_then(store: Store, tmp_path) -> None:
+    """The cache has looked them up before, and has the checksums of an earlier manifest."""
+
+    def put(first: int) -> str:
+        np.save(tmp_path / "tokens.npy", np.arange(first, first + 64, dtype=np.int32))
+        return store.put("tokens.npy", (tmp_path / "tokens.npy").read_bytes())
+
+    def manifest(first: int) -> str:
+        make_manifest([put(first)], str(tmp_path / "listed.json"))
+        return str(tmp_path / "listed.json")
+
+    for name, make in (("files", put), ("manifest", manifest)):
+        cache = ShardCache(tmp_path / name, retry=QUICK)
+        sources = []
+        for first in (0, 1000, 2000):
+            sources.append(meshfeed.sources.Tokens(make(first), 8, next_token=False, cache=cache))
+            if first:  # the first is not read yet
+                assert sources[-1][0]["tokens"][0] == first
+        sources[1].close()
+        for source in sources[:2]:
+            with pytest.raises(SourceError, match=r"tokens\.npy has changed since"):
+                source[0]
 
 
 def test_fetches_are_tried_again(store: Store, tmp_path) -> None:
@@ -170,6 +195,23 @@ def test_what_is_being_opened_is_not_evicted(store: Store, tmp_path) -> None:
         assert first.exists()
         assert second.exists()
     assert read(cache, c) == bytes(100)
+
+
+def test_room_is_waited_for_as_long_as_other_fetches_receive_bytes(store: Store, tmp_path) -> None:
+    cache = ShardCache(tmp_path, max_bytes=150, stall_seconds=0.5, retry=QUICK)
+    part, handle = cache._new_part(cache._entry(store.put("a", bytes(100))), 100)
+
+    def receive() -> None:
+        for _ in range(12):
+            time.sleep(0.1)
+            os.write(handle, bytes(4096))
+        part.unlink()
+        locks.unlock(None, handle)
+
+    thread = threading.Thread(target=receive)
+    thread.start()
+    assert read(cache, store.put("b", bytes(100))) == bytes(100)
+    thread.join()
 
 
 def test_a_file_larger_than_the_cache_and_other_wrong_settings(store: Store, tmp_path) -> None:

@@ -113,7 +113,7 @@ class MDS(ShardReader[MDSShard, np.ndarray]):
         shards = Shards([shard for _, part in found for shard in part], "MDS")
         if cache is not None:
             listed = {shard.path: shard.digest for shard in shards.files if shard.digest and shard.is_cached}
-            cache.expect(listed)
+            cache.renew([shard.path for shard in shards.files], listed)
         super().__init__(shards, cache, _check_shard)
 
     def __getitem__(self, record_id: SupportsIndex) -> dict[str, Any]:

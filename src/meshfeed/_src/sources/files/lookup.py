@@ -79,7 +79,7 @@ def find_files(paths: file_paths.Paths, cache: ShardCache | None, form: FileForm
     found = given or _beside(names, form.source)
     listed = {entry.path: (entry, one.path) for one in found for entry in one.files}
     if cache is not None:
-        cache.expect({path: entry.digest for path, (entry, _) in listed.items() if entry.digest and is_url(path)})
+        cache.renew(names, {path: entry.digest for path, (entry, _) in listed.items() if entry.digest and is_url(path)})
     return _find_each(names, listed, form, cache), [one.path for one in found]
 
 

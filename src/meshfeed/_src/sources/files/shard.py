@@ -122,6 +122,8 @@ def local_copy(shard: Shard, cache: ShardCache | None) -> Iterator[tuple[str, os
             return
         with cache.open(shard.path, compression=shard.compression, num_bytes=shard.num_bytes) as copy:
             status = os.stat(copy)
+            if cache.listed.get(shard.path, shard.digest) != shard.digest:  # by the manifest of a newer source
+                raise changed(shard, str(copy))
             _check_unchanged(shard, str(copy), status, cache.identify(shard.path)[1])
             yield str(copy), status
     except FileNotFoundError as error:
@@ -146,7 +148,9 @@ def inspect_copy(name: str, cache: ShardCache, inspect: Callable[[str], S]) -> S
 
 
 def _check_unchanged(shard: Shard, path: str, status: os.stat_result, version: str) -> None:
-    if (shard.num_bytes and status.st_size != shard.num_bytes) or shard.version not in ("", version):
+    # As of bytes that are read without a copy, the first version counts if none was looked up.
+    known = shard.version or vars(shard).setdefault("first_version", version)
+    if (shard.num_bytes and status.st_size != shard.num_bytes) or version != known:
         raise changed(shard, path)
 
 

@@ -31,7 +31,7 @@ import shutil
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import xxhash
@@ -319,6 +319,7 @@ class ShardCache:
         self.max_bytes = max_bytes
         self._retry = retry
         self._checksums = dict(checksums or {})
+        self.listed: dict[str, str] = {}
         self._verify = verify
         self._stall_seconds, self._read_timeout_seconds = stall_seconds, read_timeout_seconds
         self._entries: dict[tuple[str, str | None], _Entry] = {}
@@ -432,16 +433,25 @@ class ShardCache:
             self._fetch_once(entry)
             waited = (waited or 0.0) + time.monotonic() - started
 
-    def expect(self, checksums: Mapping[str, str]) -> None:
-        """Adds checksums of files, URL → checksum, from a manifest; those that the user passed come first."""
-        new = {url: checksum for url, checksum in checksums.items() if url.rpartition("/")[2] not in self._checksums}
-        for url in [url for url, checksum in new.items() if not is_checksum(checksum)]:
-            _log.warning("%s is not verified: its checksum is %r, whose algorithm is not known here", url, new.pop(url))
-        self._checksums = {**new, **self._checksums}
-        for (url, compression), entry in list(self._entries.items()):  # looked up before
-            if new.get(url, entry.checksum) != entry.checksum:
-                del self._entries[url, compression]
-                self._known.pop(entry.path.name, None)
+    def renew(self, urls: Iterable[str], checksums: Mapping[str, str]) -> None:
+        """Forgets what it has found about files: a source takes them as they are when it is created.
+
+        ``checksums`` are those that manifests list, URL → checksum, kept as ``listed``. Those of the user come first.
+        """
+        listed = dict(checksums)
+        for url in [url for url, checksum in checksums.items() if not is_checksum(checksum)]:
+            _log.warning(
+                "%s is not verified: its checksum is %r, whose algorithm is not known here", url, listed.pop(url)
+            )
+        before, files = self.listed, set(urls)
+        self.listed = {url: checksum for url, checksum in before.items() if url not in files} | listed
+        self._found = {url: found for url, found in self._found.items() if url not in files}
+        for (url, compression), entry in list(self._entries.items()):
+            if url in files:
+                self._entries.pop((url, compression), None)
+                self._files.pop(entry.path.name, None)
+                if before.get(url) != listed.get(url):
+                    self._known.pop(entry.path.name, None)
 
     def identify(self, url: str) -> tuple[int, str]:
         """Returns the size in bytes and a version key, which changes if the content at the URL changes."""
@@ -527,7 +537,8 @@ class ShardCache:
             # Another signature is the same file. Without a version, the query may be what distinguishes two.
             unsigned = without_signature(url) if version else url
             key = xxhash.xxh3_128_hexdigest(f"{unsigned}\n{size}\n{version}{compression or ''}".encode())
-            checksum = self._checksums.get(url) or self._checksums.get(name) or stored_checksum
+            given = self._checksums.get(url) or self._checksums.get(name)
+            checksum = given or self.listed.get(url) or stored_checksum
             path = self.directory / f"{_PREFIX}{key}-{_end_of_name(name)}"
             lock = self.directory / f"{_PREFIX}{key}.lock"
             copy_bytes = size if compression is None else copy_bytes or None
@@ -557,7 +568,7 @@ class ShardCache:
             stack.enter_context(self._explained(entry.url))
             waited_from, seen, pauses = time.monotonic(), (-1, 0), poll_pauses()
             while (handle := try_lock(entry.lock)) is None:
-                arrived = self._arrived(entry)
+                arrived = self._arrived(entry.key)
                 if arrived != seen:
                     waited_from, seen = time.monotonic(), arrived
                 elif time.monotonic() - waited_from > self._stall_seconds:
@@ -607,10 +618,10 @@ class ShardCache:
             "program that empties temporary folders. Exclude the folder from it, or use another directory="
         )
 
-    def _arrived(self, entry: _Entry) -> tuple[int, int]:
-        """Returns the time of the last write to a download of the file, and its bytes."""
+    def _arrived(self, key: str) -> tuple[int, int]:
+        """Returns the time of the last write to a download of a file (of any file, if ``key`` is "*"), and its bytes."""
         found = [(0, 0)]
-        for part in self.directory.glob(f"{_PREFIX}{entry.key}.*.part"):
+        for part in self.directory.glob(f"{_PREFIX}{key}.*.part"):
             with contextlib.suppress(FileNotFoundError):
                 status = part.stat()
                 found.append((status.st_mtime_ns, status.st_blocks * 512))
@@ -672,7 +683,7 @@ class ShardCache:
         if self.max_bytes is not None and entry.known_bytes > self.max_bytes:
             raise self._too_large(entry, entry.known_bytes)
         needed = entry.room_bytes if self.max_bytes is None else min(entry.room_bytes, self.max_bytes)
-        deadline = time.monotonic() + self._stall_seconds
+        waited_from, seen = time.monotonic(), (-1, 0)
         while True:
             with self._room():
                 missing = self._make_room(needed, next_use)
@@ -680,7 +691,10 @@ class ShardCache:
                     return self._new_part(entry, needed)
             if next_use is not None:
                 raise _NoRoom
-            if time.monotonic() > deadline:
+            arrived = self._arrived("*")
+            if arrived != seen:  # a slow fetch makes room when it ends
+                waited_from, seen = time.monotonic(), arrived
+            elif time.monotonic() - waited_from > self._stall_seconds:
                 raise SourceError(
                     f"ShardCache: no room for {entry.url} ({entry.num_bytes:,} bytes) within {self._stall_seconds:.0f} "
                     f"s: other fetches under way leave {missing:,} bytes too few of max_bytes={self.max_bytes:,}. "
