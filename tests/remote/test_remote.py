@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fractions
 import inspect
 import json
 import os
@@ -9,6 +10,7 @@ import pathlib
 import subprocess
 import sys
 import threading
+import types
 from pathlib import Path
 from typing import Any
 
@@ -414,6 +416,38 @@ def test_the_error_of_one_host_is_raised_whatever_the_others_last_answered(
     rows = np.stack([headers[min(device // 3, 2)].to_row() for device in range(8)])
     with pytest.raises(meshfeed.SourceError, match="the disk of host 2 is gone"):
         client._check(jax.device_put(rows, client._near))
+
+
+def make_mixture() -> Any:
+    return meshfeed.sources.Mixture({"a": make_memory(), "b": make_memory()}, weights={"a": 0.5, "b": 0.5})
+
+
+def outcome(call: Any, feed: Any) -> Any:
+    try:
+        return "done", call(feed)
+    except meshfeed.MeshfeedError as error:
+        return type(error)
+
+
+def test_arguments_that_are_no_json_are_taken_or_refused_as_by_the_local_feed(mesh: Mesh) -> None:
+    weights = {"a": np.float32(0.25), "b": fractions.Fraction(3, 4)}
+    calls = [
+        lambda feed: feed.set_weights(types.MappingProxyType(weights), from_step=np.int64(70)),
+        lambda feed: feed.set_weights({**weights, "b": {1}}),
+        lambda feed: feed.read({1, 2}),
+        lambda feed: feed.read(iter([1])),
+        lambda feed: feed.replay(1, state=json.dumps(feed.get_state()).encode())["x"].tolist(),
+        lambda feed: feed.replay(1, state=types.MappingProxyType(feed.get_state()))["x"].tolist(),
+        lambda feed: feed.record_ids({1}),
+        lambda feed: feed.get_state(),
+    ]
+    settings = {"global_batch_size": 16, "num_epochs": None, "name": "train"}
+    with RemoteFeed(make_mixture, mesh, **settings) as remote, meshfeed.Feed(make_mixture(), mesh, **settings) as local:
+        found = [[outcome(call, feed) for call in calls] for feed in (remote, local)]
+        assert found[0] == found[1]
+        assert [one if isinstance(one, type) else one[0] for one in found[0]] == [
+            "done", *[meshfeed.SettingsError] * 3, "done", "done", meshfeed.SettingsError, "done"
+        ]  # fmt: skip
 
 
 class FailsLate:

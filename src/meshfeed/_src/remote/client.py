@@ -17,10 +17,10 @@ import functools
 import itertools
 import json
 import math
-import operator
+import numbers
 import secrets
 import struct
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import cloudpickle
@@ -279,6 +279,15 @@ def colocated_mesh(mesh: Mesh) -> Mesh:
         ) from error
 
 
+def _plain(value: object) -> JsonValue:
+    """Returns an argument that a local feed takes, too, as JSON; any other as text, which the host refuses by name."""
+    if isinstance(value, Mapping):
+        return dict(value)
+    if isinstance(value, np.generic | np.ndarray):
+        return value.tolist()
+    return float(value) if isinstance(value, numbers.Real) else repr(value)
+
+
 class RemoteClient:
     """Calls the :class:`Endpoint` on the hosts of ``mesh``, a mesh of accelerators; ``cpu_mesh`` are the CPU devices beside.
 
@@ -343,7 +352,7 @@ class RemoteClient:
         """Returns the answers of the hosts that this process controls, in order of process index."""
         self._owner.check("this remote feed")
         number = next(self._numbers)
-        data = json.dumps([number, name, args], default=operator.methodcaller("tolist")).encode()  # of NumPy's integers
+        data = json.dumps([number, name, args], default=_plain).encode()
         # Sent over the devices of this controller only, unlike requests for batches: each controller makes its own calls.
         row = padded(data, padded_length(len(data)))
         with without_callers_settings():

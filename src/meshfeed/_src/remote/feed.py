@@ -365,7 +365,7 @@ class RemoteFeed(Checkpointable, NotCopied):
 
     def replay(self, step: int, *, state: Mapping[str, Any] | None = None) -> PyTree:
         """Returns one global batch again as numpy, read by one of the hosts; see :meth:`meshfeed.Feed.replay`."""
-        return self._client.call("replay", step, state)[0]
+        return self._client.call("replay", step, None if state is None else feed_state.parse_state(state).to_json())[0]
 
     def plan(self) -> MeshPlan:
         """Returns the rows and columns that each accelerator holds; see :meth:`meshfeed.Feed.plan`."""
