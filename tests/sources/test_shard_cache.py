@@ -119,6 +119,19 @@ def test_a_source_that_is_created_again_has_the_files_as_they_are_then(store: St
                 source[0]
 
 
+@pytest.mark.parametrize("cached", [True, False])
+def test_files_that_nothing_identifies_are_not_those_of_an_earlier_source(store: Store, tmp_path, cached: bool) -> None:
+    """A manifest without digests lists them; the earlier source still has them open."""
+    cache = ShardCache(tmp_path / "cache", retry=QUICK) if cached else None
+    sources = []
+    for first in (0, 1000, 2000):
+        np.save(tmp_path / "tokens.npy", np.arange(first, first + 64, dtype=np.int32))
+        url = store.put("tokens.npy", (tmp_path / "tokens.npy").read_bytes())
+        make_manifest([url], str(tmp_path / "listed.json"), digests=False)
+        sources.append(meshfeed.sources.Tokens(tmp_path / "listed.json", 8, next_token=False, cache=cache))
+        assert sources[-1][0]["tokens"][0] == first
+
+
 def test_fetches_are_tried_again(store: Store, tmp_path) -> None:
     cache = ShardCache(tmp_path, retry=QUICK)
     store.fail, store.cut = 1, 1

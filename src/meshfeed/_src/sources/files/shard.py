@@ -6,6 +6,7 @@ import contextlib
 import dataclasses
 import functools
 import os
+import secrets
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar, Self, TypeVar
 
@@ -51,7 +52,9 @@ class Shard:
     key: str = dataclasses.field(init=False, compare=False, repr=False)
 
     def __post_init__(self) -> None:
-        key = f"{self.source}\n{self.path}\n{self.version or self.digest}\n{self.num_bytes}\n{self.num_records}"
+        # What nothing identifies may be another file in a later source.
+        version = self.version or self.digest or secrets.token_hex(8)
+        key = f"{self.source}\n{self.path}\n{version}\n{self.num_bytes}\n{self.num_records}"
         object.__setattr__(self, "key", key)
 
     def belongs_to(self, directory: str) -> None:
