@@ -6,13 +6,17 @@ import math
 import os
 import pathlib
 import threading
+import time
 
+import http_store
 import pytest
 from http_store import CuttingProxy, Store
 
 import meshfeed
 from meshfeed import SettingsError, ShardCache, SourceError
+from meshfeed._src.base import stores
 from meshfeed._src.base.settings import Retry
+from meshfeed._src.sources.files import paths
 from meshfeed._src.sources.files.direct import RemoteBytes, noting_file_system
 from meshfeed._src.sources.files.download import Download, Downloads
 
@@ -73,6 +77,26 @@ def test_a_server_that_never_answers_is_an_error(store: Store, tmp_path: pathlib
     store.hold.clear()
     with pytest.raises(OSError, match=r"/x: bytes 0 to .* did not arrive within 0.1 s"):
         read(cache, url)
+
+
+def test_a_server_that_falls_silent_before_its_first_range_is_an_error(
+    store: Store, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As after the loss of a machine: connections are open, and no request is answered, of any method."""
+    url = store.put("x", os.urandom(3 * PART))
+    cache = make_cache(tmp_path, read_timeout_seconds=0.2)
+    cache.identify(url)
+    ended = threading.Event()
+    monkeypatch.setattr(http_store._Handler, "_answer", lambda handler, *, body: ended.wait(20))
+    monkeypatch.setattr(paths, "_ANSWER_SECONDS", 0.2)
+    monkeypatch.setattr(stores, "_ALIVE_SECONDS", 0.2)
+    began = time.monotonic()
+    try:
+        with pytest.raises(TimeoutError, match=r"/x: .* no answer in time"):
+            read(cache, url)
+        assert time.monotonic() - began < 15
+    finally:
+        ended.set()
 
 
 def test_a_slow_server_without_ranges_is_streamed(store: Store, tmp_path: pathlib.Path) -> None:

@@ -205,8 +205,11 @@ class Downloads:
 
     def _stream(self, files: Any, inner: str, download: Download) -> bool:
         """Downloads a whole file over HTTP with one request: the server may ignore ranges and be slow."""
-        start = 0
-        with files.open(inner, "rb", block_size=0) as stream:
+        import aiohttp
+
+        start, silent = 0, aiohttp.ClientTimeout(total=None, sock_connect=self._timeout, sock_read=self._timeout)
+        # With the size, or the client would look it up first, in requests that wait five minutes each.
+        with files.open(inner, "rb", block_size=0, size=download.num_bytes, timeout=silent) as stream:
             while content := stream.read(_MIN_BLOCK_BYTES, timeout=self._timeout):
                 download.write(content, start)
                 start += len(content)
