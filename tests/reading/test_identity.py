@@ -234,3 +234,19 @@ def test_an_error_of_a_fingerprint_names_it() -> None:
     with pytest.raises(ValueError, match="no") as raised:
         source_identity(Own(ValueError("no")), NOW)
     assert raised.value.__notes__ == ["in fingerprint() of a Own"]
+
+
+def test_attempts_to_read_the_records_of_a_fingerprint_are_not_multiplied() -> None:
+    calls: list[int] = []
+
+    def digest(ids: np.ndarray) -> str:
+        calls.append(len(ids))
+        raise OSError("the disk fails")
+
+    class Mapped(Numbers):
+        def fingerprint(self) -> str:
+            return probe_digest(len(self), digest, NOW)
+
+    with pytest.raises(OSError, match="the disk fails"):
+        source_identity(Mapped(20), NOW)
+    assert calls == [4, 4, 1, 1, 1, 1]

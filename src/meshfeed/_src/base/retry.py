@@ -103,6 +103,13 @@ def call_with_retry(
         start = time.monotonic()
 
 
+def count_attempts(error: BaseException, of: BaseException) -> None:
+    """Lets the attempts that ended with another error count as those of ``error``, for retries of the caller."""
+    for name in ("attempts_made", "attempts_ended"):
+        if hasattr(of, name):
+            setattr(error, name, getattr(of, name))
+
+
 def _pause(retry: Retry, tries: int, error: BaseException) -> float:
     # The exponent is bounded because a float overflows at 2.0**1024.
     pause = random.uniform(0, min(retry.max_seconds, retry.initial_seconds * 2.0 ** min(tries - 1, 60)))

@@ -15,7 +15,7 @@ from meshfeed._src.base import hooks
 from meshfeed._src.base.coordination import process_index
 from meshfeed._src.base.errors import MeshfeedError, SourceError, StalledError, refuse_stop_iteration
 from meshfeed._src.base.hooks import find
-from meshfeed._src.base.retry import call_with_retry
+from meshfeed._src.base.retry import call_with_retry, count_attempts
 from meshfeed._src.base.settings import Retry
 from meshfeed._src.base.threads import SingleCall, note_thread
 from meshfeed._src.base.trees import flatten_with_paths
@@ -60,8 +60,12 @@ def probe_digest(
     ids = probe_ids(num_records)
     try:
         return call_with_retry(lambda: digest(ids), retry, doing="reading four records to identify the source")
-    except Exception:  # one unreadable record must not hide changes in the others
-        return _digest_one_by_one(ids, digest, numbers)
+    except Exception as together:  # one unreadable record must not hide changes in the others
+        try:
+            return _digest_one_by_one(ids, digest, numbers)
+        except Exception as error:
+            count_attempts(error, together)
+            raise
 
 
 def _digest_one_by_one(

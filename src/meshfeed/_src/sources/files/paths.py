@@ -21,7 +21,7 @@ from typing import Any, NamedTuple, TypeAlias, cast
 import xxhash
 
 from meshfeed._src.base.errors import MeshfeedError, SourceError
-from meshfeed._src.base.retry import call_with_retry, without_signatures
+from meshfeed._src.base.retry import call_with_retry, count_attempts, without_signatures
 from meshfeed._src.base.settings import Retry
 from meshfeed._src.base.stores import (
     MESSAGE_CHARACTERS,
@@ -371,9 +371,7 @@ def _out_of_reach(problems: Sequence[OSError], seconds: float) -> OSError:
     error = (TimeoutError if isinstance(problems[0], TimeoutError) else OSError)(
         f"{str(problems[0]).rstrip('.')} ({tried}). Check the URL, the network, the endpoint and that the store is up."
     )
-    for name in ("attempts_made", "attempts_ended"):  # for retries of the caller
-        if hasattr(problems[-1], name):
-            setattr(error, name, getattr(problems[-1], name))
+    count_attempts(error, problems[-1])
     return error
 
 
