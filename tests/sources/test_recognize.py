@@ -133,6 +133,12 @@ def test_grain():
         (open, "Call it first"),
         (type("Records", (), {"__getitem__": lambda self, index: index})(), "and no __len__. Add"),
         ({1, 2}, "A set has no order"),
+        ({"a": Memory(np.zeros(2))}, r"It holds sources. Pass .*Mixture\(.*or meshfeed.sources.Zip\(sources\)"),
+        ([Memory(np.zeros(2))], r"It holds sources. Pass .*Mixture\(.*or meshfeed.sources.Concat\(sources\)"),
+        (
+            {"a": in_package("datasets.arrow_dataset", "Dataset"), "b": in_package("grain._src", "MapDataset")},
+            "It holds sources",
+        ),
         ({"x": [1, 2]}, r"but leaf \['x'\]\[0\] is 1. Convert its values"),
         (
             types.MappingProxyType({"x": np.zeros(2)}),

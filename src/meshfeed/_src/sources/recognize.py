@@ -35,6 +35,7 @@ _TAKES = """\
   (HostBatches);
 - files: meshfeed.sources.ArrayRecord(paths), Folder, MDS, Parquet, TensorStore, TFDS, Tokens or WebDataset."""
 
+_DATASETS = {"grain": ("MapDataset", "IterDataset"), "datasets": ("Dataset", "IterableDataset")}
 _TABLES = {
     "pandas": "meshfeed.sources.Memory({name: frame[name].to_numpy() for name in frame})",
     "polars": "meshfeed.sources.Memory({name: frame[name].to_numpy() for name in frame.columns})",
@@ -70,7 +71,21 @@ def as_source(obj: Any) -> Any:
     found = _by_library(obj)
     if found is not None:
         return found
+    if isinstance(obj, list | tuple | Mapping):
+        _refuse_sources(obj)
     return obj if _is_ours(obj) or _is_stream(obj) else _by_interface(obj)
+
+
+def _refuse_sources(obj: Sequence[Any] | Mapping[Any, Any]) -> None:
+    """Raises SourceError for a list or dict of sources, which would count as records or as arrays."""
+    first = next(iter(obj.values() if isinstance(obj, Mapping) else obj), None)
+    if _is_ours(first) or any(_is_a(first, package, *names) for package, names in _DATASETS.items()):
+        also = "Zip(sources) to join record i of each" if isinstance(obj, Mapping) else "Concat(sources) to append them"
+        raise _refused(
+            obj,
+            "It holds sources. Pass meshfeed.sources.Mixture({name: source, …}, weights={name: weight, …}) to draw records "
+            f"from all of them, or meshfeed.sources.{also}.",
+        )
 
 
 def _by_interface(obj: Any) -> object:
@@ -119,9 +134,9 @@ def describe_source(source: object) -> str:
 
 def _by_library(obj: Any) -> object:
     """The source for an object of a supported library; None for other objects."""
-    if _is_a(obj, "grain", "MapDataset", "IterDataset"):
+    if _is_a(obj, "grain", *_DATASETS["grain"]):
         return Grain(obj)
-    if _is_a(obj, "datasets", "Dataset", "IterableDataset"):
+    if _is_a(obj, "datasets", *_DATASETS["datasets"]):
         return HuggingFace(obj)
     if _is_a(obj, "datasets", "DatasetDict", "IterableDatasetDict") and isinstance(obj, Mapping):
         splits = ", ".join(map(repr, obj))
