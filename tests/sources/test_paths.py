@@ -7,6 +7,7 @@ import io
 import json
 import os
 import pathlib
+import re
 import tarfile
 import tempfile
 import threading
@@ -81,6 +82,30 @@ def test_names_with_braces(tmp_path: pathlib.Path) -> None:
     ]
     assert expand_paths("memory://braces/{a,b}.x", source="test") == ["memory://braces/{a,b}.x"]
     store.rm("/braces", recursive=True)
+
+
+def test_a_file_that_several_patterns_match_is_named(tmp_path: pathlib.Path, caplog: pytest.LogCaptureFixture) -> None:
+    make_files(tmp_path, "a-0.x", "a-1.x")
+    one, both = str(tmp_path / "a-1.x"), str(tmp_path / "a-*.x")
+    assert len(expand_paths(both, source="test")) == len(expand_paths([one, one], source="test")) == 2
+    assert not caplog.messages, "a name that is listed twice is meant to be read twice"
+    assert len(expand_paths([both, one], source="test")) == 3
+    assert f"test: {one} matches several of the paths, so its records come several times" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("names", "example"),
+    [(("_SUCCESS", "a.parquet", "b.parquet"), "*.parquet"), (("2026/a.parquet",), "**/*"), ((), "**/*")],
+)
+def test_the_files_of_a_folder_are_named_by_their_usual_end(
+    names: tuple[str, ...], example: str, tmp_path: pathlib.Path
+) -> None:
+    make_files(tmp_path, *names)
+    with pytest.raises(SourceError, match=re.escape(f"with a glob such as '{tmp_path}/{example}'.")):
+        expand_paths(tmp_path, source="test")
+    make_files(tmp_path, *(f"{number}.tar" for number in range(5)), "a.array_record")
+    with pytest.raises(SourceError, match=re.escape(f"such as '{tmp_path}/*.array_record'.")):
+        expand_paths(tmp_path, source="ArrayRecord")
 
 
 def test_an_open_file_is_no_list_of_names(tmp_path: pathlib.Path) -> None:

@@ -8,10 +8,12 @@ OSError if the store does not answer; see :func:`remote_errors`. Their ``source`
 from __future__ import annotations
 
 import base64
+import collections
 import contextlib
 import errno
 import glob
 import io
+import logging
 import os
 import re
 import time
@@ -38,6 +40,7 @@ from meshfeed._src.base.types import JsonValue
 
 Paths: TypeAlias = "str | os.PathLike[str] | Iterable[str | os.PathLike[str]]"
 
+_log = logging.getLogger("meshfeed.sources")
 _BRACES = re.compile(r"\{([^{}]*)\}")
 _MAGIC = re.compile(r"[*?\[]")
 _HTTP_QUERY = re.compile(r"\?[^?]*=.*", re.DOTALL)  # and not the ? of a pattern such as part-?.bin
@@ -140,7 +143,16 @@ def expand_paths(paths: Paths, *, source: str) -> list[str]:
     _forget_listings({os.fspath(path) for path in given}, source)
     names = [name for path in given for name in _expand_braces(os.fspath(path), source)]
     found = in_threads(lambda name: _expand_url(name, source) if is_url(name) else _expand_local(name, source), names)
-    return [path for group in found for path in group]
+    files = [path for group in found for path in group]
+    if any(_MAGIC.search(name) for name in names):  # a name that is listed twice as it stands is meant to be read twice
+        again = next((path for path, count in collections.Counter(files).items() if count > 1), None)
+        if again is not None:
+            _log.warning(
+                "%s: %s matches several of the paths, so its records come several times in an epoch. Name each file once.",
+                source,
+                again,
+            )
+    return files
 
 
 def _forget_listings(names: Iterable[str], source: str) -> None:
@@ -180,7 +192,11 @@ def _expand_local(name: str, source: str) -> list[str]:
     if os.path.isfile(path):  # before globbing: a file name may contain brackets
         return [path]
     if os.path.isdir(path):
-        example = os.path.join(name, "*")
+        with os.scandir(path) as entries:
+            ends = collections.Counter(os.path.splitext(entry.name)[1] for entry in entries if entry.is_file())
+        own = f".{source.lower()}"  # of Parquet and ArrayRecord
+        usual = max(ends, key=lambda end: (end.replace("_", "") == own, ends[end]), default=None)
+        example = os.path.join(name, "**/*" if usual is None else f"*{usual}")
         raise SourceError(
             f"{source} got the folder {name!r}. Expected files. Name them with a glob such as {example!r}."
         )
