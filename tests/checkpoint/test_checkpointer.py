@@ -332,9 +332,10 @@ def test_saving_goes_on_after_a_damaged_step_was_passed_over(tmp_path, mesh):
 def test_a_feed_that_cannot_continue_is_as_it_was(tmp_path, mesh):
     save_steps(tmp_path / "c", mesh, 1)
     feed = CountingFeed(records=5)
-    with Checkpointer(tmp_path / "c") as ckpt, pytest.raises(StateMismatchError):
+    with Checkpointer(tmp_path / "c") as ckpt, pytest.raises(StateMismatchError) as error:
         ckpt.restore(small_state(mesh, 0), feed)
     assert feed.position == 0
+    assert any(f"in restoring {tmp_path / 'c' / '1'}: a new run" in note for note in error.value.__notes__)
 
 
 def test_metadata_restores_without_an_abstract_tree(tmp_path, mesh, tree):

@@ -457,7 +457,7 @@ class Checkpointer(NotCopied):
             with contextlib.ExitStack() as undo:
                 if feed is not None:
                     position = agreement.attempt(lambda: _position(folder))
-                    undo.callback(_continue(feed, position, agreement, step))
+                    undo.callback(_continue(feed, position, agreement, folder))
                     _start(feed)  # it reads ahead while the arrays are read
                 state = self._arrays.restore_with(agreement, folder / ARRAYS, ArraysRestore(wanted))
                 undo.pop_all()
@@ -706,12 +706,17 @@ def _start(feed: Resumable) -> None:
         startable.start()
 
 
-def _continue(feed: Resumable, state: dict[str, JsonValue], agreement: Agreement, step: int) -> Callable[[], None]:
+def _continue(
+    feed: Resumable, state: dict[str, JsonValue], agreement: Agreement, folder: epath.Path
+) -> Callable[[], None]:
     """Sets the feed's state on all hosts or on none; returns a function that sets it back."""
     before = feed.get_state()
     try:
         feed.set_state(state)
     except Exception as error:
+        error.add_note(
+            f"in restoring {folder}: a new run needs a folder of its own; without a feed, the rest is restored"
+        )
         if None in agreement.collect(Failure.of(error).to_json()).values():
             # The others undo it below, which begins their feeds anew. This one must meet them there.
             with contextlib.suppress(Exception):  # the reason is that of the state
@@ -722,7 +727,7 @@ def _continue(feed: Resumable, state: dict[str, JsonValue], agreement: Agreement
     if failed:  # on another host: undo it here
         feed.set_state(before)
         reason = str(Failure.from_json(reports[failed[0]])).rstrip(".")
-        text = f"step {step}: host {failed[0]} cannot resume the feed: {reason}. The feeds of all hosts are unchanged."
+        text = f"step {folder.name}: host {failed[0]} cannot resume the feed: {reason}. The feeds of all hosts are unchanged."
         raise CheckpointError(text)
     return lambda: feed.set_state(before)
 
