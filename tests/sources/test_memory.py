@@ -106,6 +106,16 @@ def test_bad_arrays(arrays, message: str) -> None:
         Memory(arrays)
 
 
+def test_arrays_that_numpy_cannot_hold() -> None:
+    deleted = jax.numpy.arange(3)
+    deleted.delete()
+    for array in (deleted, jax.random.split(jax.random.key(0), 3)):
+        with pytest.raises(
+            SourceError, match=r"\['x'\] is a \w+ which numpy cannot hold: .*Pass numpy arrays with all rec"
+        ):
+            Memory({"x": array})
+
+
 def test_fingerprint_tells_content_and_shape_apart() -> None:
     tree = _tree()
     same = Memory(jax.tree.map(np.copy, tree)).fingerprint()

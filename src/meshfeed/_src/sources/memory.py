@@ -151,7 +151,13 @@ def _check_leaf(path: str, leaf: object) -> np.ndarray:
             f"{reader_hint(leaf) or ' Convert it with numpy.asarray.'}"
         )
     check_unmasked(leaf, where)
-    array = np.asarray(leaf)  # a memmap becomes a plain view, which indexes faster
+    try:
+        array = np.asarray(leaf)  # a memmap becomes a plain view, which indexes faster
+    except Exception as error:  # an array over the devices of several hosts, a deleted one, a tensor that requires grad
+        raise SourceError(
+            f"{where} is a {type(leaf).__name__} which numpy cannot hold: {str(error).rstrip('.')}. Pass numpy arrays with "
+            "all records, the same on every host."
+        ) from error
     if array.ndim == 0:
         raise SourceError(f"{where} has shape () and so no rows. Expected an array [records, ...].")
     dtype = array.dtype
