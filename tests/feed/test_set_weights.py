@@ -372,6 +372,7 @@ def test_the_batch_size_may_change_before_a_stage_begins(folder: pathlib.Path) -
         ({}, "no component with a weight above 0"),
         ({"web": -1}, "a weight is a finite number"),
         ({"web": float("nan")}, "a weight is a finite number"),
+        ({"web": np.array(0.5)}, r"a weight is a finite number of at least 0. Pass .* float\(array\)"),
         ([(3, {"web": 1})], "the weights of one stage"),
         (None, "the weights of one stage"),
     ],

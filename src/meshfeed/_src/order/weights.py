@@ -141,8 +141,10 @@ def check_weights(weights: Mapping[str, object], names: Sequence[str]) -> dict[s
                 setting="weights",
             )
         if isinstance(weight, bool) or not isinstance(weight, numbers.Real) or not 0 <= float(weight) < math.inf:
+            remedy = "" if isinstance(weight, numbers.Real) else " Pass an int or a float, such as float(array)."
             raise SettingsError(
-                f"weights has {weight!r} for {name!r}; a weight is a finite number of at least 0.", setting="weights"
+                f"weights has {weight!r} for {name!r}; a weight is a finite number of at least 0.{remedy}",
+                setting="weights",
             )
         if float(weight) > 0:
             checked[name] = int(weight) if isinstance(weight, numbers.Integral) else float(weight)
