@@ -207,9 +207,26 @@ def test_sources_suggest_keywords_too() -> None:
         ),
         (lambda: meshfeed.sources.Map([1], int, batch=True), r"Map\(\) .*'batch'; did you mean batched=\?"),
         (lambda: meshfeed.sources.Tokens("a", length=8), r"'length'; did you mean sequence_length=\?"),
+        (
+            lambda: meshfeed.checkpoint.Checkpointer.save(None, 1, state={}),  # type: ignore[arg-type,call-arg]
+            r"save\(\) .*'state'; did you mean train_state=\?",
+        ),
     ):
         with pytest.raises(TypeError, match=message):
             call()
+
+
+def test_data_in_place_of_a_function_is_not_shown_whole() -> None:
+    data: Any = {"x": np.arange(1_000)}
+    for call in (
+        lambda: meshfeed.remote.RemoteFeed(data, rows_sharding(), global_batch_size=8),
+        lambda: meshfeed.testing.check_resumable(data),
+        lambda: meshfeed.testing.run_hosts(data, 2),
+        lambda: meshfeed.monitoring.prometheus(data),
+    ):
+        with pytest.raises(meshfeed.MeshfeedError, match=r"^\w+={'x': array\(") as error:
+            call()
+        assert len(str(error.value)) < 400
 
 
 def test_an_argument_by_position_that_has_a_name_is_a_type_error() -> None:

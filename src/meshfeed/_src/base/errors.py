@@ -394,7 +394,11 @@ def _wrong_arguments(
     unknown = next((name for name in kwargs if name not in takes), None)
     if unknown is not None:
         words = set(unknown.split("_"))
-        near = difflib.get_close_matches(unknown, takes, n=1) or [n for n in takes if words & set(n.split("_"))]
+        near = (
+            [n for n in takes if words <= set(n.split("_"))]
+            or difflib.get_close_matches(unknown, takes, n=1)
+            or [n for n in takes if words & set(n.split("_"))]
+        )
         remedy = f"did you mean {near[0]}=?" if near else f"it takes {', '.join(takes)}."
         if "global_batch_size" in takes:
             remedy = KEYWORDS.get(unknown, remedy)

@@ -77,7 +77,7 @@ def check_feed(feed: object) -> Feed:
     """
     if not isinstance(feed, Feed):
         raise SettingsError(
-            f"feed={feed!r} is not a meshfeed.Feed. For a RemoteFeed, call its stats() in your training loop and write "
+            f"feed={feed!r:.80} is not a meshfeed.Feed. For a RemoteFeed, call its stats() in your training loop and write "
             "the figures yourself.",
             setting="feed",
         )

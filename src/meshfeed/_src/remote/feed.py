@@ -52,7 +52,7 @@ def make_feed_payload(
     """Returns a pickled function from a mesh of CPU devices to a :class:`FeedTarget`."""
     what = "a function without arguments that can be imported on those hosts, or pickled with all that it refers to"
     if not callable(make_source):
-        raise SettingsError(f"make_source={make_source!r}; it takes {what}.", setting="make_source")
+        raise SettingsError(f"make_source={make_source!r:.80}; it takes {what}.", setting="make_source")
     # Pickle the factory alone first: the error then names make_source rather than the settings.
     make_payload(make_source, setting="make_source", what=what)
     specs = jax.tree.map(lambda sharding: sharding.spec, prefix)  # shardings refer to the controller's devices

@@ -345,8 +345,8 @@ class HostPool(NotCopied):
         """
         if not callable(function) and not isinstance(function, str):
             raise SettingsError(
-                f"function={function!r}; it takes a callable, or 'module:function'. The order is (function, *args), and the "
-                "number of hosts is num_hosts=.",
+                f"function={function!r:.80}; it takes a callable, or 'module:function'. The order is (function, *args), and "
+                "the number of hosts is num_hosts=.",
                 setting="function",
             )
         self._owner.check("this HostPool")

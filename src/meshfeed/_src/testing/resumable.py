@@ -87,7 +87,9 @@ def check_resumable(
       4
     """
     if not callable(make_feed):
-        raise SettingsError(f"make_feed={make_feed!r}; it takes a function that makes a new feed.", setting="make_feed")
+        raise SettingsError(
+            f"make_feed={make_feed!r:.80}; it takes a function that makes a new feed.", setting="make_feed"
+        )
     if isinstance(max_steps, bool) or not isinstance(max_steps, int) or max_steps < 1:
         raise SettingsError(f"max_steps={max_steps!r}; it takes a positive int.", setting="max_steps")
     run = _Run(make_feed, max_steps)
