@@ -29,7 +29,7 @@ from token_files import write_llm_c, write_megatron
 import meshfeed
 from meshfeed import CorruptDataError, MeshfeedError, SettingsError, SourceError
 from meshfeed._src.sources.files.paths import expand_paths, in_threads
-from meshfeed.sources import ArrayRecord, Padded, Parquet, Tokens
+from meshfeed.sources import ArrayRecord, Folder, Padded, Parquet, Tokens
 
 
 def make_files(folder: pathlib.Path, *names: str) -> None:
@@ -106,6 +106,19 @@ def test_the_files_of_a_folder_are_named_by_their_usual_end(
     make_files(tmp_path, *(f"{number}.tar" for number in range(5)), "a.array_record")
     with pytest.raises(SourceError, match=re.escape(f"such as '{tmp_path}/*.array_record'.")):
         expand_paths(tmp_path, source="ArrayRecord")
+
+
+@pytest.mark.parametrize("name", ["a.x", "b/a.x", "*.x", "*/a.x"])
+def test_a_folder_without_permission_is_named(
+    name: str, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[str] = []
+    monkeypatch.setattr(os, "access", lambda folder, *_, **__: asked.append(folder))
+    with pytest.raises(SourceError, match=f"test: no permission to look into the folder {tmp_path} for "):
+        expand_paths(tmp_path / name, source="test")
+    with pytest.raises(SourceError, match=f"Folder: no permission to look into the folder {tmp_path} for "):
+        Folder(tmp_path / "b")
+    assert asked == [str(tmp_path), str(tmp_path)]
 
 
 def test_an_open_file_is_no_list_of_names(tmp_path: pathlib.Path) -> None:

@@ -51,6 +51,7 @@ class Folder:
             )
         self._folder = file_paths.absolute(given)
         if not os.path.isdir(self._folder):
+            file_paths.check_permission(self._folder, given, "Folder")
             raise SourceError(f"Folder: there is no folder {self._folder!r}. Check the path.")
         found = file_paths.expand_paths(os.path.join(glob.escape(self._folder), pattern), source="Folder")
         self._names = sorted(os.path.relpath(path, self._folder).replace(os.sep, "/") for path in found)

@@ -201,6 +201,7 @@ def _expand_local(name: str, source: str) -> list[str]:
             f"{source} got the folder {name!r}. Expected files. Name them with a glob such as {example!r}."
         )
     if not _MAGIC.search(path):
+        check_permission(path, name, source)
         what = f"{_sought(name, path)} is a link that leads to no file" if os.path.islink(path) else None
         raise SourceError(f"{source}: {what or f'there is no file {_sought(name, path)}'}. Check the path.")
     found = sorted(set(_glob(_with_literal_brackets(path))))
@@ -211,8 +212,21 @@ def _expand_local(name: str, source: str) -> list[str]:
             f"{source}: {dangling!r}, which matches {name!r}, is a link that leads to no file. Mend or remove the link."
         )
     if not files:
+        check_permission(path, name, source)
         raise SourceError(f"{source}: no file matches {_sought(name, path)}. Check the pattern and the folder.")
     return files
+
+
+def check_permission(path: str, name: str, source: str) -> None:
+    """Raises SourceError if the folder in which a path or pattern would be cannot be looked into: its files look absent."""
+    folder = os.path.dirname(path)
+    while not os.path.exists(folder):
+        folder = os.path.dirname(folder)
+    if not os.access(folder, os.X_OK | (os.R_OK if _MAGIC.search(path) else 0), effective_ids=True):
+        raise SourceError(
+            f"{source}: no permission to look into the folder {folder} for {name!r}. Check the user of this process and the "
+            "permissions of the folder."
+        )
 
 
 def _with_literal_brackets(pattern: str) -> str:
