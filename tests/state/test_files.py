@@ -272,6 +272,18 @@ def test_a_url_that_cannot_be_read_is_named(tmp_path: pathlib.Path, monkeypatch:
     assert files.readable_path(tmp_path) == epath.Path(tmp_path), "a folder is not looked for"
 
 
+def test_a_path_in_a_folder_without_permission_is_not_called_absent(monkeypatch: pytest.MonkeyPatch) -> None:
+    def stat(path: object) -> None:
+        raise PermissionError(13, "Permission denied", str(path))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "stat", stat)
+        found = message(CheckpointError, files.readable_path, "/closed/run")
+    assert found == (
+        "/closed/run: cannot be read here: [Errno 13] Permission denied: '/closed/run'. Check the user and the permissions."
+    )
+
+
 # --- Orbax v1 -------------------------------------------------------------------------------------------------------
 
 

@@ -83,7 +83,8 @@ def readable_path(directory: Directory) -> epath.Path:
     """Returns the path of a checkpoint or saved state, checked for reading.
 
     Raises:
-      CheckpointError: the store of a URL cannot be reached, or its package is not installed.
+      CheckpointError: the store of a URL cannot be reached, or its package is not installed, or this process may not look
+        into the folder that holds a local path, which would then look absent.
     """
     path = absolute_path(make_path(directory))
     if isinstance(path, StorePath):
@@ -96,6 +97,15 @@ def readable_path(directory: Directory) -> epath.Path:
                 f"{directory}: cannot be read here: {type(error).__name__}: {error}. Check credentials and network, or copy "
                 "the checkpoint into a folder."
             ) from error
+    else:
+        try:
+            os.stat(path)
+        except PermissionError as error:
+            raise CheckpointError(
+                f"{directory}: cannot be read here: {error}. Check the user and the permissions."
+            ) from error
+        except OSError:  # the caller names what is absent
+            pass
     return path
 
 
