@@ -375,9 +375,8 @@ class Generations(Inspection):
         ended = isinstance(self._failed, StopIteration)  # which is no reason that the other hosts need to look for
         doing, because = "closed its feed", _because if ended else self._failed or _because
         awaited = isinstance(self._failed, PeerError)
-        if isinstance(
-            because, SystemExit | KeyboardInterrupt
-        ):  # the program ends, and the others may wait in a collective
+        # The program ends, and the others may wait in a collective.
+        if isinstance(because, SystemExit | KeyboardInterrupt):
             self._membership.tell(f"{leave_notice(doing, self._cursor.step, because)}. Collectives with it cannot end.")
         self._leave(self._cursor, None, doing, because)
         if self._last_opening is not None and not self._last_opening.join(_CLOSE_SECONDS):
