@@ -33,7 +33,11 @@ def test_the_names_are_there():
 
 
 @pytest.mark.parametrize(
-    "name", ["_inputs", "_functions", "_seed", "_seed2", "_num_parallel_calls", "_reshuffle_each_iteration"]
+    "name",
+    [
+        *("_inputs", "_functions", "_seed", "_seed2", "_num_parallel_calls"),
+        *("_reshuffle_each_iteration", "_rerandomize", "_as_serialized_graph"),
+    ],
 )
 def test_without_a_name_no_pipeline_is_taken(name, monkeypatch):
     hide(monkeypatch, tf.data.Dataset, name)

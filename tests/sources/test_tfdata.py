@@ -20,6 +20,7 @@ from meshfeed._src.base.errors import CorruptDataError, SettingsError, SourceErr
 from meshfeed.sources import TFData  # noqa: E402
 
 N = 24
+ANY_ORDER = {"num_parallel_calls": 2, "deterministic": False}
 
 
 def numbers(lane_index, num_lanes):
@@ -139,6 +140,20 @@ def test_epoch_and_seed_are_passed_to_those_who_take_them():
             lambda i, n: numbers(i, n).map(lambda r: tf.random.uniform((), seed=1), num_parallel_calls=2),
             r"tf\.random .*map\(\) with num_parallel_calls",
         ),
+        *(
+            (open_lane, rf"a {name}.* with deterministic=False.*parallel steps without")
+            for name, open_lane in {
+                r"map\(\)": lambda i, n: numbers(i, n).map(dict, **ANY_ORDER).prefetch(2),
+                r"batch\(\)": lambda i, n: numbers(i, n).batch(2, **ANY_ORDER),
+                r"interleave\(\)": lambda i, n: numbers(i, n).interleave(
+                    lambda r: tf.data.Dataset.from_tensors(r["id"]), **ANY_ORDER
+                ),
+            }.items()
+        ),
+        (
+            lambda i, n: numbers(i, n).flat_map(lambda r: tf.data.Dataset.range(3).map(abs, **ANY_ORDER)),
+            r"step with deterministic=False in the function of flatmap\(\)",
+        ),
         (lambda i, n: iter([1]), "returned a list_iterator"),
         (lambda i, n: None, "returned a NoneType"),
     ],
@@ -214,6 +229,19 @@ def test_a_shuffle_shared_by_lanes_is_refused(shared):
     else:
         check_lanes(TFData(lambda i, n: fixed.shard(n, i)), 2, range(N), step=9)
         check_lanes(TFData(lambda i, n: base.shuffle(N, seed=1).shard(n, i)), 2, range(N), step=9)
+
+
+@pytest.mark.parametrize("anew", [True, False])
+def test_samples_drawn_anew_by_each_lane_are_refused(anew):
+    base = tf.data.Dataset.range(N).map(lambda i: {"id": i})
+    parts = [base.take(9), base.skip(9)]
+    sampled = tf.data.Dataset.sample_from_datasets(parts, seed=4, rerandomize_each_iteration=anew)
+    source = TFData(lambda i, n: sampled.shard(n, i))
+    if anew:
+        with pytest.raises(SourceError, match=r"share a shuffle\(\) or sample_from_datasets\(\).*inside open"):
+            source.open(0, 2)
+    else:
+        check_lanes(source, 2, range(N), step=9)
 
 
 def test_what_cannot_open_lanes_or_identify_data_is_refused_at_once():

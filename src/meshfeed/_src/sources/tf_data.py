@@ -191,8 +191,9 @@ def _describe(dataset: Dataset, lane_index: int) -> list[str]:
     for loose in filter(None, map(find_randomness, steps)):
         raise SourceError(
             f"the pipeline of lane {lane_index} has a {loose}, so hosts and runs would read different records. "
-            "Expected randomness that the pipeline determines. Write shuffle(buffer_size, seed=…), or "
-            "tf.random.stateless_uniform(shape, seed=…) with a seed made of the record's number.",
+            "Expected an order and randomness that the pipeline determines. Write shuffle(buffer_size, seed=…), "
+            "tf.random.stateless_uniform(shape, seed=…) with a seed made of the record's number, or parallel steps without "
+            "deterministic=False.",
             lane_index=lane_index,
         )
     return [*map(step_name, steps), str(dataset.element_spec)]
@@ -273,9 +274,9 @@ def _checked_dataset(made: Any, lane_index: int) -> Dataset:
 
 
 def _refuse_shared_shuffle(first: Dataset, second: Dataset) -> None:
-    """Checks that two calls of ``open`` do not return the same reshuffling ``shuffle`` object.
+    """Checks that two calls of ``open`` do not return the same ``shuffle`` that reshuffles, or samples that are drawn anew.
 
-    Such a shuffle gives each of its iterators a different order, so lanes that share it would lose and repeat records.
+    Such a step gives each of its iterators a different order, so lanes that share it would lose and repeat records.
 
     Raises:
       SourceError: they return the same one.
@@ -283,7 +284,7 @@ def _refuse_shared_shuffle(first: Dataset, second: Dataset) -> None:
     again = steps_of(second)
     if any(step is other for step in filter(reshuffles, steps_of(first)) for other in again):
         raise SourceError(
-            "open returns pipelines that share a shuffle() made outside of it, which gives each lane a different order, "
-            "so records would be lost and repeated. Call shuffle() inside open, after shard(), or give it "
-            "reshuffle_each_iteration=False."
+            "open returns pipelines that share a shuffle() or sample_from_datasets() made outside of it, which gives each "
+            "lane a different order, so records would be lost and repeated. Call it inside open, shuffle() after shard(), or "
+            "give it reshuffle_each_iteration=False or rerandomize_each_iteration=False."
         )

@@ -16,6 +16,8 @@ from meshfeed._src.base.errors import SourceError, missing_package
 
 OLDEST = "2.20"  # of pyproject.toml, with which the tests are run too
 _SEEDS = ("_seed", "_seed2")  # both 0: none was given
+_RANDOM = "RandomDataset"
+_ANY_ORDER = "deterministic"  # the attribute of parallel ops
 
 
 def import_tensorflow() -> Any:
@@ -51,8 +53,10 @@ def steps_of(dataset: Dataset) -> list[Dataset]:
 
 
 def reshuffles(step: Dataset) -> bool:
-    """Whether a step is a ``shuffle`` that gives each of its iterators a different order."""
-    return isinstance(step, probe()) and _private(step, "_reshuffle_each_iteration") is not False
+    """Whether a step gives each of its iterators other random numbers: a ``shuffle``, or what datasets are sampled by."""
+    if isinstance(step, probe()):
+        return _private(step, "_reshuffle_each_iteration") is not False
+    return step_name(step) == _RANDOM and bool(_private(step, "_rerandomize"))
 
 
 def step_name(step: Dataset) -> str:
@@ -75,6 +79,9 @@ def probe() -> type:
     def draw_dataset(element: object) -> Any:
         return tf.data.Dataset.from_tensors(draw(element))
 
+    def any_order(element: object) -> Any:
+        return tf.data.Dataset.range(2).map(abs, num_parallel_calls=2, deterministic=False)
+
     numbers = tf.data.Dataset.range(2)
     shuffled = numbers.shuffle(2, seed=1)
     drawing = shuffled.map(draw, num_parallel_calls=2)
@@ -83,11 +90,19 @@ def probe() -> type:
     steps = _steps(interleaved)
     if [(step, find_randomness(step) is not None) for step in steps] != expected:
         raise _unknown("the steps of a pipeline as expected")
-    for step in (shuffled, tf.data.Dataset.random(seed=1)):
+    random = tf.data.Dataset.random(seed=1)
+    for step in (shuffled, random):
         seeds = [int(_private(step, name)) for name in _SEEDS]
         if not any(seeds):
             raise _unknown(f"the seed of {type(step).__name__}")
     _private(shuffled, "_reshuffle_each_iteration")
+    if step_name(random) != _RANDOM:
+        raise _unknown("Dataset.random()")
+    _private(random, "_rerandomize")
+    how: Any = {"num_parallel_calls": 2, "deterministic": False}
+    for step in (numbers.map(abs, **how), numbers.interleave(any_order, **how), numbers.interleave(any_order)):
+        if find_randomness(step) is None:
+            raise _unknown(f"deterministic=False of {type(step).__name__}")
     return type(shuffled)
 
 
@@ -121,8 +136,9 @@ def _steps(dataset: Dataset) -> list[Dataset]:
 def find_randomness(step: Dataset) -> str | None:
     """Describes randomness of a step that the pipeline does not determine; None if there is none.
 
-    That is a random op without a seed, including inside the function of a ``map`` or ``interleave``, and a
-    ``tf.random`` op in a function that runs in parallel, where thread timing decides which record gets which number.
+    That is a random op without a seed, including inside the function of a ``map`` or ``interleave``, a
+    ``tf.random`` op in a function that runs in parallel, where thread timing decides which record gets which number, and
+    a parallel step with ``deterministic=False``, where it decides the order.
 
     Args:
       step: one of :func:`steps_of`; the steps before it are not examined.
@@ -133,16 +149,34 @@ def find_randomness(step: Dataset) -> str | None:
     if all(seed is not None and int(seed) == 0 for seed in seeds):
         return f"{name} without a seed"
     parallel = getattr(step, "_num_parallel_calls", None) is not None  # only on steps that may run in parallel
+    if parallel and _is_in_any_order(step):
+        return f"{name} with deterministic=False"
     # The function's own graph, and the functions that it calls, such as those of a dataset that it makes.
     for wrapper in _private(step, "_functions")():
         graph = wrapper.function.graph.as_graph_def()
         for nodes in (graph.node, *(function.node_def for function in graph.library.function)):
+            if any(map(_has_any_order, nodes)):
+                return f"step with deterministic=False in the function of {name}"
             for op, is_seeded, draws in _draws(nodes):
                 if not is_seeded:
                     return f"{op} without a seed in the function of {name}"
                 if draws and parallel:
                     return f"{op} in the function of {name} with num_parallel_calls"
     return None
+
+
+def _is_in_any_order(step: Dataset) -> bool:
+    """Whether a parallel step yields its elements in the order in which they are ready."""
+    known = getattr(step, "_deterministic", None)
+    if known is not None:
+        return known == "false"
+    # That of an interleave is only in the graph, after all steps before it. Not for every step: data in memory is copied.
+    graph = import_tensorflow().compat.v1.GraphDef.FromString(_private(step, "_as_serialized_graph")().numpy())
+    return any(map(_has_any_order, graph.node))
+
+
+def _has_any_order(node: Any) -> bool:
+    return _ANY_ORDER in node.attr and node.attr[_ANY_ORDER].s == b"false"
 
 
 def _draws(nodes: Iterable[Any]) -> Iterator[tuple[str, bool, bool]]:
