@@ -101,6 +101,12 @@ def zip_over_filter():
     return experimental.ZipIterDataset([numbers, numbers.filter(bool)], strict=False)
 
 
+def zip_of_pairs(other_size):
+    numbers = grain.MapDataset.range(18).to_iter_dataset()
+    other = numbers.batch(2) if other_size == 2 else grain.MapDataset.range(9).to_iter_dataset()
+    return experimental.ZipIterDataset([numbers.batch(2), other])
+
+
 def few_datasets():
     return experimental.InterleaveIterDataset([Values([1]), Values([2])], cycle_length=2)
 
@@ -111,6 +117,7 @@ def few_datasets():
         (lambda: Values(range(5)).map(str), "cannot cut Values into 3 lanes: it is a source without set_slice"),
         (lambda: NotSliced(range(5)), "cannot cut NotSliced into 3 lanes: its set_slice changed no attribute"),
         (zip_over_filter, "cannot cut ZipIterDataset into 3 lanes: below it, FilterIterDataset drops"),
+        (lambda: zip_of_pairs(1), "cannot cut ZipIterDataset into 3 lanes: its datasets are batched by different sizes"),
         (few_datasets, "cannot cut Values into 3 lanes: .* 2 datasets are fewer than 3 lanes"),
     ],
 )
@@ -121,6 +128,13 @@ def test_what_cannot_be_cut_says_why_and_how_to_write_it(make, words):
         source.open(0, 3)
     assert "def open(lane_index, num_lanes):" in str(error.value)
     assert "meshfeed.sources.Stream(open)" in str(error.value)
+
+
+def test_datasets_that_are_batched_alike_are_zipped_in_lanes():
+    for lane in range(3):
+        pairs = list(Grain(zip_of_pairs(2)).open(lane, 3))
+        assert [pair[0].tolist() for pair in pairs] == [pair[1].tolist() for pair in pairs]
+        assert len(pairs) == 3
 
 
 def test_more_datasets_than_lanes_need_no_cut():

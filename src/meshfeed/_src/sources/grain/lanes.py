@@ -126,6 +126,8 @@ def find_uncuttable(dataset: Pipeline, num_lanes: int) -> tuple[Node, str] | Non
                 node,
                 f"below it, {type(inner).__name__} drops, adds or moves elements, so lanes would pair other ones",
             )
+        if is_named(node, internals.ZIP) and len(set(map(_batched_by, parents(node)))) > 1:
+            return node, "its datasets are batched by different sizes, so lanes would pair other elements"
         if is_named(node, internals.INTERLEAVE):
             if found := _find_uncuttable_share(private(node, "datasets"), num_lanes):
                 return found
@@ -364,6 +366,16 @@ def _not_one_to_one(node: Node) -> Node | None:
         if found is not None:
             return found
     return None
+
+
+def _batched_by(node: Node) -> int:
+    """How many elements of the MapDataset below make one of a part of a zip."""
+    size = 1
+    while isinstance(node, grain.IterDataset):
+        if is_named(node, internals.BATCH):
+            size *= private(node, "batch_size")
+        node = parents(node)[0]
+    return size
 
 
 _CUTTERS: tuple[tuple[Sequence[str], Callable[[Node, Place, Copy], Node]], ...] = (
