@@ -117,7 +117,10 @@ def few_datasets():
         (lambda: Values(range(5)).map(str), "cannot cut Values into 3 lanes: it is a source without set_slice"),
         (lambda: NotSliced(range(5)), "cannot cut NotSliced into 3 lanes: its set_slice changed no attribute"),
         (zip_over_filter, "cannot cut ZipIterDataset into 3 lanes: below it, FilterIterDataset drops"),
-        (lambda: zip_of_pairs(1), "cannot cut ZipIterDataset into 3 lanes: its datasets are batched by different sizes"),
+        (
+            lambda: zip_of_pairs(1),
+            "cannot cut ZipIterDataset into 3 lanes: its datasets are batched by different sizes",
+        ),
         (few_datasets, "cannot cut Values into 3 lanes: .* 2 datasets are fewer than 3 lanes"),
     ],
 )

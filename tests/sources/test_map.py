@@ -645,6 +645,48 @@ def test_a_source_of_text_has_an_identity() -> None:
         assert np.asarray(next(feed)["x"]).tolist() == [2, 4, 6]
 
 
+@pytest.mark.parametrize("shuffled", [False, True])
+@pytest.mark.parametrize("batched", [False, True])
+def test_a_function_gets_records_as_the_source_gives_them(shuffled: bool, batched: bool) -> None:
+    given = {
+        "x": 2**62,
+        "list": [1, 2],
+        "flag": True,
+        "text": "a",
+        "none": None,
+        "array": np.frombuffer(b"ab", np.uint8),
+    }
+    seen = []
+
+    def look(record: dict[str, Any]) -> dict[str, Any]:
+        seen.append({name: type(value) for name, value in record.items()} | {"items": [*map(type, record["list"])]})
+        record["array"] += 1  # also of memory that cannot be written
+        return {"x": np.array(record["x"] * 8 % 7)}
+
+    def look_at_all(records: list[dict[str, Any]]) -> dict[str, Any]:
+        return {"x": np.stack([look(record)["x"] for record in records])}
+
+    source: Any = Stream(lambda lane_index, num_lanes: iter([given, given, given]))
+    mapped = Map(ShuffleBuffer(source, 2) if shuffled else source, look_at_all if batched else look, batched=batched)
+    lane = mapped.open(0, 1)
+    assert [int(next(lane)["x"]) for _ in range(3)] == [2**65 % 7] * 3
+    expected = {name: type(value) for name, value in given.items()} | {"items": [int, int]}
+    assert all(found == expected for found in seen)
+
+
+def test_text_of_a_hugging_face_stream_reaches_a_function_through_a_shuffle_buffer() -> None:
+    datasets = pytest.importorskip("datasets")
+    stream = datasets.Dataset.from_dict({"text": [str(number) for number in range(NUM)]}).to_iterable_dataset()
+
+    def length(record: dict[str, Any]) -> dict[str, Any]:
+        return {"x": np.int32(record["text"])}
+
+    for around in (lambda source: source, lambda source: Mixture({"a": source}, {"a": 1}, block=8)):
+        mapped = Map(around(ShuffleBuffer(stream, 16)), length)
+        assert sorted(values(feed_of(mapped, num_lanes=4))) == list(range(NUM))
+        check_resumable(functools.partial(feed_of, mapped, num_lanes=4, prefetch=0), save_points=[1, 2, 7])
+
+
 def test_lists_of_fixed_size_of_a_hugging_face_dataset_are_arrays() -> None:
     datasets = pytest.importorskip("datasets")
     features = datasets.Features({"x": datasets.Sequence(datasets.Value("uint8"), length=2)})

@@ -73,6 +73,18 @@ def test_batches_are_the_records(sizes):
     assert not hasattr(Source(Stateful, 50, 16).open(0, 1), "next_batch")
 
 
+def test_batches_that_differ_are_refused_in_a_window_too():
+    class Widening(Stacked):
+        def next_batch(self, num_records):
+            batch = super().next_batch(num_records)
+            return batch if self.at <= 5 else {"id": batch["id"].astype(np.float64)}
+
+    with pytest.raises(
+        SourceError, match=r"a shuffled lane: records have the leaves \['id'\] float64\[\], but the first"
+    ):
+        next(Source(Widening, 16, 16).open(0, 1))
+
+
 def test_the_order_depends_on_the_key_and_on_the_window():
     def order(*key):
         return read_ids(shuffle_windows(Stateful(64), 32, key))

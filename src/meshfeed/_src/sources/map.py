@@ -403,8 +403,9 @@ class StackedMappedLane(MappedLane):
                 if not records:
                     raise
                 break
-            # The lane may reuse the memory of one record for the next.
-            records.append(own_batch(record, self._lane if self._decode is None else self._decode, "__next__"))
+            # The lane or its decoder may reuse the memory of one record for the next.
+            is_fresh = self._decode is None and returns_fresh(self._lane, "__next__")
+            records.append(record if is_fresh else own_record(record))
             if rng is not None:
                 rngs.append(rng)
         try:

@@ -76,8 +76,15 @@ class ShuffleBuffer(SameHooks):
 
     def with_cut(self, version: int) -> ShuffleBuffer:
         """See :class:`meshfeed._src.base.hooks.CutsLanes`; other streams lack the rest of that hook."""
+        return self._over(self._source.with_cut(version))
+
+    def unconverted(self) -> ShuffleBuffer:
+        """Returns the records as they are stored, such as with text, for functions that make arrays of them."""
+        return self._over(hooks.unconverted(self._source))
+
+    def _over(self, source: Any) -> ShuffleBuffer:
         other = copy.copy(self)
-        other._source = self._source.with_cut(version)
+        other._source = source
         return other
 
     def fingerprint(self) -> JsonValue:

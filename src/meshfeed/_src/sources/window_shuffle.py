@@ -14,9 +14,9 @@ import numpy as np
 from meshfeed._src.base import hooks, trees
 from meshfeed._src.base.errors import SourceError, StateMismatchError, refuse_stop_iteration
 from meshfeed._src.base.hooks import find
-from meshfeed._src.base.ownership import own_batch
+from meshfeed._src.base.ownership import own_batch, own_record, returns_fresh
 from meshfeed._src.base.types import JsonValue, PyTree, Record
-from meshfeed._src.reading.host_batch import num_rows
+from meshfeed._src.reading.host_batch import join_batches, num_rows
 from meshfeed._src.sources.stream import drop, ended_early
 
 
@@ -137,7 +137,8 @@ class WindowShuffle:
             return self._lane.get_state() if self._stateful else None
 
     def _read_records(self) -> tuple[Any, int]:
-        parts, size = [], 0
+        parts: list[Any] = []
+        size = 0
         while size < self._window_records:
             try:
                 parts.append(self._read_part(self._window_records - size))
@@ -146,13 +147,14 @@ class WindowShuffle:
             size += num_rows(parts[-1]) if self._stacked else 1
         if not self._stacked or not parts:
             return parts, size
-        return parts[0] if len(parts) == 1 else trees.map_leaves(lambda *leaves: np.concatenate(leaves), *parts), size
+        return join_batches(parts, what=lambda _: "a shuffled lane"), size
 
     def _read_part(self, num_records: int) -> Any:
         """A record or a stacked batch, in memory that the underlying lane does not reuse for the next one."""
-        method = "next_batch" if self._stacked else "__next__"
-        part = self._lane.next_batch(num_records) if self._stacked else next(self._lane)
-        return own_batch(part, self._lane, method)
+        if self._stacked:
+            return own_batch(self._lane.next_batch(num_records), self._lane, "next_batch")
+        record = next(self._lane)
+        return record if returns_fresh(self._lane, "__next__") else own_record(record)
 
 
 class StackedWindowShuffle(WindowShuffle):
