@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
 import functools
+import gc
 import gzip
 import itertools
 import json
 import logging
+import os
 import pickle
 import subprocess
 import sys
@@ -611,6 +614,30 @@ def test_functions_may_write_to_the_same_arrays_again(tmp_path, change, buffer):
 
 @pytest.mark.parametrize("read_only", [False, True])
 @pytest.mark.parametrize("as_stream", [False, True])
+async def double_later(row):
+    await asyncio.sleep(row["id"] % 2 * 1e-4)
+    return double(row)
+
+
+def test_async_functions_resume_exactly_and_end_with_their_lane(parquet):
+    source = HuggingFace(parquet.map(double_later))
+    lanes = check_lanes(source, 3, range(N), step=5)
+    gc.collect()  # lanes that the check did not close
+    before, enabled = len(os.listdir("/proc/self/fd")), gc.isenabled()
+    gc.disable()  # as many training loops do
+    try:
+        for lane_index in range(3):
+            lane = source.open(lane_index, 3)
+            assert [int(next(lane)["id"]) for _ in range(4)] == lanes[lane_index][:4]
+            restored(lane, saved(lane))
+            assert int(next(lane)["id"]) == lanes[lane_index][4]
+            lane.close()
+        assert len(os.listdir("/proc/self/fd")) == before
+    finally:
+        if enabled:
+            gc.enable()
+
+
 def test_a_table_in_memory_may_be_made_of_arrays_that_are_written_later(as_stream, read_only):
     raw = np.empty(64 * 16 * 4 + 64, np.uint8)
     array = raw[-raw.ctypes.data % 64 :][: 64 * 16 * 4].view(np.int32).reshape(64, 16)

@@ -7,6 +7,7 @@ be imported if a function is missing. Only map-style datasets have a public way 
 
 from __future__ import annotations
 
+import asyncio
 import copy
 import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -210,6 +211,24 @@ def with_children(node: Node, read: Callable[[Node], Node]) -> Any:
 def start(node: Any) -> None:
     """Sets a node to before its first example."""
     node._init_state_dict()
+
+
+def end_tasks(node: Any) -> None:
+    """Ends the async functions that a node has begun, and the event loops in which it runs them: each holds 3 descriptors.
+
+    Otherwise that is left to the garbage collector, which training loops often disable.
+    """
+    started: list[tuple[asyncio.AbstractEventLoop, list[asyncio.Task[object]]]]
+    started = getattr(node, "_owned_loops_and_tasks", [])
+    while started:
+        loop, tasks = started.pop()
+        if loop.is_running():  # that of a notebook, or of a read that hangs
+            continue
+        for task in tasks:
+            task.cancel()
+        if tasks:
+            loop.run_until_complete(asyncio.wait(tasks))
+        loop.close()
 
 
 def every_nth(node: Node, step: int, offset: int) -> Node:

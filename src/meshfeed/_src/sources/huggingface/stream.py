@@ -482,6 +482,8 @@ class ExampleLane(_Lane):
     def close(self) -> None:
         hooks.close(self._examples)
         self._examples = iter(())
+        for node in walk(internals.private(self._dataset, "ex_iterable")):
+            internals.end_tasks(node)
 
 
 def _makes_tables(node: Node) -> bool:
