@@ -114,6 +114,17 @@ def test_what_cannot_be_checkpointed_says_so_once_and_has_a_small_state(caplog):
     assert len(states[-1]) < 200
 
 
+@pytest.mark.parametrize("open_lane", [generator, python_function])
+def test_a_state_from_after_the_end_of_what_cannot_be_checkpointed_is_read_again(open_lane, caplog):
+    source = TFData(lambda i, n: open_lane(i, n).batch(N).unbatch())
+    for count in (N - 1, N):
+        lane = source.open(0, 1)
+        assert read_ids(itertools.islice(lane, count)) == list(range(count))
+        state = saved(lane)  # the generator or function has ended; the step after it has not
+        with caplog.at_level("INFO", "meshfeed"):
+            assert read_ids(restored(source.open(0, 1), state)) == read_ids(lane)
+
+
 def test_epoch_and_seed_are_passed_to_those_who_take_them():
     def open_lane(lane_index, num_lanes, epoch, seed=None):
         return tf.data.Dataset.from_tensors({"id": [lane_index, num_lanes, epoch, seed]})

@@ -93,12 +93,9 @@ class TFDataLane:
                 "Return the pipeline that the state was saved with from open(lane_index, num_lanes).",
             )
         if self._records or self._error is not None:  # a used iterator cannot be rewound
-            self._error = None
-            self._records = 0
-            self._iterator = self._start()
+            self._start_again()
         if state["checkpoint"] is not None:
-            self._restore_checkpoint(state["checkpoint"])
-            self._records = state["records"]
+            self._restore_checkpoint(state["checkpoint"], state["records"])
         while self._records < state["records"]:
             try:
                 self._next_element()
@@ -108,6 +105,11 @@ class TFDataLane:
                     "already delivered. Expected the pipeline that the state was saved with. Restore its files.",
                     lane_index=self._lane_index,
                 ) from None
+
+    def _start_again(self) -> None:
+        self._error = None
+        self._records = 0
+        self._iterator = self._start()
 
     def close(self) -> None:
         """Releases the iterator and the records it prefetched."""
@@ -155,23 +157,31 @@ class TFDataLane:
             try:
                 self._tf.train.Checkpoint(iterator=self._iterator).write(f"{folder}/state")
             except (errors.FailedPreconditionError, errors.UnimplementedError, errors.InvalidArgumentError) as error:
-                self._can_checkpoint = False
-                _log.info(
-                    "lane %d cannot be checkpointed by tf.data (%s); it is resumed by reading it again from the start",
-                    self._lane_index,
-                    error.message,
-                )
+                self._give_up_checkpoints(error)
                 return None
             files = {path.name.removeprefix("state"): path.read_bytes() for path in pathlib.Path(folder).iterdir()}
         return {name: base64.b64encode(zlib.compress(data, 1)).decode() for name, data in files.items()}
 
-    def _restore_checkpoint(self, checkpoint: dict[str, str]) -> None:
+    def _give_up_checkpoints(self, error: Any) -> None:
+        self._can_checkpoint = False
+        _log.info(
+            "lane %d cannot be checkpointed by tf.data (%s); it is resumed by reading it again from the start",
+            self._lane_index,
+            error.message,
+        )
+
+    def _restore_checkpoint(self, checkpoint: dict[str, str], records: int) -> None:
         with tempfile.TemporaryDirectory(prefix=_FOLDER) as folder:
             for name, text in checkpoint.items():
                 pathlib.Path(folder, f"state{name}").write_bytes(zlib.decompress(base64.b64decode(text)))
             try:
                 restored = self._tf.train.Checkpoint(iterator=self._iterator).read(f"{folder}/state")
                 restored.assert_existing_objects_matched()  # read() alone ignores what does not match
+                self._records = records
+            except self._tf.errors.FailedPreconditionError as error:
+                # Of steps with external state that had ended, the others may have been saved, but read() takes all steps.
+                self._give_up_checkpoints(error)
+                self._start_again()
             except (self._tf.errors.OpError, AssertionError) as error:
                 raise StateMismatchError(
                     f"lanes.{self._lane_index}.checkpoint",
