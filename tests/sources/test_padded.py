@@ -80,6 +80,29 @@ def test_an_empty_list_has_the_dtype_of_the_other_records() -> None:
     assert buckets.read_batch([1, 2])["tokens"].dtype == np.int64
 
 
+@pytest.mark.parametrize("kind", ["stream", "each", "records", "buckets"])
+@pytest.mark.parametrize("filled", [range(8), range(8, 16)], ids=["first", "last"])
+def test_empty_lists_have_the_same_dtype_for_a_feed_that_resumes(filled: range, kind: str) -> None:
+    records = [{"tokens": [i] if i in filled else [], "text": [float(i)] if i in filled else []} for i in range(24)]
+
+    def open_lane(lane_index: int, num_lanes: int) -> Any:
+        return iter(records[lane_index::num_lanes])
+
+    def feed() -> meshfeed.MultiHostDataLoadIterator:
+        sources: dict[str, Any] = {
+            "stream": lambda: Padded(Stream(open_lane), 1, key=("tokens", "text")),
+            "each": lambda: Padded(Stream(open_lane), {"tokens": 1, "text": 1}),
+            "records": lambda: Padded(records, 1, key=("tokens", "text")),
+            "buckets": lambda: meshfeed.sources.Buckets(records, (1,), key=("tokens", "text")),
+        }
+        return feed_of(sources[kind]())
+
+    with feed() as whole:
+        found = {(batch["tokens"].dtype.name, batch["text"].dtype.name) for batch in whole}
+    assert found == {("int32", "float32")}
+    check_resumable(feed)
+
+
 def test_wrong_settings_and_records() -> None:
     for setting, settings, match in (
         ("length", {"length": {}}, "a dict of leaves"),

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
+import functools
 import operator
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Self, SupportsIndex, cast
@@ -265,7 +267,17 @@ class MappedStream(_Mapped):
         below = hooks.num_drawing(self._source)
         key = derive_key(seed, lane_index, _FUNCTION_KEY, *([below] if below else []))
         kind = StackedMappedLane if self._batched else MappedLane
+        learn_dtypes_from = getattr(self._function, "learn_dtypes_from", None)  # that of Padded
+        if learn_dtypes_from is not None:
+            learn_dtypes_from(functools.partial(self._first_records, num_lanes, seed))
         return kind(self, lane, decode, (seed, lane_index, epoch), key, first_id)
+
+    def _first_records(self, num_lanes: int, seed: int) -> Iterator[Record]:
+        """The first records of the source, which are the same for every host and resume."""
+        lane = self.open(0, num_lanes, seed=seed)
+        with contextlib.closing(lane), contextlib.suppress(StopIteration):
+            while True:
+                yield lane._next()[0]
 
     @property
     def num_drawing(self) -> int:

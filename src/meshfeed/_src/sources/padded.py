@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import itertools
 import operator
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, SupportsIndex, Unpack, cast
 
 import numpy as np
@@ -96,13 +97,23 @@ def Padded(  # named like a class, as Map is
                     setting=setting,
                 )
         pad = PadEach(length, mask_key is not None, pad_value, truncates)
-    return Map(source, pad, batched=True)
+    mapped = Map(source, pad, batched=True)
+    if isinstance(mapped, MappedRecords) and not mapped.wants_rng:
+        pad.learn_dtypes_from(functools.partial(_in_order, mapped._source))
+    return mapped
+
+
+_SEARCHED = 1000  # records
+
+
+def _in_order(records: RandomAccessSource) -> Iterator[Record]:
+    return (read_items(records, np.array([record_id]))[0] for record_id in range(len(records)))
 
 
 class Pad:
     """Stacks records padded to ``length``, which errors call ``what``; for other arguments, see :func:`Padded`.
 
-    An empty list has no dtype: it gets that of the other records of the batch, or of those read before.
+    An empty list has no dtype: it gets that of the other records of the batch, or of the first that is not empty.
 
     Raises:
       SettingsError: a setting is out of range; names the keyword.
@@ -132,7 +143,12 @@ class Pad:
         self.keys, self._mask_key, self._pad_value = keys, mask_key, pad_value
         self._length, self._truncates, self._what = length, truncates, what
         self._remedy = remedy or f"Pass a larger {what}, or long='truncate'."
-        self._like: dict[str, np.ndarray] = {}  # no entries of each leaf, as that of a record read before
+        self._like: dict[str, np.ndarray] = {}  # no entries of each leaf, as that of another record
+        self._first_records: Callable[[], Iterable[Record]] = tuple
+
+    def learn_dtypes_from(self, first_records: Callable[[], Iterable[Record]]) -> None:
+        """Takes the dtype of empty lists, where other records of a batch have none, from the first records of the source."""
+        self._first_records = first_records
 
     def __call__(self, records: Sequence[Record]) -> dict[str, PyTree]:
         """Returns the records, at least one, as arrays ``[n, length, ...]``."""
@@ -181,9 +197,16 @@ class Pad:
             mask[row, :count], mask[row, count:] = True, False
         for name in self.keys:
             if name not in padded:
-                padded[name] = self._filled(name, (len(records), length), self._like.get(name, np.empty(0)))
+                padded[name] = self._filled(name, (len(records), length), self._like_of(name))
         batch = {**(stack.take()[0] if stack.count else {}), **padded}
         return batch if self._mask_key is None else {**batch, self._mask_key: mask}
+
+    def _like_of(self, name: str) -> np.ndarray:
+        if name not in self._like:
+            # Not that of any record read before: a feed that resumes has read none.
+            found = (self._leaves(record)[name] for record in itertools.islice(self._first_records(), _SEARCHED))
+            self._like[name] = next((leaf for leaf in found if len(leaf)), np.empty(0))[:0].copy()
+        return self._like[name]
 
     def _checked_count(self, count: int, length: int, known: int | None) -> int:
         if known is not None and count != known:
@@ -250,6 +273,11 @@ class PadEach:
                 )
             count = checked_count(length, "length")
             self._pads[name] = Pad(name, mask, value, count, truncates, f"length[{name!r}]")
+
+    def learn_dtypes_from(self, first_records: Callable[[], Iterable[Record]]) -> None:
+        """See :meth:`Pad.learn_dtypes_from`."""
+        for pad in self._pads.values():
+            pad.learn_dtypes_from(first_records)
 
     def __call__(self, records: Sequence[Record]) -> dict[str, PyTree]:
         """Returns the records, at least one, as arrays ``[n, length, ...]``."""
@@ -341,6 +369,7 @@ class Buckets(BuiltRecords):
         self._pad = Pad(key, mask_key, pad_value, self.boundaries[-1], long == "truncate", "the last boundary", remedy)
         self._settings: list[Any] = [list(self._pad.keys), mask_key, pad_value, long]
         self._source = documents_of(source, "Buckets", "Pad the records of streams with Padded.")
+        self._pad.learn_dtypes_from(functools.partial(_in_order, self._source))
         self._lengths = lengths_of(self._source, self._pad.length_of, self._pad.keys[0])
         self._buckets = self._split(long)
 
