@@ -612,8 +612,6 @@ def test_functions_may_write_to_the_same_arrays_again(tmp_path, change, buffer):
         assert rows[:, 0].tolist() == list(range(64))
 
 
-@pytest.mark.parametrize("read_only", [False, True])
-@pytest.mark.parametrize("as_stream", [False, True])
 async def double_later(row):
     await asyncio.sleep(row["id"] % 2 * 1e-4)
     return double(row)
@@ -638,6 +636,8 @@ def test_async_functions_resume_exactly_and_end_with_their_lane(parquet):
             gc.enable()
 
 
+@pytest.mark.parametrize("read_only", [False, True])
+@pytest.mark.parametrize("as_stream", [False, True])
 def test_a_table_in_memory_may_be_made_of_arrays_that_are_written_later(as_stream, read_only):
     raw = np.empty(64 * 16 * 4 + 64, np.uint8)
     array = raw[-raw.ctypes.data % 64 :][: 64 * 16 * 4].view(np.int32).reshape(64, 16)
