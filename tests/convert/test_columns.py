@@ -42,7 +42,8 @@ def test_a_folder_may_have_any_name() -> None:
 
 
 @pytest.mark.parametrize(
-    ("shapes", "same"), [([[2, 3]] * 3, [2, 3]), ([[2, 3], [2, 4], [2, 3]], None), ([[2, 3], [6]], None), ([[], []], None)]
+    ("shapes", "same"),
+    [([[2, 3]] * 3, [2, 3]), ([[2, 3], [2, 4], [2, 3]], None), ([[2, 3], [6]], None), ([[], []], None)],
 )
 def test_a_few_integers_that_are_the_same_in_all_records(shapes: list[list[int]], same: list[int] | None) -> None:
     assert measure([("x/shape", pa.array(shapes, pa.list_(pa.int64())))])["x/shape"]["same"] == same
