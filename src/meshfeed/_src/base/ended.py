@@ -46,13 +46,13 @@ def _tell() -> None:
         return
     from meshfeed._src.base import jax_internals
     from meshfeed._src.base.coordination import call_briefly
-    from meshfeed._src.base.errors import AgreementError, PeerError, StalledError, shorten, text_of
+    from meshfeed._src.base.errors import AgreementError, Failure, PeerError, StalledError, shorten, text_of
 
     store, place = jax_internals.key_value_store(), jax_internals.place_in_job()
     if store is None or place is None or place[1] == 1:
         return
     error = getattr(sys, "last_exc", None) or getattr(sys, "last_value", None)  # what Python has printed
-    how = "" if error is None else f" by {type(error).__name__}: {' '.join(text_of(error).split())}".rstrip(": ")
+    how = "" if error is None else f" by {Failure(type(error).__name__, ' '.join(text_of(error).split()))}"
     ended = shorten(f"its program has ended{how}", _SHOWN_CHARACTERS)
 
     def tell() -> None:

@@ -207,9 +207,10 @@ class Downloads:
         """Downloads a whole file over HTTP with one request: the server may ignore ranges and be slow."""
         import aiohttp
 
-        start, silent = 0, aiohttp.ClientTimeout(total=None, sock_connect=self._timeout, sock_read=self._timeout)
+        start = 0
+        timeout = aiohttp.ClientTimeout(total=None, sock_connect=self._timeout, sock_read=self._timeout)
         # With the size, or the client would look it up first, in requests that wait five minutes each.
-        with files.open(inner, "rb", block_size=0, size=download.num_bytes, timeout=silent) as stream:
+        with files.open(inner, "rb", block_size=0, size=download.num_bytes, timeout=timeout) as stream:
             while content := stream.read(_MIN_BLOCK_BYTES, timeout=self._timeout):
                 download.write(content, start)
                 start += len(content)
