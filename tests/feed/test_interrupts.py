@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import dis
-import functools
-import gc
 import itertools
 import json
 import os
@@ -13,81 +10,21 @@ import random
 import subprocess
 import sys
 import threading
-import types
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
 import pytest
+from interrupts import interrupted
 from signal_storm import KINDS, make_feed
-
-import meshfeed
 
 pytestmark = pytest.mark.usefixtures("no_thread_is_left")
 SOAK = bool(os.environ.get("MESHFEED_SOAK"))
-SOURCE = str(pathlib.Path(meshfeed.__file__).parent)
 RESTARTABLE = [kind for kind in KINDS if not kind.startswith("one-shot")]
 STRIDE = 1 if SOAK else 13  # every bytecode takes minutes
 
 
 # ---------------------------------------------------------------------- interrupts at chosen bytecodes
-
-
-@functools.cache
-def interruptible(code: types.CodeType) -> frozenset[int]:
-    """Offsets of the instructions before which CPython can raise KeyboardInterrupt.
-
-    It handles signals when a function begins, at backward jumps, after calls, and inside calls that wait. Not inside the
-    call that ends a ``with`` block: releasing a lock does not wait.
-    """
-    found: set[int] = set()
-    names: list[str] = []
-    after = False
-    for instruction in dis.get_instructions(code):
-        name = instruction.opname
-        ends_with = names[-3:] == ["LOAD_CONST"] * 3 or names[-4:] == ["LOAD_CONST"] * 3 + ["PRECALL"]
-        is_call = name in ("CALL", "CALL_FUNCTION_EX", "CALL_KW", "BEFORE_WITH", "JUMP_BACKWARD")
-        if after or (is_call and not (ends_with and instruction.arg == 2)):
-            found.add(instruction.offset)
-        after = name in ("CALL", "CALL_FUNCTION_EX", "CALL_KW", "RESUME")
-        if name != "CACHE":
-            names.append(name)
-    return frozenset(found)
-
-
-def is_ours(code: types.CodeType) -> bool:
-    return code.co_filename.startswith(SOURCE) or code.co_filename == threading.__file__
-
-
-def interrupted(call: Callable[[], object], point: int) -> bool:
-    """Calls and raises KeyboardInterrupt at one point of meshfeed's own code; False if it has not so many."""
-    left = point
-
-    def trace(frame: Any, event: str, arg: Any) -> Any:
-        nonlocal left
-        if not is_ours(frame.f_code):
-            return None
-        frame.f_trace_opcodes = True
-        if event == "opcode" and frame.f_lasti in interruptible(frame.f_code):
-            left -= 1
-            if left < 0:
-                sys.settrace(None)
-                raise KeyboardInterrupt
-        return trace
-
-    sys._getframe().f_trace_opcodes = True  # or Python 3.12 reports no bytecodes to the first tracer
-    gc.disable()  # Python swallows an exception that is raised in a finalizer
-    sys.settrace(trace)
-    try:
-        call()
-    except KeyboardInterrupt:
-        return True
-    except StopIteration:
-        pass
-    finally:
-        sys.settrace(None)
-        gc.enable()
-    return False
 
 
 def points(seed: str) -> Iterator[int]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import linecache
 import math
 import sys
 import threading
@@ -16,6 +15,7 @@ from typing import Any
 import jax
 import numpy as np
 import pytest
+from interrupts import interrupted
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 import meshfeed
@@ -526,46 +526,18 @@ def test_a_generator_that_raised_raises_again_after_a_reset(mesh: Mesh) -> None:
 # ---------------------------------------------------------------------- interrupts
 
 
-def interrupted_next(loader: Any, line: int) -> bool:
-    """Calls ``next`` and interrupts it at a line of the loader's own modules; False if it has not so many."""
-    left = line
-
-    def trace(frame: Any, event: str, arg: Any) -> Any:
-        nonlocal left
-        if "meshfeed/_src/maxtext" not in frame.f_code.co_filename:
-            return None
-        # Not where a lock is released, nor after the assignments before the return, where the turn is given back by
-        # statements without a call: no real signal is handled there.
-        source = linecache.getline(frame.f_code.co_filename, frame.f_lineno).strip()
-        if event == "line" and not source.startswith(("with ", "return batch", "if turn == held", "del turn")):
-            left -= 1
-            if left < 0:
-                sys.settrace(None)
-                raise KeyboardInterrupt
-        return trace
-
-    sys.settrace(trace)
-    try:
-        next(loader)
-    except KeyboardInterrupt:
-        return True
-    finally:
-        sys.settrace(None)
-    return False
-
-
 @pytest.mark.parametrize("padding", [False, True])
 def test_an_interrupt_in_next_loses_no_batch(mesh: Mesh, padding: bool) -> None:
-    loader = MultiHostDataLoadIterator(WithState(64), mesh, padding)
-    at = line = 0
-    while interrupted_next(loader, line):
-        assert loader.local_iterator.get_state()["at"] == at, line
-        assert (loader.step, loader.get_state()["step"], loader.position) == (at, at, 16 * at), line
-        assert numbers([next(loader)]) == [at], line
-        at, line = at + 1, line + 1
+    loader = MultiHostDataLoadIterator(WithState(1024), mesh, padding)
+    at = point = 0
+    while interrupted(lambda: next(loader), point):
+        assert loader.local_iterator.get_state()["at"] == at, point
+        assert (loader.step, loader.get_state()["step"], loader.position) == (at, at, 16 * at), point
+        assert numbers([next(loader)]) == [at], point
+        at, point = at + 1, point + 1
         assert loader.local_iterator.get_state()["at"] == at
         assert numbers([loader.last_local_data]) == [at - 1]
-    assert line > 10
+    assert point > 30
 
 
 @pytest.mark.parametrize("own", [True, False], ids=["own state", "loader's state"])
@@ -725,6 +697,10 @@ def get_ds(dataloading_host_index: int, dataloading_host_count: int) -> range:
     return range(dataloading_host_index, 6 * dataloading_host_count, dataloading_host_count)
 
 
+def get_many(dataloading_host_index: int, dataloading_host_count: int) -> range:
+    return range(1024)
+
+
 class Stateful:
     """A loader over a range whose iterators have a state."""
 
@@ -775,6 +751,19 @@ class StatefulFailsAtFirst(Stateful):
 def test_an_error_of_the_first_batch_that_passes_loses_no_batch(mesh: Mesh) -> None:
     wrapper = RemoteIteratorWrapper(get_ds, StatefulFailsAtFirst, mesh, (16, 99))
     assert numbers(wrapper) == [0, 1, 2, 3, 4, 5]
+    wrapper.close()
+
+
+def test_an_interrupt_of_the_remote_wrapper_loses_no_batch(mesh: Mesh, tmp_path: Path) -> None:
+    wrapper = RemoteIteratorWrapper(get_many, Stateful, mesh, (16, 3), str(tmp_path), elastic=True)
+    at = point = 0
+    while interrupted(lambda: next(wrapper), point):
+        if at % 2:
+            wrapper.save_state(at)
+            assert json.loads((tmp_path / str(at) / "iter" / "process_0.json").read_text())["at"] == at
+        assert numbers([next(wrapper)]) == [at], point
+        at, point = at + 1, point + 7
+    assert point > 30
     wrapper.close()
 
 

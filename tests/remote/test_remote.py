@@ -41,6 +41,7 @@ from meshfeed.remote import RemoteFeed
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
 import remote_jobs
+from interrupts import interrupted
 from remote_jobs import digest, make_memory, make_stream
 
 AUTO = (AxisType.Auto, AxisType.Auto)
@@ -494,6 +495,56 @@ def test_calls_of_other_threads_and_signal_handlers_get_their_own_answers(
                 next(remote)
 
 
+@pytest.mark.parametrize("case", ["random access", "batch ramp-up", "stream"])
+def test_an_interrupt_in_next_loses_and_repeats_nothing(mesh: Mesh, case: str) -> None:
+    make, settings = CASES[case]
+    with RemoteFeed(make, mesh, **settings) as remote, meshfeed.Feed(make(), mesh, **settings) as local:
+        states, batches = [local.get_state()], []
+        for batch in local:
+            batches.append(digest(batch))
+            states.append(local.get_state())
+        point = 0
+        for step in range(len(batches)):
+            for _ in range(9):
+                point += 7
+                if not interrupted(lambda: next(remote), point):  # it had fewer points, and delivered the batch
+                    remote.set_state(states[step])
+                    point = 0
+                    break
+                # In every second step without a call between, which has the hosts take the batch back.
+                assert step % 2 or remote.get_state() == states[step], point
+                assert remote.step == step
+            assert digest(next(remote)) == batches[step], point
+            assert (remote.step, remote.get_state()) == (step + 1, states[step + 1])
+        with pytest.raises(StopIteration):
+            next(remote)
+
+
+def test_a_batch_on_its_way_is_not_repeated_when_another_thread_calls(
+    mesh: Mesh, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    make, settings = CASES["batch ramp-up"]
+    with RemoteFeed(make, mesh, **settings) as remote, meshfeed.Feed(make(), mesh, **settings) as local:
+        endpoint = remote._client._held["endpoint"]
+        states: list[Any] = []
+        asked: list[Any] = []
+
+        class OnItsWay:
+            def __getattr__(self, name: str) -> Any:
+                return getattr(endpoint, name)
+
+            def take(self, request: jax.Array) -> Any:
+                sent = endpoint.take(request)
+                asked.append(remote.get_state())
+                return sent
+
+        monkeypatch.setitem(remote._client._held, "endpoint", OnItsWay())
+        for batch in remote:
+            states.append(local.get_state())
+            assert digest(batch) == digest(next(local))
+        assert asked == [*states, local.get_state()]
+
+
 def test_hosts_that_jax_does_not_connect_are_refused(mesh: Mesh) -> None:
     client = object.__new__(RemoteClient)
     client._near = NamedSharding(mesh, P(("data", "model")))
@@ -504,25 +555,26 @@ def test_hosts_that_jax_does_not_connect_are_refused(mesh: Mesh) -> None:
 
 
 def test_nothing_raised_leaves_an_endpoint_and_the_end_is_a_flag(mesh: Mesh) -> None:
-    request = to_rows(np.zeros(2, np.uint8), NamedSharding(mesh, P(("data", "model"))), 8)
+    sharding = NamedSharding(mesh, P(("data", "model")))
+    request, other = (to_rows(np.full(2, bit, np.uint8), sharding, 8) for bit in (0, 1))
 
     def flag_of(array: jax.Array) -> int:
         return Header.from_row(rows_of(array)[0]).flag
 
     broken = Endpoint(b"no pickle")
     assert flag_of(broken.begin(request)) == ERROR
-    assert flag_of(broken.take(to_rows(np.zeros(1, np.uint8), request.sharding, 8))[0]) == ERROR
+    assert flag_of(broken.take(to_rows(np.zeros(1, np.uint8), sharding, 8))[0]) == ERROR
     settings = {**RANDOM, "num_epochs": 1}
     endpoint = Endpoint(make_feed_payload(make_memory, normalize_sharding(mesh), settings))
     assert flag_of(endpoint.begin(request)) == OK
     flags, shapes = [], []
-    for _ in range(8):
-        header, batch = endpoint.take(request)
+    for step in range(8):
+        header, batch = endpoint.take((request, other)[step % 2])
         flags.append(flag_of(header))
         shapes.append(jax.tree.map(lambda leaf: (leaf.shape, leaf.dtype, leaf.sharding), batch))
     assert flags == [OK] * 6 + [END] * 2
     assert all(shape == shapes[0] for shape in shapes)  # compiled once: the end looks like a batch
-    bad = to_rows(np.frombuffer(b'[1, "no such call", []]', np.uint8), request.sharding, 8)
+    bad = to_rows(np.frombuffer(b'[1, 0, "no such call", []]', np.uint8), sharding, 8)
     assert flag_of(endpoint.stage(bad)) == ERROR
 
 

@@ -268,6 +268,13 @@ class Feed(Generations, Checkpointable, NotCopied):
             if turn == held:
                 del turn[TURN]
 
+    def _pass_by(self, arrays: PyTree, received: bool) -> None:
+        """Moves behind the batch that the last ``next`` returned, or back before it, as an interrupt in that call would."""
+        ready, previous = self._ready, self._previous
+        assert ready is not None
+        assert previous is not None
+        ready.arrays, self._cursor = (None, ready.cursor) if received else (arrays, previous)
+
     def _finish(self, ready: Ready) -> None:
         if ready.finishing and self._handshake.needed:
             raise MeshfeedError(

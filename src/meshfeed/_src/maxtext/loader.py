@@ -183,6 +183,12 @@ class MultiHostDataLoadIterator(Checkpointable, NotCopied):
                 raise StopIteration from None
             self._ended = True
 
+    def _pass_by(self, batch: PyTree, received: bool) -> None:
+        """Moves behind the batch that the last ``next`` returned, or back before it; padding comes again anyway."""
+        if not self._ended:
+            self._held = None if received else batch
+            self._before_held = self._feed._previous
+
     def _delivered(self) -> tuple[LocalBatchCursor, Mapping[str, JsonValue] | None]:
         """Returns the cursor after the last returned batch, and this host's entry in it, if any."""
         cursor = self._feed._cursor if self._held is None else self._before_held

@@ -198,7 +198,7 @@ class RemoteIteratorWrapper(NotCopied):
           StopIteration: the end of the data.
           Exception: any error that the loader raised on a host, with its message.
         """
-        return self._client.to_accelerators(self.get_next())
+        return self._client.take(self._client.to_accelerators)
 
     def get_next(self, dummy_array: jax.Array | None = None) -> PyTree:
         """Returns the next global batch over ``cpu_mesh``."""
@@ -245,7 +245,11 @@ class _IteratorTarget:
 
     def next(self) -> PyTree:
         """Returns the next batch of the loader."""
-        return next(self._loader())
+        return self._loader().__next__()  # not next(loader): an interrupt after that C call would lose the batch
+
+    def pass_by(self, batch: PyTree, received: bool) -> None:
+        """Moves behind the batch that the last :meth:`next` returned, or back before it."""
+        self._loader()._pass_by(batch, received)
 
     def numbers(self) -> tuple[int, int, int]:
         """Returns the step, the position, and the rows of a batch."""

@@ -8,6 +8,10 @@ Exceptions do not propagate between hosts either. A call is therefore JSON in a 
 array, and an error is a kind of answer. Each device has its own row, because every host fills the rows of its own devices.
 Answers are JSON, or JSON followed by the bytes of arrays. Only the user's functions are pickled, and only from the
 controller to the hosts (:func:`make_payload`).
+
+An interrupt (Ctrl-C) may discard a batch that the hosts have sent. Each request and call therefore says whether the last
+batch was received, as in the alternating bit protocol (Bartlett, Scantlebury and Wilkinson, 1969): a bit that changes with
+each batch received. If it was not, the host takes it back, and its target is where it was before that batch.
 """
 
 from __future__ import annotations
@@ -20,6 +24,7 @@ import math
 import numbers
 import secrets
 import struct
+import threading
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -46,6 +51,16 @@ _HOST = _NUMBER = struct.Struct("<q")
 _BATCHES = 0  # the number of what is not a call: begin() and take()
 _UNFETCHED = 16  # answers
 _PAD = b" "
+
+
+@dataclasses.dataclass
+class _Sent:
+    """The last batch that the target delivered, until the next one is asked for."""
+
+    size: int  # rows
+    bit: int  # of the request for it
+    batch: PyTree = None
+    received: bool = True  # whether the target is behind it
 
 
 @dataclasses.dataclass(frozen=True)
@@ -145,7 +160,8 @@ class Endpoint:
 
     ``payload`` is a pickled function from a CPU mesh to the target, an iterator over batches. The target's ``numbers()``
     are the steps and records delivered, and the rows of the next global batch (0 if unknown); ``spec()`` is a pytree of
-    ``jax.ShapeDtypeStruct`` with shardings, or None if this host has no batch; ``calls`` has methods by name.
+    ``jax.ShapeDtypeStruct`` with shardings, or None if this host has no batch; after ``pass_by(batch, received)``,
+    the target is before or behind the batch of the last ``next()``; ``calls`` has methods by name.
     """
 
     def __init__(self, payload: bytes) -> None:
@@ -153,7 +169,8 @@ class Endpoint:
         self.identity = secrets.randbits(62)
         self._target: Any = None
         self._spec: PyTree | None = None
-        self._kept: tuple[PyTree, int] | None = None  # a batch and its rows, delivered before its structure was known
+        self._sent: _Sent | None = None
+        self._settling = threading.Lock()  # other threads may call while one takes a batch
         # Call → its answer: other threads, and signal handlers, may call before it is fetched.
         self._answers: dict[int, bytes] = {}
 
@@ -170,46 +187,54 @@ class Endpoint:
         """Returns a header and the next batch.
 
         Args:
-          request: ``[devices, 1]`` if the structure of a batch is unknown; then no batch is returned, and one that there is
-            is kept for the next request. Otherwise ``[devices, 1 + n]``, with a different n for each batch size seen so far.
+          request: ``[devices, 1]`` if the structure of a batch is unknown; then no batch is returned, only its structure
+            noted. Otherwise ``[devices, 1 + n]``, with a different n for each batch size seen so far. All elements are the
+            bit of the batch.
         """
-        batch: PyTree | None = None
-        size = 0
+        sent = _Sent(0, int(rows_of(request)[0][0]))
 
         def advance() -> None:
-            nonlocal batch, size
-            if self._kept is None:
-                size = self._target.numbers()[2]  # before next(), which advances it to the following batch
-                self._kept = self._target.next(), size
-            if request.shape[1] > 1:
-                (batch, size), self._kept = self._kept, None
+            self._settle(sent.bit)
+            self._sent = None
+            sent.size = self._target.numbers()[2]  # before next(), which advances it to the following batch
+            sent.batch = self._target.next()
+            # No call in between: with one process, an interrupt arrives here, too.
+            self._sent = sent
+            if self._spec is None:  # what kept this host from reading it at first is over
+                self._spec = self._target.spec() or jax.tree.map(
+                    lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=leaf.sharding), sent.batch
+                )
+            if request.shape[1] == 1:
+                self._settle(sent.bit)
 
         header = _outcome(self, request, advance, may_end=True)
         if request.shape[1] == 1:
             return header, ()
-        if batch is None:  # the compiled call must return the same structure at the end and after an error too
-            batch = jax.tree.map(lambda leaf: zeros(leaf, size), self._spec)
-        return header, batch
+        if self._sent is not sent:  # the compiled call must return the same structure at the end and after an error too
+            return header, jax.tree.map(lambda leaf: zeros(leaf, sent.size), self._spec)
+        return header, sent.batch
+
+    def _settle(self, bit: int) -> None:
+        """Puts the target behind the last batch if the controller, which is at ``bit``, has received it, else before it."""
+        with self._settling:
+            sent = self._sent
+            if sent is not None and (received := sent.bit != bit) != sent.received:
+                self._target.pass_by(sent.batch, received)
+                sent.received = received
 
     def stage(self, request: jax.Array) -> jax.Array:
         """Runs a call, and keeps its answer under its number for :meth:`fetch`; the header holds the length."""
-        number, name, args = json.loads(rows_of(request)[0].tobytes())
+        number, bit, name, args = json.loads(rows_of(request)[0].tobytes())
 
         def call() -> bytes:
+            self._settle(bit)
+            own = {"knows_spec": lambda: self._spec is not None, **served_store.CALLS}
+            answer = encode_answer((own.get(name) or self._target.calls[name])(*args))
             if name in _MOVE:
-                self._kept = None
-            own = {"knows_spec": self._knows_spec, **served_store.CALLS}
-            return encode_answer((own.get(name) or self._target.calls[name])(*args))
+                self._sent = None
+            return answer
 
         return _outcome(self, request, call, number)
-
-    def _knows_spec(self) -> bool:
-        if self._spec is None and self._kept is not None:  # what kept this host from reading it at first is over
-            batch = self._kept[0]
-            self._spec = self._target.spec() or jax.tree.map(
-                lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=leaf.sharding), batch
-            )
-        return self._spec is not None
 
     def fetch(self, buffer: jax.Array) -> jax.Array:
         """Returns the answer to the call whose number is in ``buffer``, after the process index, padded to its length."""
@@ -244,8 +269,8 @@ def _outcome(
             flag = END
         if endpoint._target is not None:
             numbers = endpoint._target.numbers()
-            if endpoint._kept is not None:
-                numbers = (*numbers[:2], endpoint._kept[1])  # the rows of the batch that is delivered next
+            if endpoint._sent is not None and not endpoint._sent.received:
+                numbers = (*numbers[:2], endpoint._sent.size)
     except Exception as error:
         flag, answer = ERROR, encode_error(error)
     if answer:
@@ -320,14 +345,17 @@ class RemoteClient:
         self._numbers = itertools.count(_BATCHES + 1)
         self.turn: dict[str, object] = {}  # taken by take(); see base/turn.py
         everywhere = self._global  # the cache must not keep self alive
-        self._request = functools.cache(lambda ordinal: to_rows(np.zeros(1 + ordinal, np.uint8), everywhere, mesh.size))
+        self._request = functools.cache(
+            lambda ordinal, bit: to_rows(np.full(1 + ordinal, bit, np.uint8), everywhere, mesh.size)
+        )
+        self._bit = 0  # changes with each batch received
         self._ordinals: dict[int, int] = {}
         self._spec_known = False
         self.header = Header(0)  # of the last answer
         if self._global.is_fully_addressable:  # the only controller
             self._connect()
         with without_callers_settings():
-            self._check(self._held["endpoint"].begin(self._request(0)))
+            self.header = _first(self._check(self._held["endpoint"].begin(self._request(0, 0))))
 
     def _connect(self) -> None:
         """Has one host serve a key-value store, if JAX does not connect the hosts, and all use it."""
@@ -351,12 +379,14 @@ class RemoteClient:
     def call(self, name: str, *args: JsonValue) -> list[Any]:
         """Returns the answers of the hosts that this process controls, in order of process index."""
         self._owner.check("this remote feed")
-        number = next(self._numbers)
-        data = json.dumps([number, name, args], default=_plain).encode()
+        number, bit = next(self._numbers), self._bit
+        data = json.dumps([number, bit, name, args], default=_plain).encode()
         # Sent over the devices of this controller only, unlike requests for batches: each controller makes its own calls.
         row = padded(data, padded_length(len(data)))
         with without_callers_settings():
             headers = self._check(self._held["endpoint"].stage(to_rows(row, self._near, self._num_near)), number)
+            if bit == self._bit:  # no batch was received meanwhile, by another thread
+                self.header = _first(headers)
             return [answers for _, answers in sorted(self._fetch(headers, number).items())]
 
     def _fetch(self, headers: dict[int, Header], number: int, flag: int = OK) -> dict[int, Any]:
@@ -388,7 +418,6 @@ class RemoteClient:
             # A PeerError only reports that a different host failed: prefer the original error.
             own = [error for error in errors if not isinstance(error, PeerError)]
             raise (own or errors or [MeshfeedError("a host beside the accelerators failed without a message")])[0]
-        self.header = next(iter(headers.values()))
         if flags == {END}:
             raise StopIteration
         if END in flags:
@@ -411,8 +440,11 @@ class RemoteClient:
         """Checks whether every host has a batch spec; without it, ``take`` can only report the end or an error."""
         self._spec_known = all(self.call("knows_spec"))
 
-    def take(self) -> PyTree:
-        """Returns the next batch as global arrays over the CPU mesh."""
+    def take(self, move: Callable[[PyTree], PyTree] = lambda batch: batch) -> PyTree:
+        """Returns what ``move`` makes of the next batch, global arrays over the CPU mesh.
+
+        After an interrupt, call it again to continue with the same batch.
+        """
         self._owner.check("this remote feed")
         turn, mine = self.turn, object()
         held = {TURN: mine}
@@ -420,19 +452,25 @@ class RemoteClient:
             if turn.setdefault(TURN, mine) is not mine:
                 raise in_use("this remote feed")
             if not self._spec_known:
-                self._take(0)  # raises what keeps the hosts from reading, or has them keep a batch
+                self.header, _ = self._take(
+                    0
+                )  # raises what keeps the hosts from reading, or has them note the structure
                 self.know_spec()
             # The shape of the request encodes the batch size, because a colocated call is compiled once per argument shape.
-            return self._take(self._ordinals.setdefault(self.header.size, len(self._ordinals) + 1))
+            header, batch = self._take(self._ordinals.setdefault(self.header.size, len(self._ordinals) + 1))
+            batch, bit = move(batch), 1 - self._bit
+            # Python handles signals at calls and backward jumps. There is none from here to the return, so an interrupted
+            # call has not received the batch.
+            self.header, self._bit = header, bit
+            return batch
         finally:
             if turn == held:
                 del turn[TURN]
 
-    def _take(self, ordinal: int) -> PyTree:
+    def _take(self, ordinal: int) -> tuple[Header, PyTree]:
         with without_callers_settings():
-            header, batch = self._held["endpoint"].take(self._request(ordinal))
-            self._check(header)
-        return batch
+            header, batch = self._held["endpoint"].take(self._request(ordinal, self._bit))
+            return _first(self._check(header)), batch
 
     def to_accelerators(self, batch: PyTree, memory_kind: str | None = None) -> PyTree:
         """Starts the transfer of a batch from each CPU device to the accelerator colocated with it."""
@@ -442,6 +480,10 @@ class RemoteClient:
             return jax.tree.map(
                 lambda leaf: _moved(leaf, NamedSharding(self.mesh, leaf.sharding.spec, memory_kind=memory_kind)), batch
             )
+
+
+def _first(headers: Mapping[int, Header]) -> Header:
+    return next(iter(headers.values()))
 
 
 def _moved(leaf: jax.Array, sharding: NamedSharding) -> jax.Array:

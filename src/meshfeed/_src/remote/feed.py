@@ -25,7 +25,14 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from numpy.typing import ArrayLike
 
 from meshfeed._src.base import coordination
-from meshfeed._src.base.errors import Failure, MeshfeedError, SettingsError, SourceError, hides_own_frames
+from meshfeed._src.base.errors import (
+    Failure,
+    MeshfeedError,
+    SettingsError,
+    SourceError,
+    hide_own_frames,
+    hides_own_frames,
+)
 from meshfeed._src.base.exact_json import tree_from_json, tree_to_json
 from meshfeed._src.base.fork import NotCopied
 from meshfeed._src.base.settings import SETTINGS, Balance, BatchSchedule, FeedSettings, Retry, ShardShuffle, SkipBad
@@ -109,7 +116,11 @@ class FeedTarget:
 
     def next(self) -> PyTree:
         """Returns the next batch of the feed."""
-        return next(self._feed)
+        return self._feed.__next__()  # not next(feed): an interrupt after that C call would lose the batch
+
+    def pass_by(self, batch: PyTree, received: bool) -> None:
+        """Moves behind the batch that the last :meth:`next` returned, or back before it."""
+        self._feed._pass_by(batch, received)
 
     def numbers(self) -> tuple[int, int, int]:
         """Returns the step, the position, and the rows of the next batch."""
@@ -228,9 +239,10 @@ class RemoteFeed(Checkpointable, NotCopied):
             self._second_pass.begins()
         return self
 
-    @hides_own_frames
     def __next__(self) -> PyTree:
         """Returns the next global batch on the accelerators, a pytree of ``jax.Array`` ``[global_batch_size, ...]``.
+
+        After an interrupt (Ctrl-C), call it again to continue with the same batch.
 
         Raises:
           StopIteration: the end of the stream, and on every later call until ``reset`` or ``set_state``.
@@ -238,14 +250,17 @@ class RemoteFeed(Checkpointable, NotCopied):
             the caller.
           Exception: any error that the feed raised on a host, with its message.
         """
-        self._check_open()
-        if not trace_state_clean():
-            refuse_compiled(self.name)
         try:
-            batch = self._client.take()
-        except StopIteration:
-            self._ended = True
+            self._check_open()
+            if not trace_state_clean():
+                refuse_compiled(self.name)
+            return self._client.take(self._to_accelerators)
+        except Exception as error:  # no decorator: an interrupt in its frame would lose the batch
+            self._ended = self._ended or isinstance(error, StopIteration)
+            hide_own_frames(error)
             raise
+
+    def _to_accelerators(self, batch: PyTree) -> PyTree:
         return self._client.to_accelerators(batch, self._memory_kind)
 
     def _check_open(self) -> None:
