@@ -42,8 +42,11 @@ def interruptible(code: types.CodeType) -> dict[int, bool]:
     return found
 
 
-def is_ours(code: types.CodeType) -> bool:
-    return code.co_filename.startswith(SOURCE) or code.co_filename == threading.__file__
+def is_ours(frame: Any) -> bool:
+    """Whether meshfeed's code runs in this frame, or threading's for it: JAX's own locks would stay taken for ever."""
+    while frame is not None and frame.f_code.co_filename == threading.__file__:
+        frame = frame.f_back
+    return frame is not None and frame.f_code.co_filename.startswith(SOURCE)
 
 
 def interrupted(call: Callable[[], object], point: int) -> bool:
@@ -67,7 +70,7 @@ def interrupted(call: Callable[[], object], point: int) -> bool:
             and frame.f_code.co_name not in ("__init__", "__new__", "__call__")
         ):
             returned.add(frame.f_back)
-        if not is_ours(frame.f_code):
+        if not is_ours(frame):
             return None
         frame.f_trace_opcodes = True
         if event == "opcode":
