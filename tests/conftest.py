@@ -58,13 +58,11 @@ def memory() -> Iterator[Any]:
     _clear_memory()
 
 
-@pytest.fixture(scope="module")
-def quick_collections() -> Iterator[None]:
-    """``gc.collect`` looks only at what is made after this: all that tests import takes up to a second each time."""
+@pytest.fixture(scope="module", autouse=True)
+def _quick_collections() -> None:
+    """Collections look only at what a file of tests makes: all that tests import takes up to a second each time."""
     gc.collect()
     gc.freeze()
-    yield
-    gc.unfreeze()
 
 
 @pytest.fixture(scope="module")

@@ -149,7 +149,7 @@ def test_every_block_does_what_the_page_says(
 
 
 @pytest.fixture
-def _nothing_left(quick_collections: None) -> Iterator[None]:
+def _nothing_left() -> Iterator[None]:
     """Takes back what a page registers: listeners of jax.monitoring, and files in fsspec's memory."""
     taken: list[Callable[[], None]] = []
 

@@ -31,8 +31,6 @@ from meshfeed.checkpoint import ArraysHandler, ArraysSave, restore_once
 LIMIT = 4 << 20
 SHAPE = (2048, 1024)
 
-pytestmark = pytest.mark.usefixtures("quick_collections")
-
 
 class Buffers:
     """Bytes of the buffers that ``_aligned`` has made and that are still there."""

@@ -891,7 +891,6 @@ def depth(error: BaseException) -> int:
 
 
 @pytest.mark.slow
-@pytest.mark.usefixtures("quick_collections")
 @pytest.mark.parametrize("kind", ["end", "failure", "stream", "threads"])
 @pytest.mark.parametrize("prefetch", [0, 2])
 def test_asking_again_after_the_end_or_a_failure_takes_no_memory(kind: str, prefetch: int) -> None:

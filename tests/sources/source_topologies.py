@@ -1,4 +1,7 @@
-"""Checks sources on several numbers of simulated hosts: the same batches on each, and resume from each on each."""
+"""Checks sources on several numbers of simulated hosts: the same batches on each, and resume on each from another.
+
+The configurations of tests/model resume from each number on each, with one source of each kind.
+"""
 
 from __future__ import annotations
 
@@ -51,16 +54,15 @@ class SourceTopologies:
         with simulated_hosts.simulation():
             return simulated_hosts.run(hosts, on_host, _SECONDS)
 
-    def resume(self, *, each_on_each: bool = True) -> None:
-        """Resumes each state on each number of hosts, or on one of them; states that are the same text once."""
+    def resume(self) -> None:
+        """Resumes on each number of hosts, from one state after the other."""
         states = {name: sorted(set(by_hosts.values())) for name, by_hosts in self.states.items()}
         for turn, hosts in enumerate(TOPOLOGIES):
-            chosen = {name: s if each_on_each else [s[turn % len(s)]] for name, s in states.items()}
+            chosen = {name: [s[turn % len(s)]] for name, s in states.items()}
             found = self._on(hosts, source_jobs.go_on, chosen)
-            for name, several in chosen.items():
-                for number in range(len(several)):
-                    steps = source_jobs.join([part[name][number] for part in found])
-                    assert steps == self.steps[name][self._save_at :], f"{name}: state {number} on {hosts} hosts"
+            for name in chosen:
+                steps = source_jobs.join([part[name][0] for part in found])
+                assert steps == self.steps[name][self._save_at :], f"{name}: state {turn} on {hosts} hosts"
 
     def resume_with_workers(self, names: Sequence[str] | None = None) -> None:
         """Resumes the states of 3 hosts in this process, with two workers for a step and then with one.

@@ -1,4 +1,4 @@
-"""Every source on 1, 2, 3 and 4 simulated hosts with 12 lanes: the same batches, and resume from each on each.
+"""Every source on 1, 2, 3 and 4 simulated hosts with 12 lanes: the same batches, and resume on each.
 
 ``tests/multihost/test_sources.py`` does the same with one source of each kind on real hosts.
 """
