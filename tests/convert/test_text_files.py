@@ -10,7 +10,9 @@ import json
 import lzma
 import pathlib
 from collections.abc import Callable
+from typing import Any
 
+import pyarrow as pa
 import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
@@ -191,6 +193,26 @@ def test_a_compressed_file_whose_name_does_not_state_it(
         convert([str(tmp_path / name)], str(tmp_path / "out"), Settings(), run_here)
     (tmp_path / "b.txt").write_bytes(b"BZh is text")
     assert convert([str(tmp_path / "b.txt")], str(tmp_path / "out"), Settings(), run_here).num_records == 1
+
+
+@pytest.mark.parametrize(("ending", "library"), [("gz", gzip), ("bz2", bz2), ("xz", lzma), ("zst", None)])
+def test_damage_in_any_member_of_a_compressed_file(ending: str, library: Any, tmp_path: pathlib.Path) -> None:
+    """The files of bz2 and lzma end without an error at a member that is damaged, unless it is the first one."""
+    compress = library.compress if library else lambda content: pa.Codec("zstd").compress(content).to_pybytes()
+    one, two = compress(b"%b\n" % (b"a" * 3_000_000)), compress(b"b\n")
+    path = tmp_path / f"a.txt.{ending}"
+
+    def converted(content: bytes) -> int:
+        path.write_bytes(content)
+        to = str(tmp_path / f"out{len(list(tmp_path.iterdir()))}")
+        return convert([str(path)], to, Settings(encoding="bytes"), run_here).num_records
+
+    assert converted(one + two + two) == 3
+    if library:
+        assert converted(one + two + bytes(512)) == 2  # padding
+    for content in (one + b"?" + two[1:] + two, one + two + b"?", one + two[:3], b"", bytes(64)):
+        with pytest.raises(meshfeed.CorruptDataError, match=rf"a\.txt\.{ending} cannot be decompressed"):
+            converted(content)
 
 
 def test_types_that_differ_between_blocks_name_the_line(tmp_path: pathlib.Path) -> None:

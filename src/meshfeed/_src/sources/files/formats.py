@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import functools
 import importlib
 import itertools
 import os
 import re
 import shutil
+from collections.abc import Callable
 from types import ModuleType
 from typing import Any, BinaryIO, NamedTuple
 
@@ -182,7 +184,12 @@ def decompress(compression: str, source: str, target: str, num_bytes: int | None
             if compression == "snappy":
                 pyarrow = _library("pyarrow", what)
                 out.write(pyarrow.Codec("snappy").decompress(stored.read(), num_bytes).to_pybytes())
+            elif compression in _DECODERS:
+                name, make_decoder = _DECODERS[compression]
+                _write_members(functools.partial(make_decoder, _library(name, what)), stored, out)
             else:
+                if not os.fstat(stored.fileno()).st_size:  # which both libraries take for no content
+                    raise EOFError("it is empty")
                 with _open(compression, stored, what) as content:
                     shutil.copyfileobj(content, out, _CHUNK_BYTES)
     except (MeshfeedError, MemoryError):
@@ -194,6 +201,26 @@ def decompress(compression: str, source: str, target: str, num_bytes: int | None
     found = os.path.getsize(target)
     if num_bytes is not None and found != num_bytes:
         raise _damaged(what, compression, f"{found:,} bytes instead of {num_bytes:,}")
+
+
+def _write_members(make_decoder: Callable[[], Any], stored: BinaryIO, out: BinaryIO) -> None:
+    """Writes the content of all members of a file; zeros after a member are padding.
+
+    The files of bz2 and lzma end without an error at the first member that is damaged.
+    """
+    decoder, content = make_decoder(), b""
+    while content := content or stored.read(_CHUNK_BYTES):
+        if decoder.eof:
+            content = content.lstrip(b"\0")
+            if not content:
+                continue
+            decoder = make_decoder()
+        out.write(decoder.decompress(content, _CHUNK_BYTES))
+        while not (decoder.needs_input or decoder.eof):
+            out.write(decoder.decompress(b"", _CHUNK_BYTES))
+        content = decoder.unused_data
+    if not decoder.eof:
+        raise EOFError("it ends within a member")
 
 
 def _damaged(what: str, compression: str, error: object) -> CorruptDataError:
@@ -215,9 +242,12 @@ def _library(name: str, what: str) -> ModuleType:
 
 def _open(compression: str, stored: BinaryIO, what: str) -> Any:
     """Returns a readable file of the decompressed content."""
-    if compression in _MODULES:
-        return _library(_MODULES[compression], what).open(stored)
+    if compression == "gz":
+        return _library("gzip", what).open(stored)
     return _library("pyarrow", what).CompressedInputStream(stored, {"br": "brotli"}.get(compression, compression))
 
 
-_MODULES = {"gz": "gzip", "bz2": "bz2", "xz": "lzma"}
+_DECODERS: dict[str, tuple[str, Callable[[Any], Any]]] = {
+    "bz2": ("bz2", lambda library: library.BZ2Decompressor()),
+    "xz": ("lzma", lambda library: library.LZMADecompressor(library.FORMAT_XZ)),
+}
