@@ -143,6 +143,7 @@ def test_through_the_feed(array_record):
     [
         (lambda b: TFDS(b, "nope"), SourceError, r"no split 'nope'.*\['test', 'train'\]"),
         (lambda b: TFDS(b, None), SettingsError, "split is None"),
+        (lambda b: TFDS(b, "train[10:5]+test"), SourceError, "ends before it begins"),
         (
             lambda b: TFDS("no_such_set", "train", data_dir="/nowhere"),
             SourceError,
@@ -155,6 +156,22 @@ def test_through_the_feed(array_record):
 def test_what_is_not_there_is_named(array_record, make, error, message):
     with pytest.raises(error, match=message):
         make(array_record)
+
+
+def test_a_shard_with_another_number_of_records_than_the_dataset_lists(tmp_path):
+    """The records of all shards after it would have other numbers, and a slice those of another one."""
+    paths = sorted(Path(prepare(tmp_path, "array_record").data_dir).glob("*train*"))
+    lengths = [len(meshfeed.sources.ArrayRecord(path)) for path in paths]
+    other = lengths.index(min(lengths))
+    changed = lengths.index(max(lengths))
+    assert lengths[other] != lengths[changed]
+    paths[changed].write_bytes(paths[other].read_bytes())
+    for split in ("train", "train[:90%]+test"):
+        with pytest.raises(
+            CorruptDataError, match=f"has {lengths[other]} records, and tfds counts {lengths[changed]}"
+        ) as error:
+            TFDS(paths[0].parent, split)
+        assert error.value.path == str(paths[changed])
 
 
 def test_a_dataset_that_is_not_prepared(tmp_path):

@@ -60,6 +60,10 @@ class _Split:
         self.starts = np.asarray([instruction.skip for instruction in instructions])
         # In tfds, take == -1 means all rows after the skipped ones.
         takes = [len_ - i.skip if i.take == -1 else i.take for len_, i in zip(self.rows, instructions, strict=True)]
+        if min(takes) < 0:
+            raise SourceError(
+                f"the split {split!r} of {builder.info.full_name} ends before it begins. Give the lower bound first."
+            )
         self.stops = self.starts + takes
         self.first_ids = np.cumsum([0, *takes])  # id in the split of each file's first record
 
@@ -74,6 +78,10 @@ class TFDSRecords(_Split):
         super().__init__(builder, split, instructions, decode)
         self.decode = self.decoder
         self._records = ArrayRecord(self.paths)
+        found = self._records.shard_lengths()
+        if (wrong := np.flatnonzero(found != self.rows)).size:
+            file = wrong[0]
+            raise _damaged(self.paths[file], f"has {found[file]:,} records, and tfds counts {self.rows[file]:,}")
         # Per file: id in the concatenated files minus id in the split.
         self._shift = np.cumsum(self.rows) - self.rows + self.starts - self.first_ids[:-1]
 
@@ -115,6 +123,11 @@ class TFDSRecords(_Split):
     def _in_files(self, ids: np.ndarray) -> np.ndarray:
         check_ids(ids, len(self), "split")
         return ids + self._shift[np.searchsorted(self.first_ids, ids, side="right") - 1]
+
+
+def _damaged(path: str, what: str, lane_index: int | None = None) -> CorruptDataError:
+    message = f"{path} {what}. Expected what tfds wrote. Prepare the dataset again."
+    return CorruptDataError(message, path=path, lane_index=lane_index)
 
 
 _RECORDS_AT_ONCE = 32  # records per call of the tf.data iterator
@@ -236,11 +249,7 @@ class TFDSLane:
             raise FileNotFoundError(f"lane {self._lane_index}: {path} no longer exists: {error.message}") from error
         except (errors.UnavailableError, errors.AbortedError, errors.DeadlineExceededError) as error:
             raise OSError(f"lane {self._lane_index}: reading {path} failed: {error.message}") from error
-        raise CorruptDataError(
-            f"{path} {what}. Expected what tfds wrote. Prepare the dataset again.",
-            path=path,
-            lane_index=self._lane_index,
-        )
+        raise _damaged(path, what, self._lane_index)
 
     def _decode_one(self, raw: bytes, piece: Piece) -> Record:
         record_id = piece.file_row(self._row - 1) + self._offsets[piece.file_index]
