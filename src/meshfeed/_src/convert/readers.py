@@ -44,7 +44,7 @@ class ParquetFiles(Input):
     def scan(self, path: str, *, all_types: bool) -> Scan:
         """See :class:`Input`."""
         with ParquetFile(path) as file:
-            return Scan(file.metadata.num_rows, with_types(with_content(file.schema), _plain))
+            return Scan(file.metadata.num_rows, plain(with_content(file.schema)))
 
     def read(self, path: str, scan: Scan, start: int, stop: int, schema: pa.Schema) -> Iterator[pa.RecordBatch]:
         """See :class:`Input`."""
@@ -52,21 +52,24 @@ class ParquetFiles(Input):
             names = [name for name in schema.names if name in file.schema.names]
             for first, batch in file.batches(start, stop, names):
                 batch = content_of_files(batch, file.schema, path, first, None)
-                yield align(batch, with_types(batch.schema, _plain), first)
+                yield align(batch, plain(batch.schema), first)
 
 
-def _plain(kind: pa.DataType) -> pa.DataType:
-    """The type of the values of a dictionary, and plain text and bytes in place of views.
+def plain(schema: pa.Schema) -> pa.Schema:
+    """Returns a schema with the type of the values of dictionaries, and plain text and bytes in place of views.
 
     Arrow lacks many functions of both, and joins neither with the plain type of another file.
     """
     import pyarrow as pa
 
-    if pa.types.is_dictionary(kind):
-        kind = kind.value_type
-    if pa.types.is_string_view(kind):
-        return pa.large_string()
-    return pa.large_binary() if pa.types.is_binary_view(kind) else kind
+    def change(kind: pa.DataType) -> pa.DataType:
+        if pa.types.is_dictionary(kind):
+            kind = kind.value_type
+        if pa.types.is_string_view(kind):
+            return pa.large_string()
+        return pa.large_binary() if pa.types.is_binary_view(kind) else kind
+
+    return with_types(schema, change)
 
 
 class Datasets(Input):
@@ -104,7 +107,7 @@ class Datasets(Input):
     def scan(self, path: str, *, all_types: bool) -> Scan:
         """See :class:`Input`."""
         dataset = self._open(path)
-        return Scan(len(dataset), with_content(dataset.features.arrow_schema))
+        return Scan(len(dataset), plain(with_content(dataset.features.arrow_schema)))
 
     def read(self, path: str, scan: Scan, start: int, stop: int, schema: pa.Schema) -> Iterator[pa.RecordBatch]:
         """See :class:`Input`."""
@@ -115,7 +118,8 @@ class Datasets(Input):
             first = rows.start
             table: pa.Table = dataset[rows.start : rows.stop]  # type: ignore[assignment]  # formatted as Arrow
             for batch in table.select([name for name in schema.names if name in table.column_names]).to_batches():
-                yield content_of_files(batch, declared, path, first, folder)
+                batch = content_of_files(batch, declared, path, first, folder)
+                yield align(batch, plain(batch.schema), first)
                 first += batch.num_rows
 
 
