@@ -151,6 +151,18 @@ def test_values_that_do_not_fit(tmp_path: pathlib.Path) -> None:
     assert "  some: int64, missing in some records\n" in output
 
 
+@pytest.mark.parametrize("other", [[7], [-1], [2.0], [2, 2]])
+def test_a_column_that_is_named_like_a_shape(other: list[Any], tmp_path: pathlib.Path) -> None:
+    """It is one if the values fill it: four do not fill 7, and no array has -1 rows."""
+    (tmp_path / "a.jsonl").write_text(
+        (json.dumps({"x": [1, 2, 3, 4], "x/shape": other, "t": "", "t/shape": 3}) + "\n") * 8
+    )
+    _, expression = printed([str(tmp_path / "a.jsonl")], tmp_path / "out")
+    found = {name: leaf.shape[1:] for name, leaf in batch_of(expression).items()}
+    is_shape = other == [2, 2]
+    assert found == {"t/shape": ()} | ({"x": (2, 2)} if is_shape else {"x": (4,), "x/shape": (len(other),)})
+
+
 def test_nothing_fits(tmp_path: pathlib.Path) -> None:
     """Ragged values are padded; values that some records lack need a decision, which is the user's."""
     (tmp_path / "a.jsonl").write_text("".join(json.dumps({"ids": list(range(n))}) + "\n" for n in range(1, 6)))

@@ -6,6 +6,7 @@ Each output file is measured while it is written; the measures of all files are 
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -158,9 +159,9 @@ def reading_of_examples(pattern: str, kinds: Mapping[str, Mapping[str, Any]], fo
     left_out: dict[str, str] = {}
     for name, kind in kinds.items():
         one = found.get(name)
-        if one is not None and _is_shape(name, found):
+        if name.endswith("/shape") and _shape_of(name.removesuffix("/shape"), found) is not None:
             continue
-        as_it_is, why, with_zeros = _entry(kind, one, found.get(f"{name}/shape"))
+        as_it_is, why, with_zeros = _entry(kind, one, _shape_of(name, found))
         if as_it_is is not None:
             read[name] = as_it_is
         else:
@@ -176,12 +177,17 @@ def reading_of_examples(pattern: str, kinds: Mapping[str, Mapping[str, Any]], fo
     return Reading(f"meshfeed.sources.ArrayRecord({_quote(pattern)}, decode={decode})", left_out, bool(read), example)
 
 
-def _is_shape(name: str, found: Mapping[str, Measure]) -> bool:
-    """Whether a feature is the shape of another one, which has that shape in all records."""
-    return name.endswith("/shape") and name.removesuffix("/shape") in found and found[name]["same"] is not None
+def _shape_of(name: str, found: Mapping[str, Measure]) -> tuple[int, ...] | None:
+    """Returns the shape of the arrays of a feature if ``<name>/shape`` holds it, the same one in all records."""
+    one, shape = found.get(name), found.get(f"{name}/shape")
+    if one is None or shape is None or shape["same"] is None or min(shape["same"]) < 0:
+        return None
+    return tuple(shape["same"]) if one["counts"] == [math.prod(shape["same"])] * 2 else None
 
 
-def _entry(kind: Mapping[str, Any], one: Measure | None, shape: Measure | None) -> tuple[str | None, str, str | None]:
+def _entry(
+    kind: Mapping[str, Any], one: Measure | None, shape: tuple[int, ...] | None
+) -> tuple[str | None, str, str | None]:
     """Returns the entry of DecodeExample, why there is none, and the entry that pads the values."""
     if one is None or one["missing"] or one["counts"] is None:
         return None, "no value in some records", None
@@ -200,8 +206,7 @@ def _entry(kind: Mapping[str, Any], one: Measure | None, shape: Measure | None) 
         return None, "no values", None
     if not kind["list"]:
         return f'"{dtype}"', "", None
-    sizes = high if shape is None or shape["missing"] or shape["same"] is None else tuple(shape["same"])
-    return f'("{dtype}", {sizes})', "", None
+    return f'("{dtype}", {high if shape is None else shape})', "", None
 
 
 def _padded(value: str, size: int) -> str:
