@@ -256,6 +256,7 @@ def write_mds(folder: pathlib.Path, arrays: list[np.ndarray]) -> None:
     [
         (np.int32([0, 0]), np.int16([-3, 4]), True),
         (np.float64([0]), np.float32([0.5]), True),
+        (np.array(0.25), np.array(0.5, np.float32), True),
         (np.int64([0]), np.uint8([[200]])[0], True),
         (np.int32([0, 0]), np.float32([1.5, -2.75]), False),
         (np.int32([[0]]), np.float32([[1.5]]), False),
@@ -271,7 +272,7 @@ def test_arrays_of_mds_with_several_dtypes(
     write_mds(tmp_path / "data", [first, second])
     if fits:
         run(tmp_path / "data", tmp_path / "out")
-        assert [one["x"] for one in features_of(tmp_path / "out")] == [first.tolist(), second.tolist()]
+        assert [one["x"] for one in features_of(tmp_path / "out")] == [first.reshape(-1).tolist(), second.reshape(-1).tolist()]
         return
     dtypes = f"one holds {second.dtype}, and record 0 holds {first.dtype}"
     message = rf"column 'x' of the records 0 to 1 holds values that differ .* {dtypes}"

@@ -307,11 +307,12 @@ def test_tensors_keep_their_shape(tmp_path: pathlib.Path) -> None:
     columns = {
         "x": pa.ExtensionArray.from_storage(kind, storage),
         "row": pa.ExtensionArray.from_storage(pa.fixed_shape_tensor(pa.int8(), (2,)), flat),
+        "boxes": pa.array([[], [[1, 2, 3, 4]], None], pa.list_(pa.list_(pa.int8(), 4))),
     }
     pq.write_table(pa.table(columns), tmp_path / "a.parquet")
     assert features(tmp_path / "a.parquet", tmp_path / "out") == [
-        {"row": [1, 2], "x": [0, 1, 2, 3, 4, 5], "x/shape": [2, 3]},
-        {"row": [3, 4]},
+        {"boxes": [], "boxes/shape": [0, 4], "row": [1, 2], "x": [0, 1, 2, 3, 4, 5], "x/shape": [2, 3]},
+        {"boxes": [1, 2, 3, 4], "boxes/shape": [1, 4], "row": [3, 4]},
         {"x": [6, 7, 8, 9, 10, 11], "x/shape": [2, 3]},
     ]
     turned = pa.fixed_shape_tensor(pa.int32(), (2, 3), permutation=[1, 0])

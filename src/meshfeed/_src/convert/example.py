@@ -176,7 +176,8 @@ def _flatten_nested(name: str, array: pa.Array, first_record: int) -> Iterator[_
     while is_list(_storage(values.type)):
         values = values.storage if isinstance(values, pa.ExtensionArray) else values
         lengths = list_lengths(values, null=-1)
-        firsts = np.zeros(len(counts), np.int64)
+        is_fixed = pa.types.is_fixed_size_list(values.type)
+        firsts = np.full(len(counts), values.type.list_size if is_fixed else 0, np.int64)
         filled = counts > 0
         firsts[filled] = lengths[(np.cumsum(counts) - counts)[filled]]
         ragged = (np.repeat(firsts, counts) != lengths) | (lengths < 0)

@@ -416,7 +416,7 @@ def _mds_value(value: object, encoding: str | None) -> object:
         return json.dumps(value, ensure_ascii=False)
     if encoding == "str_decimal":
         return str(value)
-    return value.tolist() if isinstance(value, np.ndarray) and value.ndim > 1 else value
+    return value.tolist() if isinstance(value, np.ndarray) and value.ndim != 1 else value
 
 
 class ImageFolder(Input):
