@@ -20,6 +20,7 @@ import pytest
 import meshfeed
 from meshfeed._src.convert.run import Converted, convert, run_here, run_in_workers
 from meshfeed._src.convert.writers import Settings, eod_id
+from meshfeed._src.sources.manifest import make_manifest
 from meshfeed.sources import ArrayRecord, DecodeExample, Tokens
 
 
@@ -206,6 +207,19 @@ def test_an_index_of_an_archive_is_no_input(tmp_path: pathlib.Path) -> None:
         run(tmp_path / "*.meshfeed-index", tmp_path / "out")
 
 
+def test_a_manifest_is_no_input(tmp_path: pathlib.Path) -> None:
+    folder = tmp_path / "data"
+    folder.mkdir()
+    formats.parquet(folder)
+    make_manifest(f"{folder}/*.parquet")
+    assert run(folder, tmp_path / "out").num_records == formats.COUNT
+    with pytest.raises(meshfeed.SourceError, match=r"array_record is an ArrayRecord file already"):
+        run(tmp_path / "out", tmp_path / "again")
+    (folder / "manifest.json").write_text('{"audio": "a.wav"}')  # of another tool
+    with pytest.raises(meshfeed.SourceError, match=r"different formats: .*manifest\.json"):
+        run(folder, tmp_path / "again")
+
+
 def test_mds(tmp_path: pathlib.Path) -> None:
     """The data set that Mosaic Streaming wrote: each value as Mosaic Streaming's own index and ``MDS`` have it."""
     stored = pathlib.Path(__file__).parents[1] / "data" / "formats" / "mds"
@@ -272,7 +286,10 @@ def test_arrays_of_mds_with_several_dtypes(
     write_mds(tmp_path / "data", [first, second])
     if fits:
         run(tmp_path / "data", tmp_path / "out")
-        assert [one["x"] for one in features_of(tmp_path / "out")] == [first.reshape(-1).tolist(), second.reshape(-1).tolist()]
+        assert [one["x"] for one in features_of(tmp_path / "out")] == [
+            first.reshape(-1).tolist(),
+            second.reshape(-1).tolist(),
+        ]
         return
     dtypes = f"one holds {second.dtype}, and record 0 holds {first.dtype}"
     message = rf"column 'x' of the records 0 to 1 holds values that differ .* {dtypes}"

@@ -32,6 +32,7 @@ from meshfeed._src.convert.readers import (
 from meshfeed._src.sources.files.direct import RemoteBytes
 from meshfeed._src.sources.files.download import Download, Downloads
 from meshfeed._src.sources.files.formats import compression_of, reader_hint, uncompressed_name
+from meshfeed._src.sources.files.manifest import NAME, is_meshfeeds
 from meshfeed._src.sources.files.paths import (
     absolute,
     expand_paths,
@@ -39,6 +40,7 @@ from meshfeed._src.sources.files.paths import (
     format_name,
     is_url,
     open_file_system,
+    read_file,
     remote_errors,
     version_of,
     without_query,
@@ -62,6 +64,7 @@ _EXTENSIONS = {
     "tsv": "csv",
     "txt": "text",
 }
+_ARRAY_RECORD = ("array_record", "arrayrecord")
 _READ_AS_IT_IS = ("bin", "idx", "npy")
 _SHARDED = re.compile(r"\.(tfrecords?)-\d+-of-\d+$")  # TFDS puts the number after the extension
 _POSITION = re.compile(r"process_\d+(-of-\d+)?\.json")
@@ -168,7 +171,7 @@ def _format_of(path: str) -> str:
     if _POSITION.fullmatch(os.path.basename(without_query(path))):
         raise SourceError(f"{path} is a position that another loader saved. Use: meshfeed import-position.")
     extension = _extension(path)
-    if extension in ("array_record", "arrayrecord"):
+    if extension in _ARRAY_RECORD:
         raise SourceError(f"{path} is an ArrayRecord file already. Read it with meshfeed.sources.ArrayRecord.")
     if extension in _READ_AS_IT_IS:
         raise SourceError(
@@ -209,7 +212,7 @@ def _expand_folder(folder: _Folder, named: str | None) -> list[tuple[str, str]]:
 
 def _files_in(folder: _Folder, named: str | None) -> list[tuple[str, str]]:
     path = folder.path
-    files = [name for name in folder.files if name[0] not in "._"]
+    files = [name for name in folder.files if name[0] not in "._" and not _is_manifest(path, name)]
     if named is not None and files:
         return [(named, os.path.join(path, name)) for name in files]
     known = [name for name in files if compression_of(name) is not None or _extension(name) in _EXTENSIONS]
@@ -217,14 +220,18 @@ def _files_in(folder: _Folder, named: str | None) -> list[tuple[str, str]]:
         return [(_format_of(os.path.join(path, name)), os.path.join(path, name)) for name in known]
     if named is None and folder.images():
         return [("images", path)]
-    if tokens := next((name for name in files if _extension(name) in _READ_AS_IT_IS), None):
-        return [(_format_of(os.path.join(path, tokens)), path)]  # which raises
+    if ready := next((name for name in files if _extension(name) in _ARRAY_RECORD + _READ_AS_IT_IS), None):
+        return [(_format_of(os.path.join(path, ready)), path)]  # which raises
     names = sorted([*folder.files, *folder.folders])
     what = f"It holds {', '.join(names[:_LISTED])}{', …' if len(names) > _LISTED else ''}" if names else "It is empty"
     raise SourceError(
         f"the folder {path} holds no data that convert can read. {what}. Expected files, a Hugging Face dataset, an MDS "
         "folder, or images. Name files with a glob, and their format with --format."
     )
+
+
+def _is_manifest(path: str, name: str) -> bool:
+    return name == NAME and is_meshfeeds(read_file(os.path.join(path, name), source="convert"))
 
 
 class RemoteInput(NamedTuple):
