@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import itertools
+import json
 import os
 import pickle
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -196,6 +198,24 @@ def test_both_formats_give_the_same_records(tfrecord, array_record):
     for record in TFDS(tfrecord, "train").open(0, 1):
         np.testing.assert_array_equal(record["x"], by_id[int(record["id"])]["x"])
         assert record["x"].dtype == by_id[int(record["id"])]["x"].dtype
+
+
+def test_a_dataset_in_both_formats_is_read_at_random(tfrecord, array_record, tmp_path):
+    """As ``tfds convert_format`` leaves one in the folder of the other."""
+    folders = []
+    for part in ("a", "b"):
+        folder = tmp_path / part / "tiny" / "1.0.0"
+        shutil.copytree(array_record.data_dir, folder)
+        shutil.copytree(tfrecord.data_dir, folder, dirs_exist_ok=True)
+        info = json.loads((folder / "dataset_info.json").read_text())
+        (folder / "dataset_info.json").write_text(json.dumps(info | {"alternativeFileFormats": ["array_record"]}))
+        folders.append(folder)
+    builder = tfds.builder_from_directory(folders[0])
+    both, expected = TFDS(builder, "train[5:]+test"), TFDS(array_record, "train[5:]+test")
+    assert [both[i]["id"] for i in range(len(both))] == [expected[i]["id"] for i in range(len(expected))]
+    assert builder.info.file_format.name == "TFRECORD"
+    several = TFDS(tfds.builder_from_directories(folders), "test")  # tfds knows other formats of one folder only
+    assert sorted(read_ids(several.open(0, 1))) == sorted(2 * list(range(N, N + 10)))
 
 
 def test_a_lanes_state_is_small_and_of_the_same_cut(tfrecord):

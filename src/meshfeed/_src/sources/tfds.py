@@ -367,6 +367,8 @@ def _prefer_array_record(builder: Builder) -> Builder:
 
     # The other formats are read in order, through TensorFlow.
     wanted = tfds.core.file_adapters.FileFormat.ARRAY_RECORD  # pyright: ignore[reportAttributeAccessIssue] # loaded late
-    if builder.info.file_format != wanted and wanted in builder.info.available_file_formats():
-        return tfds.builder_from_directory(builder.data_dir, file_format=wanted)
+    in_one_folder = all(split.filename_template for split in builder.info.splits.values())
+    if builder.info.file_format != wanted and wanted in builder.info.available_file_formats() and in_one_folder:
+        builder = tfds.builder_from_directory(builder.data_dir)  # the caller's own stays as it is
+        builder.info.set_file_format(wanted, override=True, override_if_initialized=True)
     return builder
