@@ -174,6 +174,16 @@ def test_a_feed_reads_it_along_shards(paths: str) -> None:
     assert len(set(ids.tolist())) == len(ids) == 64
 
 
+def test_a_column_named_like_a_field_of_another_one(tmp_path: pathlib.Path) -> None:
+    """pyarrow reads both for the name ``a.b``."""
+    table = pa.table({"a": [{"b": i} for i in range(6)], "a.b": [i * 2 for i in range(6)]})
+    pq.write_table(table, tmp_path / "a.parquet", row_group_size=3)
+    for ids in ([1], [1, 4]):
+        assert {
+            name: rows.tolist() for name, rows in Parquet(tmp_path / "a.parquet", ["a.b"]).read_batch(ids).items()
+        } == {"a.b": [2 * i for i in ids]}
+
+
 def test_decoded_groups_are_bounded_and_shared(paths: str, monkeypatch: pytest.MonkeyPatch) -> None:
     decoded: list[tuple[str, int]] = []
     decode = parquet._decode_group
