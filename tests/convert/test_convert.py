@@ -18,6 +18,7 @@ import pyarrow.parquet as pq
 import pytest
 
 import meshfeed
+from meshfeed._src.convert.formats import FORMATS
 from meshfeed._src.convert.run import Converted, convert, run_here, run_in_workers
 from meshfeed._src.convert.writers import Settings, eod_id
 from meshfeed._src.sources.manifest import make_manifest
@@ -199,6 +200,25 @@ def test_webdataset_with_a_file_that_some_samples_lack(tmp_path: pathlib.Path) -
     assert [{name: value for name, value in one.items() if name != "__key__"} for one in found] == samples
     assert found[11]["__key__"] == b"0011"
     assert not list(tmp_path.glob("*.meshfeed-index"))
+
+
+@pytest.mark.parametrize("name", ["webdataset", "mds", "huggingface"])
+def test_few_large_samples_are_read_at_once(name: str, tmp_path: pathlib.Path) -> None:
+    """Videos: some hundred of them would not fit into memory, once per worker."""
+    path, content = tmp_path / "data", bytes(1 << 20)
+    if name == "webdataset":
+        formats.tar(path, [{"mp4": content}] * 40)
+    elif name == "mds":
+        write_mds(path, [np.zeros(60_000)] * 40)
+    else:
+        pytest.importorskip("datasets").Dataset.from_dict({"mp4": [content] * 40}).save_to_disk(path)
+    reader = FORMATS[name]()
+    reader.kept = reader.scratch = tmp_path
+    found = reader.scan(str(path), all_types=False)
+    assert found.schema is not None
+    sizes = [(batch.num_rows, batch.nbytes) for batch in reader.read(str(path), found, 0, 40, found.schema)]
+    assert sum(rows for rows, _ in sizes) == 40
+    assert max(num_bytes for _, num_bytes in sizes) < 10 << 20
 
 
 def test_an_index_of_an_archive_is_no_input(tmp_path: pathlib.Path) -> None:

@@ -32,8 +32,17 @@ _ARROW_FILE = b"ARROW1"
 _IMAGES = (".jpg", ".jpeg", ".png", ".webp", ".gif", ".bmp", ".tif", ".tiff")
 
 
+_BLOCK_BYTES = 8 << 20  # of samples that are read together, if all have the same size
+_BLOCK_ROWS = 1000
+
+
 def _row_blocks(start: int, stop: int, rows: int) -> Iterator[range]:
     return (range(low, min(low + rows, stop)) for low in range(start, stop, rows))
+
+
+def _rows_at_once(num_records: int, num_bytes: int) -> int:
+    """Returns the number of records to read together, given the number of all and their size together."""
+    return max(1, min(_BLOCK_ROWS, _BLOCK_BYTES * num_records // max(num_bytes, 1)))
 
 
 class ParquetFiles(Input):
@@ -114,7 +123,7 @@ class Datasets(Input):
         dataset = self._open(path)
         declared = dataset.features.arrow_schema
         folder = os.path.dirname(path) if os.path.isfile(path) else path
-        for rows in _row_blocks(start, stop, 1000):
+        for rows in _row_blocks(start, stop, _rows_at_once(scan.num_records, self.num_bytes(path))):
             first = rows.start
             table: pa.Table = dataset[rows.start : rows.stop]  # type: ignore[assignment]  # formatted as Arrow
             for batch in table.select([name for name in schema.names if name in table.column_names]).to_batches():
@@ -277,7 +286,7 @@ class WebDatasets(Input):
 
         archive = Descriptor(path)
         index = tar.load(self._saved(path), stamp(path)) or tar.scan(archive, path)
-        for block in _row_blocks(start, stop, 256):
+        for block in _row_blocks(start, stop, _rows_at_once(scan.num_records, archive.num_bytes)):
             rows = np.array(block)
             samples = index.records(rows, read_spans(archive, *index.bounds(rows)), path)
             for sample in samples:
@@ -331,7 +340,7 @@ class Mds(Input):
         import pyarrow as pa
 
         with self._opened(path, [name for name in schema.names if name in scan.more]) as source:
-            for block in _row_blocks(start, stop, 256):
+            for block in _row_blocks(start, stop, _rows_at_once(scan.num_records, self.num_bytes(path))):
                 rows = source.__getitems__(block)
                 arrays = []
                 for name, kind in zip(schema.names, schema.types, strict=True):
