@@ -65,6 +65,7 @@ def write_lines(path: pathlib.Path, lines: list[str]) -> None:
         ('{"n": 1, "text": }', "JSON parse error: Invalid value, in the line '{line}'"),
         ('{"n": "many"}', "Column(/n) changed from number to string, in the line '{line}'"),
         ('{"n": 1} {"n": 2}', "2 records instead of one, in the line '{line}'"),
+        (" null", "null in place of an object, in the line ' null'"),  # Arrow crashes if a block begins with it
         ('{"n": 1,\n"text": "a"}', "a record that continues on the next line, in the line '{{\"n\": 1,'"),
     ],
 )

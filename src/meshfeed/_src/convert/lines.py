@@ -260,6 +260,9 @@ class TextLines(LineInput):
         return pa.Table.from_arrays([spans(offsets, text)], ["text"])
 
 
+_NULL_LINE = re.compile(rb"\n[ \t\r]*null")
+
+
 class JsonLines(LineInput):
     """Lines of JSON objects. Blank lines are skipped."""
 
@@ -286,8 +289,11 @@ class JsonLines(LineInput):
 
     def parse(self, content: bytes, header: Sequence[str], schema: pa.Schema | None) -> pa.Table:
         """See :class:`LineInput`."""
+        import pyarrow as pa
         import pyarrow.json as pj
 
+        if _NULL_LINE.search(b"\n" + content):  # a record for Arrow, which crashes if it is the first one
+            raise pa.ArrowInvalid("null in place of an object")
         options = pj.ParseOptions()
         if schema is not None:
             options = pj.ParseOptions(explicit_schema=self.types, unexpected_field_behavior="error")
