@@ -687,6 +687,22 @@ def test_text_of_a_hugging_face_stream_reaches_a_function_through_a_shuffle_buff
         check_resumable(functools.partial(feed_of, mapped, num_lanes=4, prefetch=0), save_points=[1, 2, 7])
 
 
+def test_text_of_mixed_hugging_face_datasets_reaches_a_function() -> None:
+    datasets = pytest.importorskip("datasets")
+    several = {name: datasets.Dataset.from_dict({"text": [name, name * 2, name * 3]}) for name in ("a", "bcdef", "g")}
+    inner = Mixture({name: several[name] for name in ("a", "bcdef")}, {"a": 1, "bcdef": 1}, block=8, take={"bcdef": 2})
+    mixture = Mixture({"inner": inner, "g": several["g"]}, {"inner": 2, "g": 1}, block=9)
+
+    def bytes_of(record: dict[str, Any]) -> dict[str, Any]:
+        return {"tokens": np.frombuffer(record["text"].encode(), np.uint8)}
+
+    padded = meshfeed.sources.Padded(Map(mixture, bytes_of), 15)
+    counts = Map(padded, lambda record: {"x": record["mask"].sum()})
+    assert set(values(feed_of(counts, num_epochs=1, end="pad"))) == {0, 1, 2, 3, 5, 10}
+    packed = meshfeed.sources.Packed(Map(mixture, bytes_of), 8, method="fit")
+    assert set(packed.read_batch(range(len(packed)))["tokens"].ravel().tolist()) == {0, *b"abcdefg"}
+
+
 def test_lists_of_fixed_size_of_a_hugging_face_dataset_are_arrays() -> None:
     datasets = pytest.importorskip("datasets")
     features = datasets.Features({"x": datasets.Sequence(datasets.Value("uint8"), length=2)})

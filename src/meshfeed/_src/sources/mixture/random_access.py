@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import operator
 from collections.abc import Callable, Sequence
@@ -45,6 +46,11 @@ class RandomMixture(MixedSource, SeveralSources):
     def first_record_id(self) -> int:
         """Id of the record from which to infer the structure: the first of the first stage's first component."""
         return join_ids(self._names.index(next(iter(self.components.stages[0][1]))), 0)
+
+    def unconverted(self) -> RandomMixture:
+        """The same records as they are stored, if the components convert them."""
+        sources = {name: hooks.unconverted(source) for name, source in self._given.sources.items()}
+        return RandomMixture(dataclasses.replace(self._given, sources=sources), self._block, self._on_end)
 
     def make_order(self, **settings: Unpack[hooks.OrderSettings]) -> MixtureOrder:
         """The order of the mixture for a feed's settings."""
