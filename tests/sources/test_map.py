@@ -144,6 +144,34 @@ def test_none_drops_a_record_of_a_stream(stream: str) -> None:
     assert values(feed_of(Map(STREAMS[stream](), some), num_lanes=1)) == kept[: len(kept) // 8 * 8]
 
 
+def test_dropped_records_of_a_mixture_change_no_replay_of_lanes_that_have_ended() -> None:
+    mixture = Mixture({"a": Stream(Lane), "b": Stream(open_plain)}, {"a": 1, "b": 1}, block=8)
+    lanes = [[x for x in range(lane, NUM, 4) if x % 5 in (1, 3)] for lane in range(4)]
+    with feed_of(Map(mixture, some), num_lanes=4, end="pad", mask_key="mask") as feed:
+        found = [{name: np.asarray(leaf).tolist() for name, leaf in batch.items()} for batch in feed]
+        assert sum(sum(batch["mask"]) for batch in found) == feed.position >= 2 * sum(map(len, lanes))
+        assert not all(found[-1]["mask"])
+        for step, batch in enumerate(found):
+            assert {name: np.asarray(leaf).tolist() for name, leaf in feed.replay(step).items()} == batch
+
+
+def test_no_record_is_dropped_of_a_mixture_whose_weights_change_at_steps() -> None:
+    message = r"returned None for record \d+ of lane 0, which is of a mixture whose weights change at steps"
+    sources = {"a": Stream(Lane), "b": Stream(open_plain)}
+    staged = Mixture(sources, [(0, {"a": 1, "b": 1}), (2, {"a": 1})], block=8)
+    with pytest.raises(meshfeed.SourceError, match=message), feed_of(Map(staged, some), num_lanes=1) as feed:
+        next(feed)
+    mixture = Mixture(sources, {"a": 1, "b": 1}, block=8)
+    with feed_of(Map(Map(mixture, some), double), num_lanes=1, prefetch=0) as feed:
+        next(feed)
+        feed.set_weights({"a": 1, "b": 0})
+        with pytest.raises(meshfeed.SourceError, match=message):
+            next(feed)
+    below = {name: Map(source, some) for name, source in sources.items()}
+    staged = Mixture(below, [(0, {"a": 1, "b": 1}), (2, {"a": 1})], block=8)
+    assert len(values(feed_of(staged, num_lanes=1))) == 40  # 8 of each, and the 30 that are left of one
+
+
 def test_a_list_of_records_is_no_batch() -> None:
     def doubled(records: list[dict[str, Any]]) -> Any:
         return [double(record) for record in records]

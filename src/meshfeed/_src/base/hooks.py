@@ -438,7 +438,12 @@ class CutsLanes(Protocol):
 
 
 class StagedStream(StreamSource, ChecksSaved, Protocol):
-    """A stream that may change after the saved position: a mixture with stages. Its lanes cover all epochs."""
+    """A stream that may change after the saved position: a mixture with stages. Its lanes cover all epochs.
+
+    ``has_stages`` is whether it changes at a step, so that its records count.
+    """
+
+    has_stages: bool
 
     def bind(
         self,

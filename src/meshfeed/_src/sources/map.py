@@ -53,8 +53,8 @@ def Map(source: object, function: Callable[..., Any], *, batched: bool = False) 
     Args:
       source: a source of records, or any object that the feed accepts as one.
       function: ``function(record)`` returns the new record, a pytree of arrays; lists of numbers in dicts become arrays.
-        For streams it may return None, which
-        drops the record. With ``batched``, ``function(records)`` gets a list of n records and returns a pytree of
+        For streams it may return None, which drops the record, except of a mixture whose weights change at steps. With
+        ``batched``, ``function(records)`` gets a list of n records and returns a pytree of
         arrays ``[n, ...]``, row i for record i; its result must not depend on which records come together, and
         ``rng`` is a list of n generators.
       batched: whether the function takes lists of records.
@@ -255,7 +255,8 @@ class MappedStream(_Mapped):
 
     _converts = True
     _same_hooks = (
-        *("check_lanes", "file_names", "mixture_config", "check_saved", "check_weights", "cut_version", "lane_lengths"),
+        *("check_lanes", "file_names", "mixture_config", "has_stages", "check_saved", "check_weights"),
+        *("cut_version", "lane_lengths"),
     )
 
     def open(
@@ -341,6 +342,14 @@ class MappedLane:
                 raise self._stopped("the function of Map", self._read - 1) from error
             if mapped is not None:
                 return _with_arrays(mapped) if self._mapped._converts else mapped
+            staged = hooks.find(self._mapped._source, hooks.StagedStream)
+            if staged is not None and staged.has_stages:
+                raise SourceError(
+                    f"the function of Map returned None for record {self._read - 1} of lane {self._place[1]}, which is of a "
+                    "mixture whose weights change at steps, and these count its records. Drop records of its components "
+                    "instead: Mixture({name: Map(stream, function)}, weights=…).",
+                    lane_index=self._place[1],
+                )
 
     def _next(self) -> tuple[Record, np.random.Generator | None]:
         """The next record of the source, and the generator for the function if it takes one."""

@@ -64,9 +64,16 @@ class StreamMixture(MixedSource):
         clone = copy.copy(self)  # the user may pass the same mixture to several feeds
         positions = [position_of_step(step) for step, _ in self.components.stages]
         clone._is_bound, clone._bound = True, self._settings_at(positions, {}, seed, num_epochs)
-        if self._on_end == "repeat":  # with "stop", later stages do not change where a lane ends
+        # With "stop", later stages do not change where a lane ends. Without stages, functions above may drop records, and
+        # the records delivered are not those of the lane.
+        if self._on_end == "repeat" and self.has_stages:
             clone._delivered, clone._ended_lanes = delivered, ended or {}
         return clone
+
+    @property
+    def has_stages(self) -> bool:
+        """See :class:`meshfeed._src.base.hooks.StagedStream`."""
+        return len(self.components.stages) > 1
 
     def check_lanes(self, num_lanes: int) -> None:
         """Raises SettingsError for a number of lanes that a component cannot serve."""
@@ -101,7 +108,7 @@ class StreamMixture(MixedSource):
 
         Of all epochs alike: a lane of a mixture ends once, after its components have been read ``num_epochs`` times.
         """
-        if len(self.components.stages) != 1:
+        if self.has_stages:
             return None
         weights = self.components.stages[0][1]
         total = sum(weights.values())
@@ -133,7 +140,7 @@ class StreamMixture(MixedSource):
           SettingsError: the mixture has stages but is not bound to a feed, which maps their steps to positions.
         """
         bound = self._bound
-        if not self._is_bound and len(bound.stages) > 1:
+        if not self._is_bound and self.has_stages:
             raise SettingsError(
                 "a mixture with stages begins them at steps, so it can only be opened by a feed.", setting="weights"
             )
