@@ -13,7 +13,7 @@ import pytest
 import meshfeed
 from meshfeed import SettingsError, SourceError, StateMismatchError
 from meshfeed._src.order.mixture import join_ids, split_ids
-from meshfeed.sources import Memory, Mixture, Stream
+from meshfeed.sources import Map, Memory, Mixture, Stream
 from meshfeed.testing import check_resumable
 
 SIZES = {"web": 200, "code": 90, "books": 31}
@@ -334,6 +334,11 @@ def test_columns_reach_the_components():
         (lambda: Mixture({"a": 3}, {"a": 1}), SourceError, "cannot feed from a int"),
         (lambda: Mixture({"a": iter([1])}, {"a": 1}), SourceError, "is host batches"),
         (lambda: Mixture({"a": memory("web"), "b": []}, {"a": 1, "b": 0}), SourceError, "component .b. has 0 records"),
+        (
+            lambda: Mixture({"a": Map(Map(stream_mixture(), dict), dict), "b": memory("web")}, {"a": 1, "b": 1}),
+            SourceError,
+            r"component 'a' is Map\(Map\(Mixture\(.*Apply the function to its components instead: Mixture\(\{name: Map\(",
+        ),
         (lambda: random_mixture(on_end="die"), SettingsError, "'repeat' or 'stop'"),
         (lambda: random_mixture(shuffle=True), SettingsError, "pass shuffle= to the feed"),
         (lambda: Mixture({"a": memory("web")}, {"a": 1}, block=0), SettingsError, "block=0"),

@@ -67,7 +67,8 @@ def Mixture(
     of the mixture in order.
 
     A component may be a mixture itself: its components become those of this mixture, named ``outer/inner``, and share
-    the weight of the inner mixture by its own weights. ``block`` and ``on_end`` are those of the outer mixture.
+    the weight of the inner mixture by its own weights. ``block`` and ``on_end`` are those of the outer mixture. A function
+    over a mixture of streams is no component; apply it to the components of that mixture.
 
     Returns:
       A random-access source if every component is one, otherwise a stream source.
@@ -117,6 +118,12 @@ def _component(name: object, component: object) -> Any:
     source = as_source(component)
     if isinstance(source, HostBatches):
         raise SourceError(f"component {name!r} is host batches. Expected a source of records. Pass records.")
+    if hooks.find(source, hooks.StagedStream) is not None and not isinstance(source, StreamMixture):
+        raise SourceError(
+            f"component {name!r} is {source!r}. Expected no function over a mixture of streams, whose seed, epochs and state "
+            f"are those of a feed. Apply the function to its components instead: Mixture({{name: Map(stream, function)}}, "
+            "weights=…) may be a component."
+        )
     if not hooks.is_stream(source) and not len(source):
         raise SourceError(f"component {name!r} has 0 records. Expected at least one. Leave it out of the mixture.")
     grouped = hooks.find(source, hooks.GroupsRecords) is not None
