@@ -49,6 +49,12 @@ def test_the_cost_of_a_record_comes_from_its_length(monkeypatch: pytest.MonkeyPa
     assert costs_of(Records(), lambda lengths: lengths.sum() ** 3, ids, monkeypatch) == [125, 64, 216, 512]
 
 
+def test_a_function_gets_int64_whatever_the_source_stores(monkeypatch: pytest.MonkeyPatch) -> None:
+    source: Any = Records()
+    source.lengths = lambda: (20 * LENGTHS).astype(np.uint8)
+    assert costs_of(source, lambda lengths: (lengths**2).sum(), np.array([0, 1]), monkeypatch) == [400, 25_600]
+
+
 def test_the_cost_of_a_row_is_that_of_all_its_segments(monkeypatch: pytest.MonkeyPatch) -> None:
     ids = np.array([0, 1, 2, 5])  # 1, 2, 3 and 3 segments of 1, 8, 2 and 6
     assert costs_of(Rows(), "tokens", ids, monkeypatch) == [1, 16, 6, 18]

@@ -87,7 +87,8 @@ class RowBalance:
         if isinstance(self._balance, str):
             before = np.concatenate([[0.0], np.cumsum(lengths.astype(np.float64) ** _POWERS[self._balance])])
             return np.diff(before[splits])
-        return np.array([self._cost(part) for part in np.split(lengths, splits[1:-1])])
+        # In narrower integers, as sources store them, the function could overflow.
+        return np.array([self._cost(part) for part in np.split(lengths.astype(np.int64), splits[1:-1])])
 
     def _cost(self, lengths: np.ndarray) -> float:
         assert not isinstance(self._balance, str)
