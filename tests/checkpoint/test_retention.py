@@ -12,7 +12,7 @@ import pytest
 from checkpoint_feeds import CountingFeed
 
 from meshfeed._src.base.errors import CheckpointError
-from meshfeed._src.checkpoint import array_handler
+from meshfeed._src.checkpoint import array_handler, checkpointer
 from meshfeed.checkpoint import Checkpointer
 
 
@@ -122,3 +122,42 @@ def test_a_step_that_was_removed_by_hand_may_be_saved_again(tmp_path):
             save(ckpt, 2, force=True)
         shutil.rmtree(tmp_path / "c/2")
         assert save(ckpt, 2, force=True) == [1, 2]
+
+
+@pytest.mark.parametrize("gone", ["", "iterator", "arrays", "arrays/meshfeed"])
+def test_a_step_that_another_job_removes_while_it_is_restored_is_passed_over(tmp_path, monkeypatch, gone):
+    feed = CountingFeed()
+    with Checkpointer(tmp_path, save_interval_steps=1) as ckpt:
+        for step in (1, 2):
+            next(feed)
+            ckpt.save(step, state_at(step), feed)
+
+    def look(*args):
+        found = newest_readable(*args)
+        shutil.rmtree(tmp_path / "2" / gone, ignore_errors=True)  # as its last look found it intact
+        return found
+
+    newest_readable = checkpointer.newest_readable
+    monkeypatch.setattr(checkpointer, "newest_readable", look)
+    with Checkpointer(tmp_path) as ckpt:
+        step, restored = ckpt.restore(None, feed)
+    assert (step, restored["step"], feed.position) == (1, 1, 4)
+
+
+def test_a_step_asked_for_that_another_job_removes_meanwhile_is_not_said_to_lack_a_feed(tmp_path, monkeypatch):
+    feed = CountingFeed()
+    with Checkpointer(tmp_path) as ckpt:
+        ckpt.save(1, state_at(1), feed)
+
+    def read(*args):
+        found = read_step(*args)
+        shutil.rmtree(tmp_path / "1")
+        return found
+
+    read_step = checkpointer.read_step
+    monkeypatch.setattr(checkpointer, "read_step", read)
+    with (
+        Checkpointer(tmp_path) as ckpt,
+        pytest.raises(CheckpointError, match=r"step 1 is not in .*its steps are: none"),
+    ):
+        ckpt.restore(None, feed, step=1)

@@ -11,7 +11,7 @@ import math
 import operator
 import os
 import secrets
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, Self
 
 import jax
@@ -63,6 +63,7 @@ from meshfeed._src.checkpoint.leaves import encode_tree
 from meshfeed._src.checkpoint.manager_options import manager_options
 from meshfeed._src.checkpoint.options import RestoreOptions, naming, short
 from meshfeed._src.checkpoint.orbax_internals import discard_errors
+from meshfeed._src.checkpoint.restore import open_item
 from meshfeed._src.checkpoint.saves import (
     CapturedState,
     HasState,
@@ -79,11 +80,12 @@ from meshfeed._src.checkpoint.step import (
     StepMetadata,
     describe_step,
     find_steps,
+    look_at_step,
     newest_readable,
     read_step,
 )
 from meshfeed._src.checkpoint.store_manager import StoreManager
-from meshfeed._src.checkpoint.stored import DamagedCheckpointError, read_manifest
+from meshfeed._src.checkpoint.stored import DamagedCheckpointError, StoredArrays, read_manifest
 from meshfeed._src.checkpoint.writer import FolderWriter
 from meshfeed._src.state import files as state_files
 
@@ -417,22 +419,22 @@ class Checkpointer(NotCopied):
             if step is None:
                 return self._restore_newest(abstract_or_concrete_state, feed, agreement)
             # Host 0 checks the step for all, so all hosts raise the same error.
-            agreement.publish(lambda: bool(read_step(self._directory, step)))
-            return step, self._restore_step(step, abstract_or_concrete_state, feed, agreement)
+            identity = agreement.publish(lambda: read_step(self._directory, step).identity)
+            return step, self._restore_step(identity, abstract_or_concrete_state, feed, agreement)
 
     def _restore_newest(self, wanted: PyTree, feed: Resumable | None, agreement: Agreement) -> tuple[int, PyTree]:
         reasons: dict[int, str] = {}
         while True:
             # Host 0 chooses the step for all, so hosts never restore different ones.
-            number, unreadable = agreement.publish(lambda: newest_readable(self._directory, reasons))
+            identity, unreadable = agreement.publish(lambda: newest_readable(self._directory, reasons))
             for passed, reason in unreadable:
                 self._pass_over(passed, reason, reasons)
-            if number is None:
+            if identity is None:
                 break
             try:
-                return number, self._restore_step(number, wanted, feed, agreement)
+                return identity["step"], self._restore_step(identity, wanted, feed, agreement)
             except DamagedCheckpointError as error:
-                self._pass_over(number, str(error), reasons)
+                self._pass_over(identity["step"], str(error), reasons)
         if not reasons:
             _log.info("no checkpoint in %s: starting at step 0", self._directory)
             if feed is not None:
@@ -450,16 +452,19 @@ class Checkpointer(NotCopied):
         _log.warning("step %d in %s is passed over: %s", step, self._directory, reason)
         reasons[step] = reason
 
-    def _restore_step(self, step: int, wanted: PyTree, feed: Resumable | None, agreement: Agreement) -> PyTree:
+    def _restore_step(
+        self, identity: Mapping[str, JsonValue], wanted: PyTree, feed: Resumable | None, agreement: Agreement
+    ) -> PyTree:
+        step = identity["step"]
         folder = self._directory / str(step)
         try:
+            position, arrays = self._open_step(identity, feed is not None, agreement)
             # The arrays are not restored through Orbax's manager, whose barrier makes all hosts wait if one fails.
             with contextlib.ExitStack() as undo:
                 if feed is not None:
-                    position = agreement.attempt(lambda: _position(folder))
                     undo.callback(_continue(feed, position, agreement, folder))
                     _start(feed)  # it reads ahead while the arrays are read
-                state = self._arrays.restore_with(agreement, folder / ARRAYS, ArraysRestore(wanted))
+                state = self._arrays.restore_with(agreement, arrays, ArraysRestore(wanted))
                 undo.pop_all()
         except CheckpointError as error:
             error.step = step
@@ -467,6 +472,31 @@ class Checkpointer(NotCopied):
         self._keep(None)  # a step skipped before the restore is no longer the last one
         self._without_feed = step if feed is None else None
         return state
+
+    def _open_step(
+        self, identity: Mapping[str, JsonValue], with_feed: bool, agreement: Agreement
+    ) -> tuple[dict[str, JsonValue], StoredArrays]:
+        """Returns the position and the arrays of a step that host 0 has found intact.
+
+        Raises:
+          DamagedCheckpointError: host 0 does not find it intact any more: another job removes its older steps.
+        """
+        step, folder = identity["step"], self._directory / str(identity["step"])
+
+        def opened() -> tuple[dict[str, JsonValue], StoredArrays]:
+            position = _position(folder, identity) if with_feed else {}
+            arrays = open_item(folder / ARRAYS, self._arrays.restore_options)
+            if arrays.manifest.identity != identity:  # without a manifest, nothing would be compared with digests
+                raise CheckpointError(f"{folder}: the arrays are not those of the save {identity['id']} any more.")
+            return position, arrays
+
+        try:
+            return agreement.attempt(opened)
+        except CheckpointError as error:  # on all hosts
+            found, problem = agreement.publish(lambda: look_at_step(self._directory, step))
+            if found is None:
+                raise DamagedCheckpointError(problem, step=step) from error
+            raise
 
     def _warn_of_position(self, feed: HasState | None) -> None:
         """Warns once if a feed is saved before the position of a step that was restored without one."""
@@ -685,13 +715,16 @@ def _open_manager(
     return call_with_retry(attempt, _OPENING, doing=f"opening {directory}")
 
 
-def _position(folder: epath.Path) -> dict[str, JsonValue]:
-    if not (folder / ITERATOR).exists():
+def _position(folder: epath.Path, identity: Mapping[str, JsonValue]) -> dict[str, JsonValue]:
+    if ITERATOR not in identity.get("parts", ()) and not (folder / ITERATOR).exists():
         raise CheckpointError(
             f"step {folder.name} in {folder.parent} was saved without a feed, so it has no position to resume from. "
             "Restore it without a feed, and set the feed's position with feed.set_state."
         )
-    return state_files.read_state(folder / ITERATOR)
+    document = state_files.read_document(folder / ITERATOR)
+    if document["identity"] != identity:
+        raise CheckpointError(f"{folder}: the position is not that of the save {identity['id']} any more.")
+    return document["state"]
 
 
 def _beside(feed: object) -> str:

@@ -140,10 +140,10 @@ class ArraysHandler(ocp.handlers.AsyncCheckpointHandler):
         with restore_agreement(directory, self.restore_options) as agreement:
             return self.restore_with(agreement, directory, args or ArraysRestore())
 
-    def restore_with(self, agreement: Agreement, directory: epath.PathLike, args: ArraysRestore) -> PyTree:
+    def restore_with(self, agreement: Agreement, item: epath.PathLike | StoredArrays, args: ArraysRestore) -> PyTree:
         """Like :meth:`restore`, as part of an operation on which hosts agree."""
         return restore_tree(
-            directory,
+            item,
             args.abstract_tree,
             self.restore_options,
             agreement,

@@ -51,7 +51,7 @@ def restore_agreement(directory: epath.PathLike, options: RestoreOptions) -> Agr
 
 
 def restore_tree(
-    directory: epath.PathLike,
+    item: epath.PathLike | StoredArrays,
     abstract_tree: PyTree,
     options: RestoreOptions,
     agreement: Agreement,
@@ -60,7 +60,7 @@ def restore_tree(
     partial: bool = False,
     strict: bool = True,
 ) -> PyTree:
-    """Restores ``abstract_tree`` from an item. Every process of the job must call it with the same tree.
+    """Restores ``abstract_tree`` from an item, which may be open. Every process of the job must call it with the same tree.
 
     Raises:
       CheckpointError: the trees differ (the message names the leaves), or a host could not read.
@@ -69,7 +69,8 @@ def restore_tree(
 
     def plan() -> RestorePlan:
         wanted = with_devices(abstract_tree, mesh)
-        return match_tree(open_item(directory, options), wanted, partial=partial, strict=strict)
+        stored = item if isinstance(item, StoredArrays) else open_item(item, options)
+        return match_tree(stored, wanted, partial=partial, strict=strict)
 
     return restore(plan, options, agreement, dispatch)
 

@@ -126,20 +126,34 @@ def read_step(directory: epath.PathLike, step: int) -> StepParts:
     return StepParts(step, folder, manifest, document)
 
 
-def newest_readable(directory: epath.PathLike, excluded: Collection[int]) -> tuple[int | None, list[tuple[int, str]]]:
-    """Returns the newest step that can be read, or None, and the newer steps that cannot, each with the reason.
+def look_at_step(directory: epath.PathLike, step: int) -> tuple[dict[str, JsonValue] | None, str]:
+    """Returns the identity of a step that is intact as far as :func:`read_step` looks, or None and why it is not.
 
     Raises:
-      RefusedError: whether a step is intact cannot be known, since its storage refuses to be read.
+      RefusedError: whether it is intact cannot be known, since its storage refuses to be read.
+    """
+    try:
+        return read_step(directory, step).identity, ""
+    except RefusedError:
+        raise
+    except CheckpointError as error:
+        return None, str(error)
+
+
+def newest_readable(
+    directory: epath.PathLike, excluded: Collection[int]
+) -> tuple[dict[str, JsonValue] | None, list[tuple[int, str]]]:
+    """Returns the identity of the newest step that can be read, or None, and each newer step that cannot, with the reason.
+
+    Raises:
+      RefusedError: see :func:`look_at_step`.
     """
     unreadable: list[tuple[int, str]] = []
     for step in sorted(set(find_steps(directory)) - set(excluded), reverse=True):
-        try:
-            return read_step(directory, step).step, unreadable
-        except RefusedError:
-            raise
-        except CheckpointError as error:
-            unreadable.append((step, str(error)))
+        identity, problem = look_at_step(directory, step)
+        if identity is not None:
+            return identity, unreadable
+        unreadable.append((step, problem))
     return None, unreadable
 
 
