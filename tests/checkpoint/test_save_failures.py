@@ -233,6 +233,7 @@ def test_meshes_with_explicit_axes(tmp_path):
         "a": place(values, mesh),
         "b": place(values.astype(jnp.bfloat16), mesh, None, "model"),
         "f8": place(values.astype(jnp.float8_e5m2), mesh, "data"),
+        "carried": place(values.astype(jnp.float8_e4m3), mesh, "data", "model"),
         "key": jax.random.key(0),
     }
     for restore in ("once", "single_replica", "every_host"):

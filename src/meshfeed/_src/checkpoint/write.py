@@ -91,7 +91,7 @@ def plan_write(
         assert isinstance(array.sharding, NamedSharding)
         array = _cutter(array.sharding, array.shape, dtype, cut)(array)
     elif carrier_of(dtype) != dtype:
-        array = _carrier(array.sharding)(array)
+        array = _carrier(array.sharding, array.ndim)(array)
     piece = array.sharding.shard_shape(array.shape)
     cell, chunk_byte_size = chunk_shape(array.shape, piece, array.dtype.itemsize)
     # Narrow dtypes keep their own name: Orbax silently casts if the stored dtype differs from the requested one, so a
@@ -163,8 +163,16 @@ def _cutter(
 
 
 @functools.lru_cache(maxsize=256)
-def _carrier(sharding: Sharding) -> Callable[[jax.Array], jax.Array]:
-    return jax.jit(lambda array: _carry(to_bits(array), array.dtype), out_shardings=sharding)
+def _carrier(sharding: Sharding, rank: int) -> Callable[[jax.Array], jax.Array]:
+    def carry(array: jax.Array) -> jax.Array:
+        return _carry(to_bits(array), array.dtype)
+
+    if isinstance(
+        sharding, NamedSharding
+    ):  # on a mesh of Explicit axes, a lookup in a table has no sharding of its own
+        spec = spec_of(spec_axes(sharding, rank))
+        carry = jax.shard_map(carry, mesh=sharding.mesh, in_specs=spec, out_specs=spec, check_vma=False)
+    return jax.jit(carry, out_shardings=sharding)
 
 
 class ShardDigests:
