@@ -150,6 +150,26 @@ def test_restored_arrays_may_be_donated(tmp_path, mesh):
         np.testing.assert_array_equal(np.asarray(shard.data), np.tile(1 + np.arange(8, dtype=np.float32), (64, 1)))
 
 
+def test_arrays_that_are_bound_to_no_device_come_back_so(tmp_path, mesh):
+    tree = {
+        "w": place(np.ones((8, 8), np.float32), mesh, "data"),
+        "first": jax.device_put(jnp.ones(3), jax.devices()[0]),
+    }
+    tree |= {
+        "count": jnp.zeros((), jnp.int32),
+        "keys": jax.random.split(jax.random.key(0), 2),
+        "int4": jnp.ones(3, jnp.int4),
+    }
+    with jax.default_device(jax.devices()[2]):
+        tree["elsewhere"] = jnp.arange(3)
+    with Checkpointer(tmp_path) as ckpt:
+        ckpt.save(1, tree)
+        _, restored = ckpt.restore(tree)
+    assert_same(tree, restored)
+    assert {name: leaf.committed for name, leaf in restored.items()} == {name: name in ("w", "first") for name in tree}
+    assert jax.jit(lambda w, count: w + count)(restored["w"], restored["count"]).sharding == tree["w"].sharding
+
+
 def test_interval_force_and_steps(tmp_path, mesh):
     feed = CountingFeed()
     with Checkpointer(tmp_path / "c", save_interval_steps=10, max_to_keep=2) as ckpt:

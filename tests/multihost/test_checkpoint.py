@@ -223,7 +223,7 @@ def restore_on_parts(directory: str):
     import numpy as np
     from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-    from meshfeed.checkpoint import Checkpointer
+    from meshfeed.checkpoint import ArraysHandler, ArraysRestore, Checkpointer
 
     values = np.random.default_rng(5).integers(0, 1 << 30, (512, 512)).astype(np.int32)
     whole = checkpoint_trees.make_mesh(4, 2)
@@ -267,6 +267,14 @@ def restore_on_parts(directory: str):
             assert (restored["empty"].shape, restored["empty"].dtype) == ((0, 3), np.float32)  # on all hosts
             for name in ("local", "count", "key"):
                 checkpoint_trees.assert_same(state[name], restored[name])
+            assert int(restored["count"] + restored["b"].min()) == 7 + int(state["b"].min())  # it is bound to no device
+            cut = jax.ShapeDtypeStruct((500, 600), np.int32, sharding=wanted["c"].sharding)
+            args = ArraysRestore({"c": cut}, partial_restore=True, strict=False)
+            (found,) = ArraysHandler(mode).restore(f"{directory}/parts/1/arrays", args).values()
+            assert found.shape == cut.shape
+            for shard in found.addressable_shards:
+                padded = np.pad(values[:500] + 2, ((0, 0), (0, 88)))
+                np.testing.assert_array_equal(np.asarray(shard.data), padded[shard.index])
         part = checkpoint_trees.place(values, half, "x") if jax.process_index() < 2 else restored["a"]
         try:
             ckpt.save(2, {"part": part})

@@ -41,6 +41,7 @@ from meshfeed._src.checkpoint.place import (
     from_host,
     in_default_memory,
     sharding_of,
+    uncommitted,
     with_placement,
     wrap_keys,
 )
@@ -125,7 +126,9 @@ def _match_leaf(stored: StoredArrays, name: str, leaf: Leaf, strict: bool) -> Pl
         _check_dtype(saved, leaf.dtype)
         values = _host_values(saved, saved.data_shape, np.dtype(leaf.dtype))
         return values.followed_by(KINDS[kind].from_host)
-    return match_array(stored, name, leaf.shape, leaf.dtype, placement or saved.saved_sharding(), strict=strict)
+    plan = match_array(stored, name, leaf.shape, leaf.dtype, placement or saved.saved_sharding(), strict=strict)
+    # With one device, it makes no difference.
+    return plan.followed_by(uncommitted) if jax.device_count() > 1 and not getattr(leaf, "committed", True) else plan
 
 
 def _placement(leaf: Leaf) -> Placement | None:
@@ -175,7 +178,7 @@ def _host_values(saved: SavedLeaf, shape: Shape, dtype: np.dtype[np.generic], an
     if saved.encoding == BYTES:
         read = LeafRead(saved, saved.stored_dtype, LoadPlan(None, saved.stored_shape))
         return PlannedLeaf(read).followed_by(functools.partial(from_bytes, saved=saved, dtype=dtype))
-    return PlannedLeaf(LeafRead(saved, dtype, LoadPlan(None, saved.data_shape), any_cast))
+    return PlannedLeaf(LeafRead(saved, dtype, LoadPlan(None, shape), any_cast))
 
 
 def match_array(
@@ -202,7 +205,7 @@ def match_array(
     # Local arrays are on a different device in each process, but all processes must make the same plan. A process cannot
     # distinguish them from one array on the devices of a single process, for which the others pass the same sharding.
     local = process_count() > 1 and sharding is not None and _is_of_one_process(sharding)
-    _check_shape(stored, saved, read_shape, strict or local)
+    _check_shape(stored, saved, read_shape, strict or saved.encoding == BYTES)
     if placement is None or sharding is None:
         if saved.encoding != VALUE:
             raise CheckpointError(

@@ -295,3 +295,16 @@ def with_placement(array: jax.Array, placement: Placement) -> jax.Array:
         return array
     # The compiler returns PartitionSpec('a') for a requested ('a', None): the same layout, but they compare unequal.
     return assembled(array.shape, sharding, [shard.data for shard in array.addressable_shards], array.dtype)
+
+
+def uncommitted(array: jax.Array) -> jax.Array:
+    """Returns an equal array that is not bound to its device: computations with arrays on other devices may move it.
+
+    JAX returns such arrays for values of the host only, and rejects a computation over arrays that are bound to different
+    devices: a step that takes a counter from ``optimizer.init`` must take the restored one too.
+    """
+    if is_key(array):
+        return jax.random.wrap_key_data(uncommitted(jax.random.key_data(array)), impl=jax.random.key_impl(array))
+    (device,) = array.sharding.device_set
+    with jax.default_device(device):
+        return jax.device_put(jax.device_get(array))
