@@ -100,6 +100,10 @@ def test_checkpointers_of_one_process_do_not_replace_each_other(directory):
     first.save(1, STATE)
     second.save(2, STATE)
     second.close()
+    assert first.steps() == [1, 2]
+    assert not first.save(2, STATE)
+    with pytest.raises(CheckpointError, match="step 2 already exists"):
+        first.save(2, STATE, force=True)
     first.save(3, STATE)
     first.close()
     assert first.steps() == [1, 2, 3]

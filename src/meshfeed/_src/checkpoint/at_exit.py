@@ -8,6 +8,7 @@ second look, after all threads have ended, finds the saves of other threads that
 from __future__ import annotations
 
 import atexit
+import collections
 import concurrent.futures.thread  # noqa: F401 # registers its own exit handler first, which therefore runs last
 import contextlib
 import dataclasses
@@ -33,6 +34,7 @@ class OpenSaves:
     owner: Owner = dataclasses.field(default_factory=Owner)
     saving: int | None = None  # the step that may be unfinished
     skipped: int | None = None  # the newest step that the interval skipped, which close will save
+    seen: int | None = None  # how many saves this process had begun in the folder when others were waited for last
 
     def register(self) -> None:
         """Asks for :meth:`finish` at exit; the checkpointer itself may be collected before."""
@@ -43,18 +45,25 @@ class OpenSaves:
         """Undoes :meth:`register`, once nothing is open."""
         _open.pop(id(self), None)
 
+    def begin(self, step: int) -> None:
+        """Records that a save begins."""
+        self.saving = step
+        _begun[self.directory] += 1
+        self.seen = _begun[self.directory]
+
     def wait_for_others(self) -> bool:
         """Waits for saves of other checkpointers of this process in the folder, whose steps Orbax would take for rubbish.
 
         Returns:
-          Whether there were any.
+          Whether they have begun any since the last call, so that its steps must be listed again.
         """
         saving = (one for one in list(_open.values()) if one.saving is not None and one.owner.is_here)
-        others = [one for one in saving if one is not self and one.directory == self.directory]
-        for one in others:
-            with contextlib.suppress(Exception):  # it raises its errors itself
-                one.wait()
-        return bool(others)
+        for one in saving:
+            if one is not self and one.directory == self.directory:
+                with contextlib.suppress(Exception):  # it raises its errors itself
+                    one.wait()
+        before, self.seen = self.seen, _begun[self.directory]
+        return before != self.seen
 
     def finish(self) -> None:
         """Waits for the save in the background; logs an ERROR if it failed, and one for a skipped step."""
@@ -81,6 +90,9 @@ _SKIPPED = (
     "Checkpointer in a with statement, call close(), or set save_last=False."
 )
 _open: dict[int, OpenSaves] = {}
+_begun: collections.Counter[epath.Path] = (
+    collections.Counter()
+)  # folder → number of saves that this process has begun there
 
 
 def finish_open_saves() -> None:

@@ -327,7 +327,8 @@ class Checkpointer(NotCopied):
                 save, items = agreement.attempt(lambda: self._captured(step, train_state, feed))
                 check_same(agreement, save.identity, items[ARRAYS].encoded)
         self._saves += 1
-        self._saving, self._open.saving = save, step
+        self._saving = save
+        self._open.begin(step)
         if self._barrier is not None:
             self._barrier.points = save.points
         try:
