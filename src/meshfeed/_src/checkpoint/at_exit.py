@@ -90,9 +90,8 @@ _SKIPPED = (
     "Checkpointer in a with statement, call close(), or set save_last=False."
 )
 _open: dict[int, OpenSaves] = {}
-_begun: collections.Counter[epath.Path] = (
-    collections.Counter()
-)  # folder → number of saves that this process has begun there
+# Folder → number of saves that this process has begun there.
+_begun: collections.Counter[epath.Path] = collections.Counter()
 
 
 def finish_open_saves() -> None:

@@ -167,9 +167,8 @@ def _carrier(sharding: Sharding, rank: int) -> Callable[[jax.Array], jax.Array]:
     def carry(array: jax.Array) -> jax.Array:
         return _carry(to_bits(array), array.dtype)
 
-    if isinstance(
-        sharding, NamedSharding
-    ):  # on a mesh of Explicit axes, a lookup in a table has no sharding of its own
+    # On a mesh of Explicit axes, a lookup in a table has no sharding of its own.
+    if isinstance(sharding, NamedSharding):
         spec = spec_of(spec_axes(sharding, rank))
         carry = jax.shard_map(carry, mesh=sharding.mesh, in_specs=spec, out_specs=spec, check_vma=False)
     return jax.jit(carry, out_shardings=sharding)

@@ -452,9 +452,8 @@ class RemoteClient:
             if turn.setdefault(TURN, mine) is not mine:
                 raise in_use("this remote feed")
             if not self._spec_known:
-                self.header, _ = self._take(
-                    0
-                )  # raises what keeps the hosts from reading, or has them note the structure
+                # It raises what keeps the hosts from reading, or has them note the structure.
+                self.header, _ = self._take(0)
                 self.know_spec()
             # The shape of the request encodes the batch size, because a colocated call is compiled once per argument shape.
             header, batch = self._take(self._ordinals.setdefault(self.header.size, len(self._ordinals) + 1))

@@ -384,9 +384,8 @@ def _decode_group(
     with _local_group(file, group, columns, cache) as path, ParquetFile(path, metadata=file.metadata) as opened:
         opened.path = file.shard.path  # in errors
         batches = [batch for _, batch in opened.batches(start, stop, columns, batch_rows=stop - start)]
-    table = (
-        pa.Table.from_batches(batches).select(columns).combine_chunks()
-    )  # pyarrow takes "a.b" for a field of "a" too
+    # Selected, since pyarrow takes "a.b" for a field of "a" too.
+    table = pa.Table.from_batches(batches).select(columns).combine_chunks()
     return _Group(table, start), table.nbytes
 
 
