@@ -33,6 +33,7 @@ def patches() -> list[tuple[Any, str, Any]]:
     return [
         (client, "to_rows", _to_rows),
         (client, "rows_of", _rows_of),
+        (client, "first_row", lambda rows: rows.row),
         (client, "zeros", lambda spec, size: np.zeros((size or spec.shape[0], *spec.shape[1:]), spec.dtype)),
         (client, "colocated_mesh", lambda mesh: mesh),
         (colocated_python, "colocated_python_class", lambda endpoint: endpoint),

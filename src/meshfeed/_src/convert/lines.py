@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 _BLOCK_BYTES = 1 << 20
 _MARK_BYTES = 8 << 20  # between places where a task can begin to read
 _SHOWN_BYTES = 80  # of a bad line
+_NULL_LINE = re.compile(rb"\n[ \t\r]*null")
 _ROW_IN_BLOCK = re.compile(r" in row \d+|Row #\d+: |(?<=got \d): .*", re.DOTALL)  # in pyarrow's messages
 
 _R = TypeVar("_R")
@@ -258,9 +259,6 @@ class TextLines(LineInput):
         text = content.removesuffix(b"\r").replace(b"\n", b"")
         offsets = np.append(starts - np.arange(len(starts)), len(text))
         return pa.Table.from_arrays([spans(offsets, text)], ["text"])
-
-
-_NULL_LINE = re.compile(rb"\n[ \t\r]*null")
 
 
 class JsonLines(LineInput):

@@ -30,8 +30,6 @@ if TYPE_CHECKING:
 
 _ARROW_FILE = b"ARROW1"
 _IMAGES = (".jpg", ".jpeg", ".png", ".webp", ".gif", ".bmp", ".tif", ".tiff")
-
-
 _BLOCK_BYTES = 8 << 20  # of samples that are read together, if all have the same size
 _BLOCK_ROWS = 1000
 

@@ -268,12 +268,12 @@ class Feed(Generations, Checkpointable, NotCopied):
             if turn == held:
                 del turn[TURN]
 
-    def _pass_by(self, arrays: PyTree, received: bool) -> None:
-        """Moves behind the batch that the last ``next`` returned, or back before it, as an interrupt in that call would."""
+    def _set_delivered(self, arrays: PyTree, delivered: bool) -> None:
+        """Counts ``arrays``, which the last ``next`` returned, as delivered, or has them come again as after an interrupt."""
         ready, previous = self._ready, self._previous
         assert ready is not None
         assert previous is not None
-        ready.arrays, self._cursor = (None, ready.cursor) if received else (arrays, previous)
+        ready.arrays, self._cursor = (None, ready.cursor) if delivered else (arrays, previous)
 
     def _finish(self, ready: Ready) -> None:
         if ready.finishing and self._handshake.needed:

@@ -120,7 +120,6 @@ class MultiHostDataLoadIterator(Checkpointable, NotCopied):
         )
         self._like: PyTree | None = None  # with padding: the spec of the last delivered batch, and of a padding batch
         self._held: PyTree | None = None  # a batch taken from the feed that __next__ has not returned yet
-        self._before_held = self._feed._cursor  # the feed's cursor before that batch
         self._ended = False  # whether all hosts have run out of data
         self._no_data = False  # whether no host has a batch to take the padding shape from
         self._view = LocalIteratorView(self, self._local)
@@ -174,7 +173,6 @@ class MultiHostDataLoadIterator(Checkpointable, NotCopied):
     def _hold_next(self) -> None:
         feed = self._feed
         try:
-            self._before_held = feed._cursor
             self._held = feed.__next__()  # not next(feed): a KeyboardInterrupt after that C call would lose the batch
         except (StopIteration, SourceError) as error:
             if isinstance(error, SourceError) and str(error) != EMPTY_BATCHES:
@@ -183,15 +181,14 @@ class MultiHostDataLoadIterator(Checkpointable, NotCopied):
                 raise StopIteration from None
             self._ended = True
 
-    def _pass_by(self, batch: PyTree, received: bool) -> None:
-        """Moves behind the batch that the last ``next`` returned, or back before it; padding comes again anyway."""
+    def _set_delivered(self, batch: PyTree, delivered: bool) -> None:
+        """See :meth:`meshfeed.Feed._set_delivered`; padding at the end comes again anyway."""
         if not self._ended:
-            self._held = None if received else batch
-            self._before_held = self._feed._previous
+            self._feed._set_delivered(batch, delivered)
 
     def _delivered(self) -> tuple[LocalBatchCursor, Mapping[str, JsonValue] | None]:
         """Returns the cursor after the last returned batch, and this host's entry in it, if any."""
-        cursor = self._feed._cursor if self._held is None else self._before_held
+        cursor = self._feed._cursor if self._held is None else self._feed._previous
         assert isinstance(cursor, LocalBatchCursor)
         return cursor, cursor.entries.get(str(coordination.process_index()))
 

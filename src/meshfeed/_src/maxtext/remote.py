@@ -247,9 +247,9 @@ class _IteratorTarget:
         """Returns the next batch of the loader."""
         return self._loader().__next__()  # not next(loader): an interrupt after that C call would lose the batch
 
-    def pass_by(self, batch: PyTree, received: bool) -> None:
-        """Moves behind the batch that the last :meth:`next` returned, or back before it."""
-        self._loader()._pass_by(batch, received)
+    def set_delivered(self, batch: PyTree, delivered: bool) -> None:
+        """Counts the batch that the last :meth:`next` returned as delivered, or has it come again."""
+        self._loader()._set_delivered(batch, delivered)
 
     def numbers(self) -> tuple[int, int, int]:
         """Returns the step, the position, and the rows of a batch."""

@@ -57,7 +57,6 @@ _PAD = b" "
 class _Sent:
     """The last batch that the target delivered, until the next one is asked for."""
 
-    size: int  # rows
     bit: int  # of the request for it
     batch: PyTree = None
     received: bool = True  # whether the target is behind it
@@ -93,6 +92,11 @@ def to_rows(row: np.ndarray[Any, Any], sharding: Sharding, num_rows: int) -> jax
 def rows_of(array: jax.Array) -> list[np.ndarray[Any, Any]]:
     """Returns the rows on the devices addressable by this process."""
     return [np.asarray(shard.data).reshape(-1) for shard in array.addressable_shards]
+
+
+def first_row(array: jax.Array) -> np.ndarray[Any, Any]:
+    """Returns the row on the first of these devices: requests and calls have the same one on each."""
+    return np.asarray(array.addressable_shards[0].data).reshape(-1)
 
 
 def padded(data: bytes, length: int) -> np.ndarray[Any, Any]:
@@ -160,8 +164,8 @@ class Endpoint:
 
     ``payload`` is a pickled function from a CPU mesh to the target, an iterator over batches. The target's ``numbers()``
     are the steps and records delivered, and the rows of the next global batch (0 if unknown); ``spec()`` is a pytree of
-    ``jax.ShapeDtypeStruct`` with shardings, or None if this host has no batch; after ``pass_by(batch, received)``,
-    the target is before or behind the batch of the last ``next()``; ``calls`` has methods by name.
+    ``jax.ShapeDtypeStruct`` with shardings, or None if this host has no batch; ``set_delivered(batch,
+    delivered)`` counts the batch of the last ``next()`` as delivered, or has it come again; ``calls`` has methods by name.
     """
 
     def __init__(self, payload: bytes) -> None:
@@ -191,12 +195,13 @@ class Endpoint:
             noted. Otherwise ``[devices, 1 + n]``, with a different n for each batch size seen so far. All elements are the
             bit of the batch.
         """
-        sent = _Sent(0, int(rows_of(request)[0][0]))
+        size, sent = 0, _Sent(int(first_row(request)[0]))
 
         def advance() -> None:
+            nonlocal size
             self._settle(sent.bit)
             self._sent = None
-            sent.size = self._target.numbers()[2]  # before next(), which advances it to the following batch
+            size = self._target.numbers()[2]  # before next(), which advances it to the following batch
             sent.batch = self._target.next()
             # No call in between: with one process, an interrupt arrives here, too.
             self._sent = sent
@@ -211,7 +216,7 @@ class Endpoint:
         if request.shape[1] == 1:
             return header, ()
         if self._sent is not sent:  # the compiled call must return the same structure at the end and after an error too
-            return header, jax.tree.map(lambda leaf: zeros(leaf, sent.size), self._spec)
+            return header, jax.tree.map(lambda leaf: zeros(leaf, size), self._spec)
         return header, sent.batch
 
     def _settle(self, bit: int) -> None:
@@ -219,12 +224,12 @@ class Endpoint:
         with self._settling:
             sent = self._sent
             if sent is not None and (received := sent.bit != bit) != sent.received:
-                self._target.pass_by(sent.batch, received)
+                self._target.set_delivered(sent.batch, received)
                 sent.received = received
 
     def stage(self, request: jax.Array) -> jax.Array:
         """Runs a call, and keeps its answer under its number for :meth:`fetch`; the header holds the length."""
-        number, bit, name, args = json.loads(rows_of(request)[0].tobytes())
+        number, bit, name, args = json.loads(first_row(request).tobytes())
 
         def call() -> bytes:
             self._settle(bit)
@@ -238,7 +243,7 @@ class Endpoint:
 
     def fetch(self, buffer: jax.Array) -> jax.Array:
         """Returns the answer to the call whose number is in ``buffer``, after the process index, padded to its length."""
-        (number,) = _NUMBER.unpack_from(rows_of(buffer)[0].tobytes())
+        (number,) = _NUMBER.unpack_from(first_row(buffer).tobytes())
         answer = _HOST.pack(coordination.process_index()) + self._answers.pop(number, b"")
         return to_rows(padded(answer, buffer.shape[1]), buffer.sharding, buffer.shape[0])
 
@@ -269,8 +274,6 @@ def _outcome(
             flag = END
         if endpoint._target is not None:
             numbers = endpoint._target.numbers()
-            if endpoint._sent is not None and not endpoint._sent.received:
-                numbers = (*numbers[:2], endpoint._sent.size)
     except Exception as error:
         flag, answer = ERROR, encode_error(error)
     if answer:

@@ -111,15 +111,6 @@ def Mixture(
     return RandomMixture(given, block, on_end)
 
 
-def _check_is_no_function(name: str, source: object) -> None:
-    if hooks.find(source, hooks.StagedStream) is not None and not isinstance(source, StreamMixture):
-        raise SourceError(
-            f"component {name!r} is {source!r}. Expected no function over a mixture of streams, whose seed, epochs and state "
-            "are those of a feed. Apply the function to its components instead: Mixture({name: Map(stream, function)}, "
-            "weights=…) may be a component."
-        )
-
-
 def _component(name: object, component: object) -> Any:
     """The source for one component that the user gave."""
     if not isinstance(name, str) or not name:
@@ -127,8 +118,13 @@ def _component(name: object, component: object) -> Any:
     source = as_source(component)
     if isinstance(source, HostBatches):
         raise SourceError(f"component {name!r} is host batches. Expected a source of records. Pass records.")
-    _check_is_no_function(name, source)
     if not hooks.is_stream(source) and not len(source):
         raise SourceError(f"component {name!r} has 0 records. Expected at least one. Leave it out of the mixture.")
+    if hooks.find(source, hooks.StagedStream) is not None and not isinstance(source, StreamMixture):
+        raise SourceError(
+            f"component {name!r} is {source!r}. Expected no function over a mixture of streams, whose seed, epochs and state "
+            "are those of a feed. Apply the function to its components instead: Mixture({name: Map(stream, function)}, "
+            "weights=…) may be a component."
+        )
     grouped = hooks.find(source, hooks.GroupsRecords) is not None
     return source if grouped or isinstance(source, RandomMixture) else listed(source, "Mixture")
