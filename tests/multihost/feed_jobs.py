@@ -458,6 +458,8 @@ def feeds_read_in_another_order(start: bool) -> str:
     except meshfeed.StalledError as error:
         return str(error)
     finally:
+        # A host that comes late would find that the other has closed its feeds.
+        multihost_utils.sync_global_devices("read")
         for feed in feeds:
             feed.close()
     return ""
