@@ -87,7 +87,12 @@ def _clear_memory() -> None:
         module.MemoryFileSystem.pseudo_dirs[:] = [""]
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """Adds the option of the pass over the tests with a second Python."""
+    parser.addoption("--two-cases", action="store_true", help="run the first and the last case of each test only")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Marks what starts processes, and runs files with slow tests first.
 
     Whatever is in tests/multihost/ starts processes. Workers of pytest-xdist take one file after the other, so the files
@@ -102,3 +107,11 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             if item.get_closest_marker(name):
                 paths.add(item.path)
     items.sort(key=lambda item: (item.path not in marked["multihost"], item.path not in marked["slow"]))
+    if config.getoption("--two-cases"):
+        cases: dict[tuple[str, bool], list[pytest.Item]] = {}
+        for item in items:
+            slow = item.get_closest_marker("slow") is not None
+            cases.setdefault((item.nodeid.partition("[")[0], slow), []).append(item)
+        left_out = {item for ends in cases.values() for item in ends[1:-1]}
+        config.hook.pytest_deselected(items=[item for item in items if item in left_out])
+        items[:] = [item for item in items if item not in left_out]
