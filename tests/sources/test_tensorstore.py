@@ -223,6 +223,50 @@ def test_a_lost_chunk_is_not_silently_the_fill_value(tmp_path, driver):
     np.testing.assert_array_equal(TensorStore(own).read_batch(np.arange(ROWS)), got)
 
 
+@pytest.mark.parametrize("driver", DRIVERS)
+@pytest.mark.parametrize("view", ["cast", "downsample", "concat", "stack", "cast of a concat", "spec"])
+def test_a_lost_chunk_of_an_array_behind_another_driver_is_an_error_too(tmp_path, driver, view):
+    path = write(tmp_path / "tokens", DATA, (8, 64), driver)
+    base = {"driver": driver, "kvstore": {"driver": "file", "path": path}}
+    store = ts.open(base, open=True).result()
+    opened = {
+        "cast": lambda: ts.cast(store, ts.float64),
+        "downsample": lambda: ts.downsample(store, [2, 1], "stride"),
+        "concat": lambda: ts.concat([store, store], axis=0),
+        "stack": lambda: ts.stack([store, store]),
+        "cast of a concat": lambda: ts.cast(ts.concat([store, store[:8]], axis=0), ts.float64),
+        "spec": lambda: {"driver": "cast", "base": base, "dtype": "float64"},
+    }[view]()
+    whole = TensorStore(opened)
+    rows = np.arange(len(whole))
+    expected = whole.read_batch(rows)
+    assert expected.all()
+    chunk_files(path)[0].unlink()
+    with pytest.raises(CorruptDataError, match="fill_missing=True"):
+        TensorStore(opened).read_batch(rows)
+    got = TensorStore(opened, fill_missing=True).read_batch(rows)
+    assert not got.all()
+    assert ((got == expected) | (got == 0)).all()
+
+
+def test_a_spec_within_a_spec_says_itself_whether_missing_chunks_are_filled(tmp_path):
+    path = write(tmp_path / "tokens", DATA, (8, 64))
+    chunk_files(path)[0].unlink()
+    base = {"driver": "zarr3", "kvstore": {"driver": "file", "path": path}, "fill_missing_data_reads": True}
+    got = TensorStore({"driver": "cast", "base": base, "dtype": "float64"}).read_batch(np.arange(ROWS))
+    assert (got == 0).all(axis=1).sum() == 8
+
+
+def test_a_lost_chunk_of_precomputed_data_is_an_error(tmp_path):
+    scale = {"size": [40, 8, 1], "encoding": "raw", "chunk_size": [10, 8, 1], "resolution": [1, 1, 1]}
+    spec = {"driver": "neuroglancer_precomputed", "kvstore": {"driver": "file", "path": str(tmp_path / "image")}}
+    more = {"multiscale_metadata": {"type": "image", "data_type": "uint8", "num_channels": 1}, "scale_metadata": scale}
+    ts.open({**spec, **more}, create=True).result()[:30].write(np.uint8(1)).result()
+    with pytest.raises(CorruptDataError, match="fill_missing=True"):
+        TensorStore(spec).read_batch(np.arange(40))
+    assert TensorStore(spec, fill_missing=True).read_batch(np.arange(40)).sum() == 30 * 8
+
+
 def test_chunks_of_fill_values_are_read_where_asked(tmp_path):
     path = write(tmp_path / "mask", np.zeros((ROWS, 8), np.int8), (8, 8))
     np.testing.assert_array_equal(TensorStore(path, fill_missing=True).read_batch(np.arange(5)), np.zeros((5, 8)))

@@ -18,7 +18,7 @@ from meshfeed._src.reading.identity import digest_tree, probe_digest
 from meshfeed._src.sources.checks import as_run, check_ids, check_lengths, is_count
 from meshfeed._src.sources.files.formats import reader_hint
 
-_STRICT_DRIVERS = ("zarr", "zarr2", "zarr3", "n5")
+_STRICT_DRIVERS = ("zarr", "zarr2", "zarr3", "n5", "neuroglancer_precomputed")
 # Status codes of storage that is unreachable, which a retry may fix; any other code means damaged data.
 _UNREACHABLE = {
     *("ABORTED", "CANCELLED", "DEADLINE_EXCEEDED", "INTERNAL", "PERMISSION_DENIED", "RESOURCE_EXHAUSTED"),
@@ -85,10 +85,10 @@ def inspect_array(spec: object, leaf: str, window: int | None, *, fill_missing: 
         store = _open(given, cache_bytes)
         # Open again with the detected driver, and with missing chunks as errors unless the user asked otherwise.
         resolved = _without_context(store.spec(minimal_spec=True).to_json())
-        if not fill_missing and resolved["driver"] in _STRICT_DRIVERS:
-            resolved["fill_missing_data_reads"] = False
-        if isinstance(given, Mapping):
-            resolved |= {key: given[key] for key in ("fill_missing_data_reads", "context") if key in given}
+        if not fill_missing:
+            resolved = _strict(resolved, given)
+        if isinstance(given, Mapping) and "context" in given:
+            resolved["context"] = given["context"]
         store = _open(resolved, cache_bytes)
     except ImportError:  # a broken installation of tensorstore is not a wrong path
         raise
@@ -162,6 +162,20 @@ def _as_spec(spec: Any, leaf: str) -> Any:
         f"TensorStore got a {type(spec).__name__} for {leaf}: {spec!r:.80}. Expected a path, a URL, or a TensorStore spec "
         'such as {"driver": "zarr3", "kvstore": {"driver": "file", "path": "…"}}.'
     )
+
+
+def _strict(resolved: Mapping[str, Any], given: object) -> dict[str, Any]:
+    """Returns a spec in which the missing chunks of each stored array are errors, unless ``given`` says otherwise there."""
+    own = given if isinstance(given, Mapping) else {}
+    spec = dict(resolved)
+    if spec["driver"] in _STRICT_DRIVERS:
+        spec["fill_missing_data_reads"] = own.get("fill_missing_data_reads", False)
+    if "base" in spec:  # of arrays that are cast or downsampled
+        spec["base"] = _strict(spec["base"], own.get("base"))
+    if "layers" in spec:  # of concatenated, stacked and overlaid ones
+        layers = own.get("layers", [None] * len(spec["layers"]))
+        spec["layers"] = [_strict(*pair) for pair in zip(spec["layers"], layers, strict=True)]
+    return spec
 
 
 def _without_context(spec: dict[str, Any]) -> dict[str, Any]:
