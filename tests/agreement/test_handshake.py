@@ -259,8 +259,9 @@ def test_hosts_that_do_not_come_are_named(here: int, job: Job) -> None:
         job.on(here, one.agree, SEED, 0.05)
     assert caught.value.hosts == (2, 3)
     assert str(caught.value) == (
-        f"agreeing on the settings of train: hosts 2, 3 did not arrive within {caught.value.waited_seconds:.0f} s (this is "
-        f"host {here} of 4). Check the log of that host: it has stopped, is still starting, or runs different code (without name=, feeds over the "
+        "agreeing on the settings of train: "
+        f"hosts 2, 3 did not arrive within {caught.value.waited_seconds:.0f} s (this is host {here} of 4). Check the "
+        "log of that host: it has stopped, is still starting, or runs different code (without name=, feeds over the "
         "same hosts are matched by their order of creation; of several feeds, call start() of each first, or request their "
         "first batches in the same order on all hosts)."
     )
