@@ -155,6 +155,13 @@ def test_a_null_in_a_list_of_a_record_is_none(kind: Any, tmp_path: pathlib.Path)
     np.testing.assert_array_equal(records[1]["x"], np.array([1, 2]), strict=True)
 
 
+def test_no_newer_pyarrow_is_advised_for_lists_of_size_0_than_there_is(tmp_path: pathlib.Path) -> None:
+    pq.write_table(pa.table({"x": pa.array([[], None, []], pa.list_(pa.int64(), 0))}), tmp_path / "a.parquet")
+    with pytest.raises(SourceError, match="rite the column as lists of any size") as caught:
+        Parquet(tmp_path / "a.parquet").__getitems__(range(3))
+    assert ("pyarrow>=26" in str(caught.value)) == (int(pa.__version__.partition(".")[0]) < 26)
+
+
 def test_a_feed_reads_it_in_blocks(paths: str) -> None:
     import jax
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gzip
+import json
 import os
 import pathlib
 import pickle
@@ -10,11 +11,14 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from typing import Any
 
+import jax
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from jax.sharding import AxisType
 from token_files import write_llm_c, write_megatron
 
 import meshfeed
@@ -387,6 +391,47 @@ def test_what_identifies_the_source(tmp_path: pathlib.Path) -> None:
     assert identity("a") not in others
     documents = [Tokens.documents(tmp_path / "a/x.bin", dtype=np.uint16, eod=int(t)).fingerprint() for t in tokens[:2]]
     assert documents[0] != documents[1]
+
+
+def documents_state(source: Any, state: Any = None) -> Any:
+    mesh = jax.make_mesh((1,), ("data",), devices=jax.devices()[:1], axis_types=(AxisType.Auto,))
+    with meshfeed.Feed(source, mesh, global_batch_size=2) as feed:
+        if state is not None:
+            feed.set_state(state)
+        next(feed)
+        return json.loads(json.dumps(feed.get_state()))
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_documents_of_other_tokens_are_refused_and_states_without_their_digest_are_not(
+    tmp_path: pathlib.Path, packed: bool
+) -> None:
+    def source(tokens: np.ndarray) -> Any:
+        tokens.astype(np.uint16).tofile(tmp_path / "x.bin")
+        documents = Tokens.documents(tmp_path / "x.bin", dtype=np.uint16, eod=0)
+        return meshfeed.sources.Packed(documents, 4) if packed else documents
+
+    tokens = np.tile([1, 2, 3, 0], 20)
+    state = documents_state(source(tokens))
+    documents_state(source(tokens), state)
+    with pytest.raises(meshfeed.StateMismatchError, match=r"four_records.*The content of records differs"):
+        documents_state(source(np.where(tokens, tokens + 1, 0)), state)
+    identity = state["fingerprint"]["source"]
+    identity = identity["source"] if packed else identity
+    assert identity.pop("four_records")  # as in a state of an earlier version
+    documents_state(source(tokens), state)
+
+
+def test_few_tokens_of_a_long_document_identify_it(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    np.append(np.arange(1, 1 << 18, dtype=np.uint32), [0]).astype(np.uint32).tofile(tmp_path / "x.bin")
+    documents = Tokens.documents(tmp_path / "x.bin", dtype=np.uint32, eod=0)
+    read: list[int] = []
+    real = documents.read_slices
+    monkeypatch.setattr(
+        documents, "read_slices", lambda ids, starts, lengths: read.extend(lengths) or real(ids, starts, lengths)
+    )
+    documents.fingerprint()
+    assert read == [1 << 16]
 
 
 def test_a_pickled_source_reads_the_same(tmp_path: pathlib.Path) -> None:

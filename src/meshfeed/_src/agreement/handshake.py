@@ -25,7 +25,7 @@ from meshfeed._src.agreement.messages import ASIDE_SECONDS, aside_key, find_asid
 from meshfeed._src.base import coordination
 from meshfeed._src.base.coordination import KeyValueStore, call_briefly, format_differences
 from meshfeed._src.base.errors import DRAWS, LEFT, AgreementError, Failure, PeerError
-from meshfeed._src.base.identities import ALL_RECORDS
+from meshfeed._src.base.identities import ALL_RECORDS, FOUR_RECORDS
 from meshfeed._src.base.reduction import Reduction, leave
 from meshfeed._src.base.settings import FeedSettings
 from meshfeed._src.base.types import JsonValue
@@ -38,7 +38,7 @@ Check = Callable[[], object]
 """Raises once its caller no longer waits for the result."""
 _GRACE_SECONDS = 3.0  # for a host that published a failure to recover
 _NAMED_DIFFERENCES = 4
-_DIGESTS = (".content", f".{ALL_RECORDS}")  # of records, in the identity of a source
+_DIGESTS = (".content", f".{ALL_RECORDS}", f".{FOUR_RECORDS}")  # of records, in the identity of a source
 _SHOWN_CHARACTERS = 120  # of a setting in a message
 
 

@@ -9,9 +9,11 @@ from meshfeed._src.base.types import JsonValue
 
 ALL_RECORDS = "all_records"
 """Field of an identity: a digest of all records. It comes beside the digest of four, which older states have alone."""
+FOUR_RECORDS = "four_records"
+"""Field of an identity: a digest of four records, of a source whose older states have none."""
 JOINED = "joined"
 """Field of the identity of a stream: those of the records that ``Join`` adds, and of their keys."""
-_LATER = (ALL_RECORDS, JOINED)
+_LATER = (ALL_RECORDS, FOUR_RECORDS, JOINED)
 
 
 def without_later(identity: Mapping[str, JsonValue]) -> tuple[dict[str, JsonValue], list[JsonValue]]:

@@ -29,7 +29,7 @@ from typing import Self, cast
 from meshfeed._src.base import coordination
 from meshfeed._src.base.errors import DAMAGED_STATE, DRAWS, StateMismatchError, shorten
 from meshfeed._src.base.exact_json import OTHER
-from meshfeed._src.base.identities import as_saved
+from meshfeed._src.base.identities import FOUR_RECORDS, as_saved
 from meshfeed._src.base.types import MAX_POSITION, JsonValue, public
 
 VERSION = 2
@@ -321,7 +321,7 @@ def about_digest(field: str, saved: Mapping[str, JsonValue], current: Mapping[st
     if name == "digest":
         what = "Their number and total size are" if current.get(f"{before}.bytes") is not None else "The rest is"
         return f"Names, sizes or order of files differ. {what} the same: a file was renamed or replaced by another. "
-    if name == "content":
+    if name in ("content", FOUR_RECORDS):
         same = [
             what
             for key, what in (("records", "the number of records"), ("files.count", "the names and sizes of the files"))

@@ -129,7 +129,11 @@ class ShardSource(Generic[S]):
         return file_paths.identify_files(self.file_names(), [file.num_bytes for file in self._shards.files])
 
     def _with_content(
-        self, identity: dict[str, JsonValue], digest: Callable[[np.ndarray], str], settings: JsonValue = None
+        self,
+        identity: dict[str, JsonValue],
+        digest: Callable[[np.ndarray], str],
+        settings: JsonValue = None,
+        field: str = "content",
     ) -> dict[str, JsonValue]:
         """Returns ``identity`` with the digest of four records spread over the source.
 
@@ -137,6 +141,7 @@ class ShardSource(Generic[S]):
           identity: what identifies the source without reading.
           digest: maps ids, int64[n], to the digest of these records.
           settings: what else the digest depends on.
+          field: the field of the digest.
         """
 
         def probe() -> str:
@@ -144,10 +149,10 @@ class ShardSource(Generic[S]):
 
         files = self._shards.files
         if not all(is_url(file.path) for file in files):  # each host may have its own disk
-            return {**identity, "content": probe()}
+            return {**identity, field: probe()}
         listing = [[file.path, file.num_bytes, file.version, file.digest] for file in files]
         key = digest_of([identity, settings, listing, self._shards.lengths.tolist()])
-        return {**identity, "content": probe_once(key, probe)}
+        return {**identity, field: probe_once(key, probe)}
 
     def _by_range(self, record_ids: np.ndarray) -> Self:
         """Returns a source that reads these records by range instead of through the cache; this one if it does not pay.

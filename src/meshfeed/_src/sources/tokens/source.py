@@ -12,6 +12,7 @@ from numpy.typing import DTypeLike
 
 from meshfeed._src.base import trees
 from meshfeed._src.base.errors import SettingsError, SourceError, hides_own_frames
+from meshfeed._src.base.identities import FOUR_RECORDS
 from meshfeed._src.base.types import ColumnSlices, JsonValue, RecordIds, public
 from meshfeed._src.reading.identity import digest_tree
 from meshfeed._src.sources.checks import check_ids, checked_count, is_count
@@ -53,8 +54,24 @@ class _Pieces(NamedTuple):
     ends: np.ndarray
 
 
+class _TokenSource(ShardSource[TokenFile]):
+    """Random-access source over token files."""
+
+    _files: TokenFiles
+
+    def _by_range(self, record_ids: np.ndarray) -> Self:
+        found = super()._by_range(record_ids)
+        if found is not self:
+            found._files = TokenFiles(found._shards.files, found._shards.manifests, None)
+        return found
+
+    @property
+    def _dtypes(self) -> list[JsonValue]:
+        return [file.dtype.str for file in self._shards.files]
+
+
 @public("meshfeed.sources")
-class Tokens(ShardSource[TokenFile]):
+class Tokens(_TokenSource):
     """Random-access source over windows of flat token files.
 
     Record i of a file is ``{key: int32[sequence_length + next_token]}``, the tokens from ``i * stride`` on. Windows never
@@ -228,20 +245,13 @@ class Tokens(ShardSource[TokenFile]):
     def fingerprint(self) -> JsonValue:
         """Returns the identity: files, windows, and a digest of 4 windows spread over the source."""
         identity = {"kind": "tokens", "files": self._identity_of_files(), "window": [self._width, self._stride]}
-        dtypes = [file.dtype.str for file in self._shards.files]
-        return self._with_content(identity, self._digest, [self._key, self._eod, dtypes])
+        return self._with_content(identity, self._digest, [self._key, self._eod, self._dtypes])
 
     def _digest(self, record_ids: np.ndarray) -> str:
         return digest_tree(self._by_range(record_ids).read_batch(record_ids))
 
-    def _by_range(self, record_ids: np.ndarray) -> Self:
-        found = super()._by_range(record_ids)
-        if found is not self:
-            found._files = TokenFiles(found._shards.files, found._shards.manifests, None)
-        return found
 
-
-class TokenDocuments(ShardSource[TokenFile]):
+class TokenDocuments(_TokenSource):
     """Documents of flat token files; made by :meth:`Tokens.documents`."""
 
     fresh_arrays = True
@@ -320,15 +330,21 @@ class TokenDocuments(ShardSource[TokenFile]):
         return self._files.ask_disk(*self._located(ids), self._lengths[ids].astype(np.int64))
 
     def fingerprint(self) -> JsonValue:
-        """Returns the identity: files, documents, and a digest of all lengths."""
-        return {
+        """Returns the identity: files, documents, and digests of all lengths and of 4 documents' beginnings."""
+        identity: dict[str, JsonValue] = {
             "kind": "token_documents",
             "files": self._identity_of_files(),
             "records": len(self),
             "lengths": xxhash.xxh3_64(np.ascontiguousarray(self._lengths).data).hexdigest(),
         }
+        return self._with_content(identity, self._digest, [self._key, self._dtypes], FOUR_RECORDS)
+
+    def _digest(self, record_ids: np.ndarray) -> str:
+        lengths = np.minimum(self._lengths[record_ids], _PROBED_TOKENS).astype(np.int64)
+        return digest_tree(self._by_range(record_ids).read_slices(record_ids, np.zeros_like(record_ids), lengths))
 
 
+_PROBED_TOKENS = 1 << 16  # of a document: one may be a whole file
 _STEP = 256  # documents from one checkpoint to the next
 
 
