@@ -109,11 +109,11 @@ class ParquetFile:
             raise  # says nothing about the file: its records must not be replaced as bad ones
         except (pa.ArrowException, ValueError, OverflowError) as error:
             if _NULL_LIST in str(error):  # from pyarrow 26 on, only of lists of size 0
-                newer = "" if int(pa.__version__.partition(".")[0]) >= 26 else "Run pip install 'pyarrow>=26', or "
-                remedy = f"{newer}write the column as lists of any size."
+                old = int(pa.__version__.partition(".")[0]) < 26
+                remedy = "Run pip install 'pyarrow>=26', or write" if old else "Write"
                 raise SourceError(
                     f"{self.path}: pyarrow {pa.__version__} cannot read a list of fixed size that is null ({error}). "
-                    f"{remedy[0].upper()}{remedy[1:]}"
+                    f"{remedy} the column as lists of any size."
                 ) from error
             raise self._refused(error) from error
 
