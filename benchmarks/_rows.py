@@ -63,6 +63,7 @@ ROWS = (
         "on_device", "on_device", "--mebibytes 16 64 --rounds 3", 2.0, "2 % stall at a load of 0.9; a copy to the host"
     ),
     Row("restore", "restore", "--rounds 2", 1.5, "Orbax's seconds, and each byte read once"),
+    Row("leaves", "restore", "--leaves 1000 --mib 100 --rounds 2", 2.5, "Orbax's seconds, and each byte read once"),
     Row(
         "checkpoint_store",
         "checkpoint_store",

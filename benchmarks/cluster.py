@@ -189,10 +189,10 @@ def child(options: argparse.Namespace) -> None:
         return f"{sum(store.calls[1].values())} / {sum(store.calls[0].values())}"
 
     with simulated_hosts.simulation():
-        job = simulated_hosts.Job(hosts)
         here = simulated_hosts._current[-1]
         # The last host counts as 1, regardless of how many hosts there are.
-        store = job.store = echoing_store(hosts, lambda: min(here.host, 1), probes_of(source()))
+        store = echoing_store(hosts, lambda: min(here.host, 1), probes_of(source()))
+        job = simulated_hosts.Job(hosts, store)
         errors: list[BaseException] = []
 
         def run_as(host: int) -> None:

@@ -22,7 +22,7 @@ from typing import Any
 from benchmarks._measure import Table, main
 
 
-def make_tree(mesh: Any, mib: int, replica_sharded: bool) -> dict[str, Any]:
+def make_tree(mesh: Any, mib: int, replica_sharded: bool, leaves: int = 0) -> dict[str, Any]:
     import jax
     import jax.numpy as jnp
     import numpy as np
@@ -39,6 +39,13 @@ def make_tree(mesh: Any, mib: int, replica_sharded: bool) -> dict[str, Any]:
         values[:8, :4] = np.array([-0.0, np.inf, np.nan, 1e-42], np.float32).astype(dtype)
         return values
 
+    if leaves:
+        rows = max(8, mib * (1 << 20) // 4 // 256 // leaves * 2 // 8 * 8)
+        parts = {
+            "kernel": (put(floats(rows, 256), "model"), leaves - leaves // 2),
+            "scale": (put(floats(8, 256)), leaves // 2),
+        }
+        return {f"{name}_{number}": part + 0 for name, (part, count) in parts.items() for number in range(count)}
     rows = mib * (1 << 20) // 4 // 4096 // 8 * 4  # half of the bytes in one leaf
     tree = {"embedding": put(floats(rows, 4096), None, "model")}
     for layer in range(8):
@@ -175,13 +182,15 @@ def save_both(directory: str, tree: Any, rounds: int = 1) -> dict[str, list[floa
     return seconds
 
 
-def job(directory: str, shape: tuple[int, int], mib: int, limit: int, rounds: int, replica_sharded: bool) -> Any:
+def job(
+    directory: str, shape: tuple[int, int], mib: int, limit: int, rounds: int, replica_sharded: bool, leaves: int
+) -> Any:
     """What every host runs."""
     import jax
     from jax.experimental import multihost_utils
 
     mesh = jax.make_mesh(shape, ("data", "model"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
-    tree = make_tree(mesh, mib, replica_sharded)
+    tree = make_tree(mesh, mib, replica_sharded, leaves)
     saved = save_both(directory, tree, 3 * rounds)
     results: dict[str, Any] = {
         "save: meshfeed": {"seconds": saved["ours"]},
@@ -255,6 +264,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--replica-sharded", action="store_true", help="also leaves sharded over data, which Orbax's broadcast refuses"
     )
+    parser.add_argument(
+        "--leaves", type=int, default=0, help="so many leaves of equal sizes instead, half of them replicated"
+    )
     parser.add_argument("--rounds", type=int, default=3)
 
 
@@ -272,6 +284,7 @@ def measure(options: argparse.Namespace) -> list[Table]:
                 options.limit_mib << 20,
                 options.rounds,
                 options.replica_sharded,
+                options.leaves,
             )
             hosts = [dict(result.value) for result in pool.run(job, *arguments)]
         sizes = {
@@ -294,6 +307,7 @@ def measure(options: argparse.Namespace) -> list[Table]:
         for row in summarize(hosts, sizes)
     ]
     title = f"restore, mesh {shape[0]} × {shape[1]} on {options.hosts} hosts, {sizes['ours'] / 1e6:.0f} MB stored"
+    title += f" in {options.leaves} leaves" * bool(options.leaves)
     return [Table(title, rows, bars="read / stored")]
 
 

@@ -168,11 +168,11 @@ class _Connection:
 
 
 class Job:
-    """The hosts of one case."""
+    """The hosts of one case, and the key-value store that they share."""
 
-    def __init__(self, processes: int) -> None:
+    def __init__(self, processes: int, store: MemoryStore | None = None) -> None:
         self.processes = processes
-        self.store = MemoryStore()
+        self.store = MemoryStore() if store is None else store
         self.killed: set[int] = set()
         self.connections = [_Connection(self.store, self.killed, host) for host in range(processes)]
         self.counts: dict[int, collections.Counter[str]] = collections.defaultdict(collections.Counter)
