@@ -236,6 +236,34 @@ def test_an_index_of_records_that_have_changed_is_noticed(tmp_path: pathlib.Path
         list(Join(Stream(lambda lane_index, num_lanes: iter(texts)), others, **settings).open(0, 1))
 
 
+@pytest.mark.parametrize("kind", ["webdataset", "parquet", "concat"])
+def test_an_index_of_files_that_know_their_keys_and_have_changed_is_noticed(kind: str, tmp_path: pathlib.Path) -> None:
+    def write_others(numbers: Sequence[int]) -> Any:
+        if kind == "parquet":
+            pq.write_table(pa.table({"id": [f"{number:02}" for number in numbers], "x": numbers}), tmp_path / "others")
+            return Parquet(tmp_path / "others")
+        with tarfile.open(tmp_path / "others.tar", "w") as tar:
+            for number in numbers:
+                entry = tarfile.TarInfo(f"{number:02}.x")
+                entry.size = 1
+                tar.addfile(entry, io.BytesIO(bytes([number])))
+        archive = WebDataset(tmp_path / "others.tar")
+        return archive if kind == "webdataset" else Concat([archive])
+
+    texts = [{"k": f"{number:02}"} for number in range(16)]
+    leaf = "id" if kind == "parquet" else "__key__"
+    how: dict[str, Any] = {"key": "k", "other_key": leaf, "index_file": tmp_path / "index"}
+    assert Join(texts, write_others(range(16)), **how)[3]["k"][leaf] == "03"
+    # Of the same size, and with the same 4 records that identify them.
+    others = write_others([0, 1, 2, 4, 3, *range(5, 16)])
+    joined = Join(texts, others, **how)
+    assert joined[2]["k"][leaf] == "02"
+    with pytest.raises(
+        meshfeed.SourceError, match=f"record 3: the record with the key '03' of .* has the key '{leaf}' '04'"
+    ):
+        _ = joined[3]
+
+
 @pytest.mark.parametrize("name", ["", "missing/index"])
 def test_an_index_file_without_a_folder_is_refused_before_records_are_read(tmp_path: pathlib.Path, name: str) -> None:
     others = Counting(["a"])

@@ -18,11 +18,20 @@ from meshfeed._src.base.identities import JOINED
 from meshfeed._src.base.types import JsonValue, RandomAccessSource, Record, RecordIds, StreamSource, public
 from meshfeed._src.reading.identity import source_identity
 from meshfeed._src.reading.records import wants_rng
-from meshfeed._src.sources.built import RecordsOfFiles, SameHooks
+from meshfeed._src.sources.built import Built, RecordsOfFiles, SameHooks
 from meshfeed._src.sources.checks import check_ids
 from meshfeed._src.sources.documents import in_record, read_items
 from meshfeed._src.sources.host_batches import HostBatches
-from meshfeed._src.sources.key_index import KeyIndex, index_of, key_at, key_leaf, key_of, knows_keys, same_key
+from meshfeed._src.sources.key_index import (
+    KeyIndex,
+    index_of,
+    is_key,
+    key_at,
+    key_leaf,
+    key_of,
+    knows_keys,
+    same_key,
+)
 from meshfeed._src.sources.lists import plain_records, select
 from meshfeed._src.sources.map import MappedStream
 from meshfeed._src.sources.recognize import as_source, describe_source
@@ -111,12 +120,19 @@ def _stored(records: Any, setting: str) -> Any:
     return hooks.unconverted(records)
 
 
+def _decodes(source: Any) -> bool:
+    """Whether a source, or one that it is built over, decodes its records."""
+    below = source._below() if isinstance(source, Built) else ()
+    return hooks.find(source, hooks.Decodes) is not None or any(map(_decodes, below))
+
+
 class _Lookup:
     """Finds and reads the other records."""
 
     def __init__(self, others: RandomAccessSource, leaf: str, index: KeyIndex, key: Key, into: Any) -> None:
         self.others, self.leaf, self.index, self.key, self.into = others, leaf, index, key, into
-        self._has_keys = not knows_keys(others, leaf)  # otherwise a decoder may have changed the leaf
+        self._has_keys = not knows_keys(others, leaf)
+        self._shows_keys = not _decodes(others)  # a decoder may change the leaf
 
     def identity(self) -> dict[str, JsonValue]:
         """Returns the identity of the other records, and a digest of all keys."""
@@ -158,8 +174,8 @@ class _Lookup:
         joined: list[Record] = []
         for row, (record, own, is_alone) in enumerate(zip(records, keys, alone, strict=True)):
             found = list(itertools.islice(others, len(own)))
-            if self._has_keys:
-                for key, other in zip(own, found, strict=True):
+            for key, other in zip(own, found, strict=True):
+                if self._has_keys or (self._shows_keys and is_key(other.get(self.leaf))):
                     self._check(key, other, functools.partial(name, row))
             joined.append({**record, self.into: (found[0] if found else None) if is_alone else found})
         return joined

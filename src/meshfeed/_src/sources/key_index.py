@@ -77,6 +77,11 @@ def _known_keys(source: RandomAccessSource, key: str) -> Iterable[object] | None
     return None if stored is None else stored.stored_keys(key)
 
 
+def is_key(value: object) -> bool:
+    """Whether a value can be a key: text, bytes or an int."""
+    return isinstance(value, str | bytes | int | np.integer) and not isinstance(value, bool)
+
+
 def same_key(one: object, other: object) -> bool:
     """Whether two keys are the same; raises ValueError if one is neither text, bytes nor an int."""
     return _digest(one) == _digest(other)
