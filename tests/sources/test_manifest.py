@@ -401,6 +401,13 @@ def test_what_has_no_length(
         make_manifest(f"{tmp_path}/{name}", lengths=key, dtype=dtype)
 
 
+def test_a_manifest_that_is_being_written_holds_no_records(tmp_path: pathlib.Path) -> None:
+    pq.write_table(pa.table({"x": [1, 2, 3]}), tmp_path / "a.parquet")
+    for name in ("manifest.json", "manifest.tokens.lengths"):
+        (tmp_path / f"{name}.0123456789abcdef.part").write_bytes(b"{")
+    assert len(Parquet(f"{tmp_path}/*")) == 3
+
+
 def test_manifests_of_others_and_several_folders(tmp_path: pathlib.Path) -> None:
     patterns = []
     for name in ("a", "b"):

@@ -67,6 +67,10 @@ def test_several_archives_at_random(folder: pathlib.Path) -> None:
     assert [plain_record(record) for record in source.__getitems__(order)] == [expected[i] for i in order]
     assert source.file_of(7).endswith("shard-1.tar")
     assert len(WebDataset(f"{folder}/shard-*.tar*")) == 11  # the indexes match the glob, and are left out
+    (folder / "shard-1.tar.meshfeed-index.0123456789abcdef.part").write_bytes(
+        b"PK"
+    )  # under way, or of a killed process
+    assert len(WebDataset(f"{folder}/shard-*.tar*")) == 11
     again = pickle.loads(pickle.dumps(source))
     assert plain_record(again[10]) == expected[10]
     assert again.fingerprint() == source.fingerprint()

@@ -158,7 +158,7 @@ class WebDataset(ShardReader[TarShard, tar.TarIndex]):
 
 
 def archives(names: Sequence[str]) -> list[str]:
-    return [name for name in names if not name.endswith(tar.SUFFIX)]
+    return [name for name in names if not file_paths.without_part(name).endswith(tar.SUFFIX)]
 
 
 def inspect(name: str, cache: ShardCache | None) -> TarShard:

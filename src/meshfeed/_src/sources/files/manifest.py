@@ -161,7 +161,7 @@ def describe_file(path: str, num_records: int) -> FileEntry:
 
 def is_manifest(name: str) -> bool:
     """Whether a file is named like a manifest or the lengths that belong to one, and thus holds no records."""
-    base = file_paths.split(name)[1]
+    base = file_paths.without_part(file_paths.split(name)[1])
     return base == NAME or base.endswith(_LENGTHS_SUFFIX)
 
 

@@ -44,6 +44,7 @@ _log = logging.getLogger("meshfeed.sources")
 _BRACES = re.compile(r"\{([^{}]*)\}")
 _MAGIC = re.compile(r"[*?\[]")
 _HTTP_QUERY = re.compile(r"\?[^?]*=.*", re.DOTALL)  # and not the ? of a pattern such as part-?.bin
+_PART = re.compile(r"\.[0-9a-f]{16}\.part\Z")  # of indexes and manifests
 _SIGNED = re.compile(r"^https?://.*[?&](X-Amz-Signature|X-Goog-Signature|Signature|sig)=", re.IGNORECASE)
 _RETRY = Retry()
 ONCE = Retry(attempts=1)
@@ -102,6 +103,11 @@ def without_query(path: str) -> str:
 def without_signature(path: str) -> str:
     """Returns a signed URL without its query; any other path or URL as it is."""
     return without_query(path) if _SIGNED.search(path) else path
+
+
+def without_part(path: str) -> str:
+    """Returns the name under which a file that is being written, or that a killed process left, would be complete."""
+    return _PART.sub("", path)
 
 
 def format_name(path: str) -> str:
