@@ -160,6 +160,14 @@ def test_the_folder_cannot_be_written(folder: pathlib.Path, tmp_path: pathlib.Pa
         assert plain_record(WebDataset(folder / "shard-1.tar", cache=cache)[2]) == expected[2]
     assert indexes(folder) == []
     assert len(indexes(cache.directory)) == 1
+    # Archives of one name, size and time in two folders, as in an image of a file system.
+    for number in range(2):
+        folder = tmp_path / f"{number}"
+        folder.mkdir()
+        archive = write_tar(folder / "0.tar", {f"{number}.x": bytes([number])})
+        os.utime(archive, (1, 1))
+        assert WebDataset(archive, cache=cache)[0]["x"] == bytes([number])
+        assert indexes(folder) == []
 
 
 def test_damaged_archives(folder: pathlib.Path) -> None:

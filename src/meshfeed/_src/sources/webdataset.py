@@ -221,10 +221,14 @@ def _describes(index: tar.TarIndex | None, archive: RemoteBytes) -> bool:
 
 def _local_places(name: str, num_bytes: int, version: str, cache: ShardCache | None) -> tuple[str, list[pathlib.Path]]:
     """Returns the stamp of a local archive, and the paths at which its index may be saved."""
-    places = [pathlib.Path(f"{name}{tar.SUFFIX}")]
-    if cache is not None:
-        places.append(cache.directory / f"{os.path.basename(name)}-{num_bytes}-{version}{tar.SUFFIX}")
-    return f"{num_bytes} bytes, modified {version}", places
+    stamp, places = f"{num_bytes} bytes, modified {version}", [pathlib.Path(f"{name}{tar.SUFFIX}")]
+    if cache is not None:  # by the path: archives of several folders may have the same base name, size and time
+        places.append(_in_cache(cache, f"{name}, {stamp}"))
+    return stamp, places
+
+
+def _in_cache(cache: ShardCache, stamp: str) -> pathlib.Path:
+    return cache.directory / f"{xxhash.xxh3_128_hexdigest(file_paths.name_bytes(stamp))}{tar.SUFFIX}"
 
 
 def _listed(entry: FileEntry, version: str, manifest: str, cache: ShardCache | None) -> TarShard:
@@ -236,8 +240,7 @@ def _listed(entry: FileEntry, version: str, manifest: str, cache: ShardCache | N
     stamp = f"{entry.path}, {entry.num_bytes} bytes, {entry.digest}"
     if cache is None:
         return dataclasses.replace(shard, index=next(iter(_temporary(stamp)), None), stamp=stamp)
-    place = cache.directory / f"{xxhash.xxh3_128_hexdigest(file_paths.name_bytes(stamp))}{tar.SUFFIX}"
-    return dataclasses.replace(shard, index=place, stamp=stamp)
+    return dataclasses.replace(shard, index=_in_cache(cache, stamp), stamp=stamp)
 
 
 # Kept beyond the process: without it, each source over a remote archive without an index would read all of the archive.
