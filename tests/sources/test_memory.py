@@ -1,5 +1,8 @@
 from __future__ import annotations
 
+import contextlib
+import os
+import pathlib
 import pickle
 
 import jax
@@ -10,6 +13,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from meshfeed._src.base.errors import SourceError
+from meshfeed._src.base.settings import Workers
+from meshfeed._src.reading.workers import open_pool, pickle_task
 from meshfeed._src.sources.memory import Memory
 
 
@@ -145,3 +150,38 @@ def test_pickle_and_memmap(tmp_path) -> None:
     assert type(source[0]) is np.ndarray
     copy = pickle.loads(pickle.dumps(Memory(_tree())))
     np.testing.assert_array_equal(copy.read_batch(np.array([3]))["tokens"], _tree()["tokens"][[3]])
+
+
+def test_a_large_memory_map_is_mapped_again_by_worker_processes(tmp_path: pathlib.Path) -> None:
+    path = tmp_path / "x.npy"
+    whole = np.arange(6 << 20, dtype=np.int32).reshape(-1, 8)  # 24 MiB
+    np.save(path, whole)
+    found = np.load(path, mmap_mode="r")
+
+    def pickled(*arrays: np.ndarray) -> bytes:
+        source = Memory({str(number): array for number, array in enumerate(arrays)})
+        return pickle_task(lambda: source, None, Workers(1))
+
+    task = pickled(found, found[::-1], found[:, 1:])
+    assert len(task) < 1 << 16
+    source = Memory(found)
+    reading = pickle_task(lambda: source.read_batch, None, Workers(1))
+    with contextlib.closing(open_pool(Workers(1), reading, name="x", describe=str)) as pool:
+        pool.submit(0, [3, 1])
+        np.testing.assert_array_equal(pool.result(0, 60), whole[[3, 1]])
+    copy = pickle.loads(task)().read_batch([5, 0])
+    np.testing.assert_array_equal(copy["0"], whole[[5, 0]])
+    np.testing.assert_array_equal(copy["1"], whole[::-1][[5, 0]])
+    np.testing.assert_array_equal(copy["2"], whole[[5, 0], 1:])
+    # All else is copied: for another machine, private memory, and a file that is there no more or was replaced.
+    assert len(pickle_task(lambda: source)) > whole.nbytes
+    assert len(pickle_task(lambda: source, None, Workers(1, engine="ray"))) > whole.nbytes
+    private = np.load(path, mmap_mode="c")
+    private[5] = 0
+    assert pickle.loads(pickled(private))().read_batch([5])["0"].tolist() == [[0] * 8]
+    path.rename(tmp_path / "y.npy")
+    np.save(path, 1 + whole)
+    with pytest.raises(SourceError, match=r"x\.npy, which is mapped into memory, was replaced"):
+        pickle.loads(task)()
+    os.unlink(tmp_path / "y.npy")
+    assert pickle.loads(pickled(found))().read_batch([5])["0"].tolist() == whole[[5]].tolist()

@@ -90,7 +90,7 @@ class _Group:
         def make_task() -> Callable[[_Read], ReadRows]:
             return lambda request: records.read(*request)
 
-        task = pickle_task(make_task, most_worker_bytes() if by_auto else None)
+        task = pickle_task(make_task, most_worker_bytes() if by_auto else None, workers)
         self.pool = open_pool(workers, task, name="the feed", describe=_describe)
         self.size, self.by_auto, self.num_pending = int(workers), by_auto, 0
         self._timeout_seconds = timeout_seconds

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import collections
+import contextlib
 import select
 import signal
 import sys
@@ -18,6 +19,7 @@ from meshfeed._src.base import serving
 from meshfeed._src.base.child import ChildProcess
 from meshfeed._src.base.errors import MeshfeedError, SettingsError, SourceError, StalledError, missing_package, shorten
 from meshfeed._src.base.fork import finalize
+from meshfeed._src.base.mapped import on_this_machine
 from meshfeed._src.base.progress import PROGRESS
 from meshfeed._src.base.settings import GC_EVERY, Workers
 from meshfeed._src.base.stacks import PROCESSES
@@ -33,8 +35,8 @@ Request = TypeVar("Request")
 Answer = TypeVar("Answer")
 
 
-def pickle_task(make_task: Callable[[], object], max_bytes: int | None = None) -> bytes:
-    """Pickles ``make_task`` for a worker, including closures and functions of the user's script.
+def pickle_task(make_task: Callable[[], object], max_bytes: int | None = None, workers: Workers | None = None) -> bytes:
+    """Pickles ``make_task`` for ``workers``, including closures and functions of the user's script.
 
     Raises:
       SettingsError: ``make_task`` refers to an object that cannot be pickled, or takes more than ``max_bytes``.
@@ -42,7 +44,9 @@ def pickle_task(make_task: Callable[[], object], max_bytes: int | None = None) -
     import cloudpickle
 
     try:
-        task = cloudpickle.dumps(make_task)
+        stays_here = workers is not None and workers.engine == "process"
+        with on_this_machine() if stays_here else contextlib.nullcontext():
+            task = cloudpickle.dumps(make_task)
     except Exception as error:
         raise SettingsError(
             f"num_workers starts worker processes, but the source or its decoder cannot be pickled for them: {error}. "

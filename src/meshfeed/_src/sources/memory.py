@@ -11,6 +11,7 @@ import xxhash
 from meshfeed._src.base import memory, trees
 from meshfeed._src.base.errors import SourceError, hides_own_frames
 from meshfeed._src.base.identities import ALL_RECORDS
+from meshfeed._src.base.mapped import MappedArray, mapped
 from meshfeed._src.base.trees import flatten, flatten_with_paths
 from meshfeed._src.base.types import ColumnSlices, JsonValue, PyTree, public
 from meshfeed._src.reading.identity import probe_ids
@@ -26,8 +27,8 @@ class Memory:
     """Rows of equally long arrays as records: record i is row i of every leaf.
 
     Args:
-      arrays: pytree of numpy arrays ``[records, ...]``; memory-mapped arrays are read row by row. The arrays are not
-        copied and must not change while a feed reads them.
+      arrays: pytree of numpy arrays ``[records, ...]``; memory-mapped arrays are read row by row, also by worker
+        processes, which map their files again. The arrays are not copied and must not change while a feed reads them.
 
     Raises:
       SourceError: no leaf, no record, leaves of unequal length, a scalar leaf, or a dtype that no device supports. The
@@ -63,10 +64,12 @@ class Memory:
 
     def __getstate__(self) -> dict[str, Any]:
         # JAX's structures load JAX, which a worker process does without.
-        return {**self.__dict__, "_treedef": self._treedef.unflatten(range(len(self._arrays)))}
+        arrays = [array if array.nbytes <= _WHOLE_BYTES else mapped(array) or array for array in self._arrays]
+        return {**self.__dict__, "_arrays": arrays, "_treedef": self._treedef.unflatten(range(len(self._arrays)))}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__dict__.update(state, _treedef=flatten(state["_treedef"])[1])
+        arrays = [array.open() if isinstance(array, MappedArray) else array for array in state["_arrays"]]
+        self.__dict__.update(state, _arrays=arrays, _treedef=flatten(state["_treedef"])[1])
 
     def __repr__(self) -> str:
         return f"Memory({len(self):,} records)"

@@ -199,7 +199,7 @@ class WorkerLanes:
 
         self._pool: Pool = open_pool(
             workers,
-            pickle_task(make_task, max_bytes),
+            pickle_task(make_task, max_bytes, workers),
             name="the feed",
             describe=lambda request: "reading lanes" if isinstance(request, int) else "opening lanes",
             resume=_open_after,
