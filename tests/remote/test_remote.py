@@ -545,6 +545,33 @@ def test_a_batch_on_its_way_is_not_repeated_when_another_thread_calls(
         assert asked == [*states, local.get_state()]
 
 
+def test_a_feed_that_is_closed_while_a_batch_is_on_its_way_has_the_state_after_it(
+    mesh: Mesh, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    make, settings = CASES["stream"]
+    remote = RemoteFeed(make, mesh, **settings)
+    with meshfeed.Feed(make(), mesh, **settings) as local:
+        assert digest(next(remote)) == digest(next(local))
+        endpoint, state = remote._client._held["endpoint"], local.get_state()
+
+        class OnItsWay:
+            def __getattr__(self, name: str) -> Any:
+                return getattr(endpoint, name)
+
+            def take(self, request: jax.Array) -> Any:
+                sent = endpoint.take(request)
+                remote.close()  # as another thread, or the handler of a signal, does
+                assert remote.get_state() == state
+                return sent
+
+        monkeypatch.setitem(remote._client._held, "endpoint", OnItsWay())
+        assert digest(next(remote)) == digest(next(local))
+        for _ in range(2):
+            assert remote.get_state() == local.get_state()
+    with pytest.raises(meshfeed.MeshfeedError, match="is closed"):
+        next(remote)
+
+
 def test_hosts_that_jax_does_not_connect_are_refused(mesh: Mesh) -> None:
     client = object.__new__(RemoteClient)
     client._near = NamedSharding(mesh, P(("data", "model")))

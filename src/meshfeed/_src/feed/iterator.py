@@ -271,9 +271,11 @@ class Feed(Generations, Checkpointable, NotCopied):
     def _set_delivered(self, arrays: PyTree, delivered: bool) -> None:
         """Counts ``arrays``, which the last ``next`` returned, as delivered, or has them come again as after an interrupt."""
         ready, previous = self._ready, self._previous
-        assert ready is not None
         assert previous is not None
-        ready.arrays, self._cursor = (None, ready.cursor) if delivered else (arrays, previous)
+        before, after = (self._cursor, previous) if self._cursor.step < previous.step else (previous, self._cursor)
+        self._previous, self._cursor = (before, after) if delivered else (after, before)
+        if ready is not None:  # closed since, the feed gives no batch again, but its state must be right
+            ready.arrays = None if delivered else arrays
 
     def _finish(self, ready: Ready) -> None:
         if ready.finishing and self._handshake.needed:
