@@ -88,6 +88,26 @@ def test_a_run_that_ended_anywhere_continues(tmp_path: pathlib.Path) -> None:
         assert formats.content_of(pathlib.Path(out)) == formats.content_of(tmp_path / "whole")
 
 
+@pytest.mark.parametrize("to", ["../out", "~/out", "moved"])
+def test_the_manifest_names_files_relative_to_itself(
+    to: str, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Or a copy of the folder would be read from where it was, and a bucket could not be read at all."""
+    data = formats.parquet(tmp_path)
+    (tmp_path / "work").mkdir()
+    monkeypatch.chdir(tmp_path / "work")
+    monkeypatch.setenv("HOME", str(tmp_path))
+    if to == "moved":  # while it was not complete
+        with pytest.raises(Stopped):
+            convert(data, str(tmp_path / "begun"), Settings(shards=3), StopAfter(3))
+        (tmp_path / "begun").rename(tmp_path / "work" / "moved")
+    convert(data, to, Settings(shards=3), run_here)
+    (tmp_path / "work" / "moved" if to == "moved" else tmp_path / "out").rename(tmp_path / "elsewhere")
+    listed = json.loads((tmp_path / "elsewhere" / "manifest.json").read_text())["files"]
+    assert [row[0] for row in listed] == [f"data-{number:05}-of-00003.array_record" for number in range(3)]
+    assert len(meshfeed.sources.ArrayRecord(f"{tmp_path}/elsewhere/manifest.json")) == formats.COUNT
+
+
 def test_a_folder_belongs_to_one_conversion(tmp_path: pathlib.Path) -> None:
     data = formats.parquet(tmp_path)
     out = str(tmp_path / "out")

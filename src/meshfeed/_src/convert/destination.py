@@ -33,7 +33,7 @@ from meshfeed._src.base.errors import MeshfeedError, SettingsError
 from meshfeed._src.base.stores import abort_uploads, ask, find_objects, is_url, open_store
 from meshfeed._src.base.writer import new_note, who
 from meshfeed._src.sources.files.manifest import NAME, digest_of
-from meshfeed._src.sources.files.paths import in_threads, version_of
+from meshfeed._src.sources.files.paths import absolute, in_threads, version_of
 
 _log = logging.getLogger("meshfeed.convert")
 
@@ -73,7 +73,8 @@ class Disk:
     """
 
     def __init__(self, directory: str) -> None:
-        self._directory = pathlib.Path(directory).absolute()
+        # Without "..", as manifests and sources name files: names relative to the manifest are what can be moved.
+        self._directory = pathlib.Path(absolute(directory))
         self.name = str(self._directory)
 
     def path(self, name: str) -> str:

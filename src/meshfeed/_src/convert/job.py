@@ -375,8 +375,9 @@ class Conversion:
     def entries(self, details: dict[str, Any]) -> list[FileEntry]:
         """Returns the rows of the manifest once all output files are written."""
         rows = self._rows()
-        for row in rows:
-            row["details"] = details
+        for shard, row in enumerate(rows):
+            # Where the files are now: an unfinished conversion may have been moved, or is mounted elsewhere on this machine.
+            row |= {"path": self.destination.path(self.shard_name(shard)), "details": details}
         fields = [field.name for field in dataclasses.fields(FileEntry)]
         return [FileEntry(**{name: row[name] for name in fields}) for row in rows]
 
