@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import concurrent.futures
+import gzip
 import json
 import os
 import pathlib
@@ -11,6 +13,8 @@ import socket
 import subprocess
 import sys
 import tempfile
+import threading
+import time
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -24,7 +28,9 @@ from store_servers import S3, forget_clients, running
 import meshfeed
 from meshfeed._src.base import stores
 from meshfeed._src.convert import destination
-from meshfeed._src.convert.job import Phase
+from meshfeed._src.convert import job as convert_job
+from meshfeed._src.convert.formats import download
+from meshfeed._src.convert.job import Conversion, Phase
 from meshfeed._src.convert.run import convert, run_here
 from meshfeed._src.convert.writers import Settings
 
@@ -212,6 +218,52 @@ def test_copies_of_inputs_are_those_of_the_job(memory: Any, tmp_path: pathlib.Pa
         if count == 10:
             memory.rm("/bucket/out", recursive=True)
     assert convert(["memory://bucket/a.csv"], "memory://bucket/out", Settings(), run_here).num_records == 20
+
+
+@pytest.mark.parametrize("kind", ["folder", "compressed"])
+def test_tasks_that_begin_together_on_another_machine(
+    kind: str, memory: Any, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each needs a copy of the same input, which the machine that scanned it had."""
+    if kind == "folder":
+        for number in range(40):
+            memory.pipe_file(f"/bucket/images/{'ab'[number % 2]}/{number}.png", b"%d" % number)
+        data = ["memory://bucket/images"]
+    else:
+        lines = "".join(json.dumps({"i": number}) + "\n" for number in range(40))
+        memory.pipe_file("/bucket/a.jsonl.gz", gzip.compress(lines.encode()))
+        data = ["memory://bucket/a.jsonl.gz"]
+    arguments = data, "memory://bucket/out", Settings(shards=9)
+    downloads: list[str] = []
+
+    def stop(directory: str, phase: Phase, numbers: Sequence[int]) -> None:
+        run_here(directory, phase, numbers[:1])
+        if phase == "write":
+            raise Stopped
+
+    def all_at_once(directory: str, phase: Phase, numbers: Sequence[int]) -> None:
+        begin = threading.Barrier(max(1, len(numbers)))
+
+        def task(number: int) -> None:
+            one = Conversion(directory)
+            begin.wait(60)
+            (one.scan if phase == "scan" else one.write)(number)
+
+        with concurrent.futures.ThreadPoolExecutor(len(numbers) or 1) as pool:
+            list(pool.map(task, numbers))
+
+    def slowly(url: str, target: pathlib.Path) -> None:
+        downloads.append(url)
+        download(url, target)
+        time.sleep(0.2)
+
+    with pytest.raises(Stopped):
+        convert(*arguments, stop)
+    (tmp_path / "machine").mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "machine"))
+    monkeypatch.setattr(convert_job, "download", slowly)
+    assert convert(*arguments, all_at_once).num_records == 40
+    assert downloads == data
 
 
 # ------------------------------------------------------------------------ S3

@@ -34,7 +34,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 import numpy as np
 
 from meshfeed._src.base.errors import MeshfeedError, SettingsError, SourceError
-from meshfeed._src.convert.destination import JOB, destination_of, replacing, sync, temporary
+from meshfeed._src.convert.destination import JOB, alone, destination_of, replacing, sync, temporary
 from meshfeed._src.convert.example import feature_kinds
 from meshfeed._src.convert.formats import FORMATS, download, remote_files
 from meshfeed._src.convert.inputs import Input, Scan, TypesChanged, align, choose, read_schema, schema_text, stamp
@@ -172,8 +172,15 @@ class Conversion:
         kind = _compression(path)
         if kind is None and not is_url(path):
             return path
+        if not copy.exists():
+            # Continued on another machine, all tasks of an input begin without it.
+            with alone(self.folder / "parts" / f"{number:05}.lock"):
+                self._make_copy(number, path, kind, copy)
+        return str(copy)
+
+    def _make_copy(self, number: int, path: str, kind: str | None, copy: pathlib.Path) -> None:
         if copy.exists():
-            return str(copy)
+            return
         download_path = copy if kind is None else copy.with_name(f"{copy.name}.stored")
         if is_url(path) and not download_path.exists():
             with replacing(download_path) as part:
@@ -186,7 +193,6 @@ class Conversion:
                 self._check_unchanged(number)
                 sync(part)
             download_path.unlink(missing_ok=True)
-        return str(copy)
 
     def _copy(self, number: int) -> pathlib.Path:
         name = os.path.basename(format_name(self.paths[number]).rstrip("/"))
@@ -435,7 +441,8 @@ class Conversion:
 
     def begin_progress(self) -> None:
         """Sets the progress of all output files to zero."""
-        np.zeros(self.plan.num_shards, np.int64).tofile(self.folder / "progress")
+        with replacing(self.folder / "progress") as part:  # a task may have the file of another one in its memory
+            np.zeros(self.plan.num_shards, np.int64).tofile(part)
 
     def progress(self, phase: Phase) -> tuple[int, Callable[[], int]]:
         """Returns the number of inputs or records, and a function that counts those that are done."""
