@@ -25,7 +25,7 @@ from meshfeed._src.cli.main import main
 MDS_FOLDER = pathlib.Path(__file__).parents[1] / "data" / "formats" / "mds"
 
 
-def printed(data: list[str], folder: pathlib.Path, *options: str) -> tuple[str, str]:
+def printed(data: list[str], folder: pathlib.Path | str, *options: str) -> tuple[str, str]:
     """The whole output of the command, and the expression in it."""
     ended = CliRunner().invoke(main, ["convert", *data, "--to", str(folder), "--workers", "1", *options])
     assert ended.exit_code == 0, ended.output
@@ -179,6 +179,11 @@ def test_a_folder_whose_name_is_a_pattern(tmp_path: pathlib.Path) -> None:
     folder = tmp_path / 'a[1]*"'
     _, expression = printed(formats.parquet(tmp_path), folder)
     assert len(batch_of(expression)["label"]) == formats.COUNT
+
+
+def test_a_folder_with_a_slash_at_the_end(tmp_path: pathlib.Path) -> None:
+    _, expression = printed(formats.parquet(tmp_path), f"{tmp_path}/out/")
+    assert f'"{tmp_path}/out/*.array_record"' in expression
 
 
 def test_the_same_line_for_a_folder_that_is_complete(tmp_path: pathlib.Path) -> None:

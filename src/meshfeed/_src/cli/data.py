@@ -168,7 +168,7 @@ def _reading(result: Converted, encoding: str) -> Reading:
     """Returns how to read the output files."""
     from meshfeed._src.convert.values import reading_of_bytes, reading_of_examples, reading_of_tokens
 
-    directory = glob.escape(result.directory)
+    directory = glob.escape(result.directory.rstrip("/"))  # a store takes two slashes for a folder without a name
     if result.num_tokens is not None:
         return reading_of_tokens(f"{directory}/*.bin", result.num_tokens, len(result.files))
     pattern = f"{directory}/*.array_record"
