@@ -146,6 +146,16 @@ def test_a_named_column_may_first_appear_after_the_first_block(tmp_path: pathlib
     assert not (tmp_path / "other").exists()
 
 
+@pytest.mark.parametrize("column", ["note", None])
+def test_the_column_to_write_may_be_empty_in_the_first_block(column: str | None, tmp_path: pathlib.Path) -> None:
+    (tmp_path / "a.csv").write_text("id,note\n" + f"{'1' * 18},\n" * 60_000 + "7,text\n")
+    settings = Settings(encoding="bytes", column=column)
+    result = convert([f"{tmp_path}/a.csv"], str(tmp_path / "out"), settings, run_here)
+    assert (list(result.features), result.num_records) == (["note"], 60_001)
+    source = ArrayRecord(f"{tmp_path}/out/*.array_record")
+    assert (source[0], source[60_000]) == (b"", b"text")
+
+
 def test_lines_of_text(tmp_path: pathlib.Path) -> None:
     (tmp_path / "a.txt").write_bytes(b"one\r\n\n  three \xff\nlast")
     (tmp_path / "b.txt").write_bytes(b"")

@@ -261,7 +261,7 @@ class Conversion:
 
         Raises:
           SourceError: there are no records, or inputs have different columns.
-          TypesChanged: a column that was named may be in later blocks only.
+          TypesChanged: the column that is needed may be, or have values, in later blocks only.
           SettingsError: there are more output files than records, or a column is unknown or does not fit the encoding.
         """
         content = self.destination.read(_PLAN)
@@ -294,6 +294,8 @@ class Conversion:
         return {"ends": ends, "shards": shards, "schemas": encoded, "all_types": self.all_types}
 
     def _choose(self, schema: pa.Schema) -> pa.Schema:
+        import pyarrow as pa
+
         settings = self.settings
         if self.input.examples and settings.encoding == "example":
             if settings.columns is not None:
@@ -307,7 +309,12 @@ class Conversion:
             raise TypesChanged("a column that was named is not in the first blocks")
         chosen = choose(schema, settings.columns)
         if settings.encoding != "example":
-            return check_column(chosen, settings.encoding, settings.column)
+            try:
+                return check_column(chosen, settings.encoding, settings.column)
+            except SettingsError:
+                if self.all_types or not any(map(pa.types.is_null, chosen.types)):
+                    raise
+                raise TypesChanged("a column without a value in the first blocks may hold text in others") from None
         feature_kinds(chosen)  # raises for types that do not fit
         return chosen
 
