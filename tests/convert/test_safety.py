@@ -116,6 +116,29 @@ def test_a_struct_of_bytes_and_path_is_a_struct_unless_declared(tmp_path: pathli
         features(tmp_path / "outside.parquet", tmp_path / "outside")
 
 
+@pytest.mark.parametrize("kind", ["huggingface", "parquet"])
+def test_numbers_of_classes_that_differ_between_files(kind: str, tmp_path: pathlib.Path) -> None:
+    """The labels of both files would otherwise be mixed, as nothing in the output distinguishes them."""
+    datasets = pytest.importorskip("datasets")
+    paths = {}
+    for number, names in enumerate((["cat", "dog"], ["cat", "dog", "bird"], ["dog", "cat"])):
+        label = datasets.ClassLabel(names=names)
+        features = datasets.Features(
+            {"x": datasets.Value("int64"), "label": label, "all": datasets.Sequence(label), "in": {"one": label}}
+        )
+        rows = {"x": [number], "label": [0], "all": [[0, 1]], "in": [{"one": 1}]}
+        made, path = datasets.Dataset.from_dict(rows, features), tmp_path / f"{number}.{kind}"
+        made.save_to_disk(str(path)) if kind == "huggingface" else made.to_parquet(str(path))
+        paths[number] = str(path)
+    for columns, named in ((None, "label"), (["x", "all"], "all"), (["in"], "in")):
+        with pytest.raises(
+            meshfeed.SourceError, match=f"2.{kind}: 0 in the column '{named}' stands for the class 'dog', and"
+        ):
+            convert([paths[0], paths[2]], str(tmp_path / "out"), Settings(columns=columns), run_here)
+    assert convert([paths[0], paths[2]], str(tmp_path / "x"), Settings(columns=["x"]), run_here).num_records == 2
+    assert convert([paths[0], paths[1]], str(tmp_path / "more"), Settings(), run_here).num_records == 2
+
+
 @pytest.mark.slow
 def test_a_hugging_face_dataset_reads_files_of_its_own_folder_only(tmp_path: pathlib.Path) -> None:
     import datasets

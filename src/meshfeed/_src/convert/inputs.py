@@ -133,6 +133,11 @@ class Input(abc.ABC):
         """Returns where a record is, for messages."""
         return f"{path}, record {record:,}"
 
+    def check_scans(  # noqa: B027  # most formats have nothing to check
+        self, paths: Sequence[str], scans: Sequence[Scan], columns: Sequence[str]
+    ) -> None:
+        """Raises SourceError if ``columns`` of inputs do not belong together for another reason than their types."""
+
     def join(self, schema: pa.Schema, other: pa.Schema) -> pa.Schema:
         """Returns the types that hold the values of both.
 

@@ -290,6 +290,7 @@ class Conversion:
                 setting="shards",
             )
         kept = self._choose(schema)
+        self.input.check_scans(self.paths, scans, kept.names)
         encoded = [schema_text(one.remove_metadata()) for one in (schema, kept)]
         return {"ends": ends, "shards": shards, "schemas": encoded, "all_types": self.all_types}
 

@@ -43,7 +43,45 @@ def _rows_at_once(num_records: int, num_bytes: int) -> int:
     return max(1, min(_BLOCK_ROWS, _BLOCK_BYTES * num_records // max(num_bytes, 1)))
 
 
-class ParquetFiles(Input):
+class _Labelled(Input):
+    """A format in which Hugging Face datasets may have stored the names of the classes that numbers stand for."""
+
+    def scan_of(self, num_records: int, stored: pa.Schema) -> Scan:
+        """Returns what a file with a schema holds."""
+        classes = {name: list(_classes(feature, name)) for name, feature in _features(stored).items()}
+        named = {name: found for name, found in classes.items() if found}
+        return Scan(num_records, plain(with_content(stored)), more={"class_names": named} if named else None)
+
+    def check_scans(self, paths: Sequence[str], scans: Sequence[Scan], columns: Sequence[str]) -> None:
+        """See :class:`Input`: the same number must stand for the same class in all files."""
+        known: dict[tuple[str, int], tuple[str, str]] = {}
+        for path, scan in zip(paths, scans, strict=True):
+            declared = (scan.more or {}).get("class_names", {})
+            chosen = [(name, *one) for name in columns for one in declared.get(name, ())]
+            for name, place, classes in chosen:
+                for number, found in enumerate(classes):
+                    before, first = known.setdefault((place, number), (found, path))
+                    if found != before:
+                        raise SourceError(
+                            f"{path}: {number} in the column {name!r} stands for the class {found!r}, and in {first} for "
+                            f"{before!r}. Write both with the same classes (Dataset.cast), convert them separately, or leave "
+                            "the column out with --columns."
+                        )
+
+
+def _classes(feature: object, name: str) -> Iterator[tuple[str, list[str]]]:
+    """Yields the place and the names of the classes that a feature declares."""
+    if isinstance(feature, dict) and feature.get("_type") == "ClassLabel":
+        if feature.get("names"):  # some state only how many there are
+            yield name, list(feature["names"])
+    elif isinstance(feature, dict):
+        for key, part in feature.items():
+            yield from _classes(part, f"{name}/{key}")
+    elif isinstance(feature, list):  # how earlier versions stored a list
+        yield from _classes(feature[0] if feature else None, name)
+
+
+class ParquetFiles(_Labelled):
     """Rows of Parquet files."""
 
     name = "parquet"
@@ -51,7 +89,7 @@ class ParquetFiles(Input):
     def scan(self, path: str, *, all_types: bool) -> Scan:
         """See :class:`Input`."""
         with ParquetFile(path) as file:
-            return Scan(file.metadata.num_rows, plain(with_content(file.schema)))
+            return self.scan_of(file.metadata.num_rows, file.schema)
 
     def read(self, path: str, scan: Scan, start: int, stop: int, schema: pa.Schema) -> Iterator[pa.RecordBatch]:
         """See :class:`Input`."""
@@ -79,7 +117,7 @@ def plain(schema: pa.Schema) -> pa.Schema:
     return with_types(schema, change)
 
 
-class Datasets(Input):
+class Datasets(_Labelled):
     """Hugging Face datasets: folders that ``save_to_disk`` wrote, and Arrow files."""
 
     name = "huggingface"
@@ -114,7 +152,7 @@ class Datasets(Input):
     def scan(self, path: str, *, all_types: bool) -> Scan:
         """See :class:`Input`."""
         dataset = self._open(path)
-        return Scan(len(dataset), plain(with_content(dataset.features.arrow_schema)))
+        return self.scan_of(len(dataset), dataset.features.arrow_schema)
 
     def read(self, path: str, scan: Scan, start: int, stop: int, schema: pa.Schema) -> Iterator[pa.RecordBatch]:
         """See :class:`Input`."""
