@@ -6,6 +6,7 @@ import fcntl
 import json
 import os
 import pathlib
+import re
 import resource
 import shutil
 import signal
@@ -106,6 +107,23 @@ def test_the_manifest_names_files_relative_to_itself(
     listed = json.loads((tmp_path / "elsewhere" / "manifest.json").read_text())["files"]
     assert [row[0] for row in listed] == [f"data-{number:05}-of-00003.array_record" for number in range(3)]
     assert len(meshfeed.sources.ArrayRecord(f"{tmp_path}/elsewhere/manifest.json")) == formats.COUNT
+
+
+@pytest.mark.parametrize("place", ["disk", "bucket"])
+def test_a_source_says_that_a_conversion_is_not_complete(
+    place: str, memory: Any, tmp_path: pathlib.Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Or a job that starts too early would train on some of the files without a word."""
+    data, out = formats.parquet(tmp_path), str(tmp_path / "out") if place == "disk" else "memory://bucket/out"
+    with pytest.raises(Stopped):
+        convert(data, out, Settings(shards=3), StopAfter(4))
+    assert len(meshfeed.sources.ArrayRecord(f"{out}/*.array_record")) == formats.COUNT * 2 // 3
+    (line,) = [one.getMessage() for one in caplog.records if "complete" in one.getMessage()]
+    assert re.match("ArrayRecord: the conversion to .*/out/ is not complete, so records may be missing.", line)
+    caplog.clear()
+    convert(data, out, Settings(shards=3), run_here)
+    assert len(meshfeed.sources.ArrayRecord(f"{out}/*.array_record")) == formats.COUNT
+    assert not caplog.records
 
 
 def test_a_folder_belongs_to_one_conversion(tmp_path: pathlib.Path) -> None:

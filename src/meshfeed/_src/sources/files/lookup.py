@@ -188,27 +188,47 @@ def _names_manifest(item: object) -> bool:
 
 def _beside(names: Sequence[str], source: str) -> list[DataManifest]:
     """Returns the manifests of a source in the folders of files."""
-    folders = dict.fromkeys(file_paths.split(name)[0] for name in names)
-    found = file_paths.in_threads(lambda folder: _manifest_in(folder, source), list(folders))
+    folders = dict[str, bool]()
+    for folder, name in map(file_paths.split, names):
+        folders[folder] = folders.get(folder, False) or name.startswith("data-")
+    found = file_paths.in_threads(lambda one: _manifest_in(*one, source), list(folders.items()))
     return [one for one in found if one is not None and one.source == source]
 
 
-def _manifest_in(folder: str, source: str) -> DataManifest | None:
-    """Returns the manifest in a folder; None if there is none that meshfeed wrote."""
-    path = folder + manifests.NAME
+_CONVERTS = ".convert/job.json"  # of meshfeed convert, until all files are there
+
+
+def _manifest_in(folder: str, is_converted: bool, source: str) -> DataManifest | None:
+    """Returns the manifest in a folder; None if there is none that meshfeed wrote.
+
+    ``is_converted`` is whether its files are named as those that ``meshfeed convert`` writes, the manifest last.
+    """
+    content = _content(folder + manifests.NAME, source)
+    if content is None:
+        job = _content(folder + _CONVERTS, source) if is_converted else None
+        if job is not None and job.startswith(b"{"):  # some servers answer with a page for any name
+            _log.warning(
+                "%s: the conversion to %s is not complete, so records may be missing. Run the same `meshfeed convert` "
+                "command again, to its end",
+                *(source, folder),
+            )
+        return None
+    if not manifests.is_meshfeeds(content):
+        _log.debug("%s was not written by meshfeed and is not used", folder + manifests.NAME)
+        return None
+    return manifests.parse_manifest(content, folder + manifests.NAME)
+
+
+def _content(path: str, source: str) -> bytes | None:
     if not is_url(path) and not os.path.isfile(path):
         return None
     try:
-        content = file_paths.read_file(path, source=source)
-        if not manifests.is_meshfeeds(content):
-            _log.debug("%s was not written by meshfeed and is not used", path)
-            return None
+        return file_paths.read_file(path, source=source)
     except (MeshfeedError, OSError) as error:  # stores without the right to list answer "forbidden"
         if is_unreachable(error):  # the files are in the same store, which would be tried as long again
             raise
-        _log.debug("no manifest %s: %s", path, error)
+        _log.debug("no %s: %s", path, error)
         return None
-    return manifests.parse_manifest(content, path)
 
 
 def _version(entry: FileEntry, manifest: str, source: str) -> str:
