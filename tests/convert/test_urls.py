@@ -220,6 +220,22 @@ def test_copies_of_inputs_are_those_of_the_job(memory: Any, tmp_path: pathlib.Pa
     assert convert(["memory://bucket/a.csv"], "memory://bucket/out", Settings(), run_here).num_records == 20
 
 
+def test_names_in_the_copy_of_a_folder_are_those_of_the_input(memory: Any, tmp_path: pathlib.Path) -> None:
+    """A class is not taken for what a killed task left."""
+    for number in range(6):
+        memory.pipe_file(f"/bucket/images/{('a', 'b.part')[number % 2]}/{number}.png", b"%d" % number)
+    arguments = ["memory://bucket/images"], str(tmp_path / "out"), Settings(shards=3)
+
+    def stop(directory: str, phase: Phase, numbers: Sequence[int]) -> None:
+        run_here(directory, phase, numbers[:1])
+        if phase == "write":
+            raise Stopped
+
+    with pytest.raises(Stopped):
+        convert(*arguments, stop)
+    assert convert(*arguments, run_here).num_records == 6
+
+
 @pytest.mark.parametrize("kind", ["folder", "compressed"])
 def test_tasks_that_begin_together_on_another_machine(
     kind: str, memory: Any, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch

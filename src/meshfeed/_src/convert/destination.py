@@ -269,10 +269,10 @@ def sync(path: pathlib.Path) -> None:
 
 
 def remove_unfinished(folder: pathlib.Path) -> None:
-    """Removes what killed tasks left, and JSON files that a power failure left empty."""
-    for path in list(folder.rglob("*.part")):
+    """Removes what killed tasks left, and JSON files that a power failure left empty; nothing in a copy of a folder."""
+    for path in [*folder.glob("*.part"), *folder.glob("*/*.part")]:
         unlink(path)
-    for path in folder.rglob("*.json"):
+    for path in [*folder.glob("*.json"), *folder.glob("*/*.json")]:
         if not path.stat().st_size:
             path.unlink()
 
