@@ -7,6 +7,7 @@ import os
 import pathlib
 import subprocess
 import sys
+import threading
 import time
 
 import jax
@@ -277,6 +278,26 @@ def test_an_object_that_is_removed_meanwhile_is_missing(memory, mesh, monkeypatc
     monkeypatch.setattr(store_path, "ask", without)
     with Checkpointer(directory) as ckpt:
         assert ckpt.restore(state)[0] == 1
+
+
+def test_only_the_first_step_of_an_empty_folder_is_off_the_interval(memory, monkeypatch):
+    """Also while that one is uploaded, which ends at another step on each host: they would wait for each other."""
+    ask, may_commit = store_path.ask, threading.Event()
+
+    def slow(url, method, *arguments, **keywords):
+        if method == "pipe_file" and url.endswith("1/commit_success.txt"):
+            assert may_commit.wait(60)
+        return ask(url, method, *arguments, **keywords)
+
+    monkeypatch.setattr(store_path, "ask", slow)
+    state = {"a": np.arange(3)}
+    with Checkpointer("memory://bucket/first", save_last=False) as ckpt:
+        assert ckpt.save(1, state)
+        threading.Timer(0.2, may_commit.set).start()  # a save would wait for the one before
+        assert not ckpt.save(2, state)
+        ckpt.wait()
+        assert not ckpt.save(3, state)
+        assert ckpt.steps() == [1]
 
 
 def test_a_bucket_that_does_not_exist(s3, mesh):

@@ -75,8 +75,10 @@ class StoreManager:
     def should_save(self, step: int) -> bool:
         """Returns whether the interval includes a step; as in Orbax, also for the first step and before a preemption."""
         interval, chosen = self._options.save_interval_steps, self._options.save_on_steps or ()
+        # Not by the steps alone while one is saved: they change in the background, at another time on each host.
+        is_first = self._saving is None and not self._steps
         return (
-            not self._steps
+            is_first
             or step in chosen
             or (bool(interval) and step % interval == 0)
             or (process_count() > 1 and _preempted(step))
