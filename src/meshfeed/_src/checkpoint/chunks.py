@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import itertools
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -22,7 +22,7 @@ from meshfeed._src.base.threads import Threads
 from meshfeed._src.base.types import JsonValue
 from meshfeed._src.checkpoint.layout import Box, slices
 
-_METADATA = ".zarray"
+_METADATA = {"zarr": ".zarray", "zarr3": "zarr.json"}
 
 
 def database_of(directory: StorePath) -> dict[str, JsonValue]:
@@ -57,7 +57,7 @@ def write_into(room: NDArray[np.generic], part: ts.TensorStore, context: ts.Cont
 
 
 class ChunkReader:
-    """Fetches and decodes chunks of the arrays below a folder in zarr's format, version 2.
+    """Fetches and decodes chunks of the arrays below a folder in zarr's format, of version 2 or 3.
 
     Each thread holds one read's bytes and decoded values. Chunks are decoded in the memory of TensorStore's context.
     """
@@ -70,7 +70,7 @@ class ChunkReader:
 
     def open(self, spec: dict[str, JsonValue], name: str) -> Any:
         """Starts opening an array; the result of the future has its shape, dtype and chunks, but no values."""
-        key = str(spec.get("metadata_key", _METADATA))
+        key = metadata_key_of(spec)
 
         def run() -> ts.TensorStore:
             self._metadata[name] = (self._directory / name / key).read_bytes()
@@ -89,7 +89,7 @@ class ChunkReader:
         self, spec: dict[str, JsonValue], store: ts.TensorStore, name: str, box: Box, room: NDArray[np.generic]
     ) -> Callable[[], NDArray[np.generic]]:
         """Starts reading a box; the result waits until its values are in ``room``."""
-        key = str(spec.get("metadata_key", _METADATA))
+        key = metadata_key_of(spec)
 
         def run() -> NDArray[np.generic]:
             content = {key: self._metadata[name]}
@@ -111,8 +111,20 @@ class ChunkReader:
         return self._threads.submit(run).result
 
     def _chunks(self, store: ts.TensorStore, name: str, box: Box) -> list[str]:
-        """Returns the names of the chunks that hold a box."""
-        separator = json.loads(self._metadata[name]).get("dimension_separator", ".")
-        shape: Sequence[int] = [size or 1 for size in store.chunk_layout.read_chunk.shape or ()] if store.rank else []
+        """Returns the names of the chunks that hold a box; of the shards, if each holds several chunks."""
+        metadata = json.loads(self._metadata[name])
+        layout = store.chunk_layout.write_chunk
+        shape: Sequence[int] = [size or 1 for size in layout.shape or ()] if store.rank else []
         ranges = [range(start // size, -(-stop // size)) for (start, stop), size in zip(box, shape, strict=True)]
-        return [separator.join(map(str, numbers)) or "0" for numbers in itertools.product(*ranges)]
+        numbers = [list(map(str, parts)) for parts in itertools.product(*ranges)]
+        encoding = metadata.get("chunk_key_encoding", {})
+        if encoding.get("name") == "default":  # of version 3
+            separator = encoding.get("configuration", {}).get("separator", "/")
+            return [separator.join(["c", *parts]) for parts in numbers]
+        separator = encoding.get("configuration", {}).get("separator") or metadata.get("dimension_separator") or "."
+        return [separator.join(parts) or "0" for parts in numbers]
+
+
+def metadata_key_of(spec: Mapping[str, JsonValue]) -> str:
+    """Returns the name of the file of metadata of an array with this spec of TensorStore's."""
+    return str(spec.get("metadata_key") or _METADATA[spec["driver"]])

@@ -10,10 +10,12 @@ manager other than Orbax's does not finalize, are merged on reading.
 from __future__ import annotations
 
 import ast
+import contextlib
 import dataclasses
 import functools
 import json
 import os
+import tempfile
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import TypeAlias
 
@@ -33,7 +35,7 @@ from meshfeed._src.base.store_path import StorePath, absolute_path, children, ma
 from meshfeed._src.base.stores import RefusedError
 from meshfeed._src.base.threads import in_threads
 from meshfeed._src.base.types import JsonValue, PyTree, public
-from meshfeed._src.checkpoint.chunks import ChunkReader, database_of, write_into
+from meshfeed._src.checkpoint.chunks import ChunkReader, database_of, metadata_key_of, write_into
 from meshfeed._src.checkpoint.layout import Box, Grid, box_shape, slices
 from meshfeed._src.checkpoint.leaves import (
     CARRIERS,
@@ -202,6 +204,7 @@ def file_problems(item: epath.Path, manifest: Manifest, *, content: bool) -> Ite
 
 _TREE_METADATA = "_METADATA"
 _DATABASE = "manifest.ocdbt"
+_SHARDINGS = "_sharding"
 _TEXTS = "_strings.json"
 _KEY_METADATA = "array_metadatas/process_0"  # every process writes the same
 _PLAIN_KINDS = {"jax.Array": "jax", "np.ndarray": "numpy", "scalar": "scalar", "string": "str"}
@@ -412,6 +415,26 @@ class StoredArrays:
         store = self.open(name)
         return [size or 0 for size in store.chunk_layout.read_chunk.shape or ()] if store.rank else []
 
+    def copy_metadata(self, folder: epath.Path) -> None:
+        """Writes what Orbax needs to describe the tree into a local folder: the item without its values."""
+        # The metadata of arrays become files, also of those in a database.
+        (folder / _TREE_METADATA).write_text(json.dumps({**self.metadata, "use_ocdbt": False}))
+        for name in (_SHARDINGS, _TEXTS, _KEY_METADATA):
+            path = self.directory / name
+            if path.exists():
+                (folder / name).parent.mkdir(exist_ok=True)
+                (folder / name).write_bytes(path.read_bytes())
+        names = self.array_names()
+        self.open_soon(names)
+        for name in names:
+            path = epath.Path(f"{folder}/{name}")
+            if not f"{os.path.realpath(path)}/".startswith(f"{os.path.realpath(folder)}/"):
+                raise CheckpointError(f"{self.directory}: parameter {name!r} has a name that leads out of this folder.")
+            key = metadata_key_of(self._spec(name))
+            found: bytes = self.open(name).kvstore.read(key).result().value
+            path.mkdir(parents=True, exist_ok=True)
+            (path / key).write_bytes(found)
+
     def start_read(self, leaf: SavedLeaf, box: Box, room: NDArray[np.generic] | None = None) -> PendingRead:
         """Starts reading a box, into ``room`` if that takes values as they are stored; pass the result to finish_read."""
         store = self.open(leaf.name)
@@ -451,9 +474,14 @@ def abstract_tree_of(stored: StoredArrays) -> PyTree:
     # Use Orbax's own description of the tree, to return the same containers as Orbax.
     arrays = ocp.type_handlers.ArrayHandler(metadata_key=stored.metadata_key)
     orbax = ocp.PyTreeCheckpointHandler(type_handler_registry=type_handlers(arrays))
+    with contextlib.ExitStack() as stack:
+        directory = stored.directory
+        if isinstance(directory, StorePath):  # which Orbax does not read
+            directory = epath.Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="meshfeed-")))
+            stored.copy_metadata(directory)
+        described = orbax.metadata(directory).tree
     return jax.tree_util.tree_map_with_path(
-        lambda path, described: _placeholder(stored.saved(leaf_name(path)), described),
-        orbax.metadata(stored.directory).tree,
+        lambda path, leaf: _placeholder(stored.saved(leaf_name(path)), leaf), described
     )
 
 
