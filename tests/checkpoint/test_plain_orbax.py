@@ -74,6 +74,9 @@ def test_trees_of_other_savers_and_other_roots(tmp_path, tree):
         ocp.PyTreeCheckpointer().save(tmp_path / str(number), args=ocp.args.PyTreeSave(root))
         expected = ocp.PyTreeCheckpointer().restore(tmp_path / str(number))
         assert_as_orbax_gives(expected, restore_once(tmp_path / str(number), None))
+        files = ocp.Checkpointer(ocp.PyTreeCheckpointHandler(use_ocdbt=False))
+        files.save(tmp_path / f"files-{number}", args=ocp.args.PyTreeSave(root))
+        assert_as_orbax_gives(expected, restore_once(tmp_path / f"files-{number}", None))
     with registered():
         ocp.PyTreeCheckpointer().save(tmp_path / "ours", args=ocp.args.PyTreeSave(tree))
         expected = ocp.PyTreeCheckpointer().restore(tmp_path / "ours")

@@ -357,7 +357,7 @@ class StoredArrays:
             root = database_of(self.directory) if isinstance(self.directory, StorePath) else _kvstore(base)
             kvstore: JsonValue = {"driver": "ocdbt", "base": root, "path": f"{name}/", "cache_pool": "cache_pool#ocdbt"}
         else:
-            kvstore = _kvstore(f"{base}/{name}")
+            kvstore = _kvstore(f"{base}/{name}" if name else base)  # the root, which is the only leaf
         fill = not plain.get("store_array_data_equal_to_fill_value", False)
         of_arrays = self.metadata_key is not None and self._plain_types[name] == "jax.Array"
         # A committed checkpoint does not change, so caches need no revalidation. With our manifest, a missing chunk is
