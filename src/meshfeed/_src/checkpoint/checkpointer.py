@@ -71,6 +71,7 @@ from meshfeed._src.checkpoint.saves import (
     SkippedStep,
     StepSave,
     check_same,
+    given_state,
     number_of,
     wait_until_finished,
 )
@@ -383,7 +384,7 @@ class Checkpointer(NotCopied):
         encoded = encode_tree(train_state, in_store=isinstance(self._directory, StorePath))
         items: dict[str, Any] = {ARRAYS: ArraysSave(train_state, step_save=save, encoded=encoded)}
         if feed is not None:
-            items[ITERATOR] = IteratorSave(CapturedState(feed.get_state()), step_save=save)
+            items[ITERATOR] = IteratorSave(CapturedState.of(feed), step_save=save)
         return save, items
 
     @hides_own_frames
@@ -725,7 +726,7 @@ def _position(folder: epath.Path, identity: Mapping[str, JsonValue]) -> dict[str
     document = state_files.read_document(folder / ITERATOR)
     if document["identity"] != identity:
         raise CheckpointError(f"{folder}: the position is not that of the save {identity['id']} any more.")
-    return document["state"]
+    return given_state(document["state"])
 
 
 def _beside(feed: object) -> str:

@@ -28,7 +28,7 @@ from meshfeed._src.checkpoint.leaves import EncodedTree, encode_tree
 from meshfeed._src.checkpoint.options import RestoreOptions, short, split_options
 from meshfeed._src.checkpoint.orbax_internals import JSON_HANDLER
 from meshfeed._src.checkpoint.restore import restore_agreement, restore_tree
-from meshfeed._src.checkpoint.saves import HasState, StepSave, created, run_coroutine
+from meshfeed._src.checkpoint.saves import CapturedState, HasState, StepSave, created, given_state, run_coroutine
 from meshfeed._src.checkpoint.stored import (
     TREE_PART,
     StoredArrays,
@@ -301,7 +301,8 @@ class IteratorHandler(ocp.handlers.AsyncCheckpointHandler):
     async def async_save(self, directory: epath.Path, args: IteratorSave) -> list[orbax_future.Future]:
         """Captures the state and returns futures that write it."""
         check_feed(args.feed, ("get_state",), "Pass IteratorSave(feed).")
-        state, process, save = args.feed.get_state(), process_index(), args.step_save
+        captured = args.feed if isinstance(args.feed, CapturedState) else CapturedState.of(args.feed)
+        state, process, save = captured.state, process_index(), args.step_save
 
         async def write() -> None:
             identity = None if save is None else save.identity
@@ -327,7 +328,7 @@ class IteratorHandler(ocp.handlers.AsyncCheckpointHandler):
         """
         if args is not None:
             check_feed(args.feed, ("set_state",), "Pass IteratorRestore(feed).")
-        state = state_files.read_state(directory)
+        state = given_state(state_files.read_state(directory))
         if args is None or args.feed is None:
             return state
         args.feed.set_state(state)

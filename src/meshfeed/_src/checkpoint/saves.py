@@ -6,11 +6,12 @@ import asyncio
 import contextlib
 import dataclasses
 import functools
+import json
 import sys
 import threading
 import time
 from collections.abc import Callable, Coroutine, Mapping, Sequence
-from typing import Any, Protocol, TypeVar
+from typing import Any, Protocol, Self, TypeVar
 
 import jax
 import numpy as np
@@ -20,10 +21,12 @@ from orbax.checkpoint import future as orbax_future
 
 from meshfeed._src.base.coordination import format_differences, process_count
 from meshfeed._src.base.errors import CheckpointError, MeshfeedError
+from meshfeed._src.base.exact_json import ALLOWED, decode_value, encode_value
 from meshfeed._src.base.threads import SingleCall
 from meshfeed._src.base.types import JsonValue, PyTree
 from meshfeed._src.checkpoint.agreement import Agreement, error_of, report_of
 from meshfeed._src.checkpoint.leaves import EncodedTree, describe_leaves
+from meshfeed._src.checkpoint.options import short
 from meshfeed._src.checkpoint.stored import digest
 from meshfeed._src.state.state import digest_of
 
@@ -312,12 +315,39 @@ class SkippedStep:
         return None
 
 
+_EXACT = "__exact__"
+
+
 @dataclasses.dataclass
 class CapturedState:
     """The state of a feed at the time of a save, in place of the feed."""
 
     state: dict[str, JsonValue]
 
+    @classmethod
+    def of(cls, feed: HasState) -> Self:
+        """Captures the state of a feed, or of another iterator whose state JSON may change: Grain's has tuples, or is bytes.
+
+        Raises:
+          CheckpointError: the state has no exact form in JSON.
+        """
+        state: Any = feed.get_state()
+        if isinstance(state, dict) and type(state.get("meshfeed")) is int:  # a feed of ours
+            return cls(state)
+        with contextlib.suppress(TypeError, ValueError):
+            copied = json.loads(json.dumps(state))  # the iterator may change its own while it is written
+            if isinstance(state, dict) and copied == state and _EXACT not in state:
+                return cls(copied)
+        try:
+            return cls({_EXACT: encode_value(state)})
+        except TypeError as error:
+            raise CheckpointError(f"the state of {short(feed)} cannot be saved: {error}. {ALLOWED}") from error
+
     def get_state(self) -> dict[str, JsonValue]:
         """Returns the state."""
         return self.state
+
+
+def given_state(saved: dict[str, JsonValue]) -> Any:
+    """Returns what ``get_state`` gave, from what :meth:`CapturedState.of` made of it."""
+    return decode_value(saved[_EXACT]) if set(saved) == {_EXACT} else saved
