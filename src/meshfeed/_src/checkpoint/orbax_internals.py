@@ -20,6 +20,9 @@ In Orbax v0 only our class has this name, so v0 uses our class. It is written in
 Orbax v1 that does not find the name reads the item only if it is given a handler.
 """
 
+SHARDINGS = "_sharding"
+"""The file of an item in which Orbax keeps shardings; arrays are restored without them if there is none."""
+
 
 def sharding_writer() -> Callable[..., Coroutine[Any, Any, None]] | None:
     """Returns the function that writes Orbax's file of shardings, from which a restore without shardings takes them.

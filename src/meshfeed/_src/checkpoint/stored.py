@@ -50,6 +50,7 @@ from meshfeed._src.checkpoint.leaves import (
     saved_leaf,
     tree_of,
 )
+from meshfeed._src.checkpoint.orbax_internals import SHARDINGS
 from meshfeed._src.state.files import DamagedStateError, read_sealed, readable_path, sealed, write_json
 
 
@@ -204,7 +205,6 @@ def file_problems(item: epath.Path, manifest: Manifest, *, content: bool) -> Ite
 
 _TREE_METADATA = "_METADATA"
 _DATABASE = "manifest.ocdbt"
-_SHARDINGS = "_sharding"
 _TEXTS = "_strings.json"
 _KEY_METADATA = "array_metadatas/process_0"  # every process writes the same
 _PLAIN_KINDS = {"jax.Array": "jax", "np.ndarray": "numpy", "scalar": "scalar", "string": "str"}
@@ -419,7 +419,7 @@ class StoredArrays:
         """Writes what Orbax needs to describe the tree into a local folder: the item without its values."""
         # The metadata of arrays become files, also of those in a database.
         (folder / _TREE_METADATA).write_text(json.dumps({**self.metadata, "use_ocdbt": False}))
-        for name in (_SHARDINGS, _TEXTS, _KEY_METADATA):
+        for name in (SHARDINGS, _TEXTS, _KEY_METADATA):
             path = self.directory / name
             if path.exists():
                 (folder / name).parent.mkdir(exist_ok=True)
