@@ -84,7 +84,8 @@ def test_rows_of_many_chunks_are_those_of_the_table(
     if max_regions is not None:
         monkeypatch.setattr(gather, "_MAX_REGIONS", max_regions)
     dataset = make(kind, tmp_path).select_columns([name])
-    source, expected = HuggingFace(dataset), dataset.with_format("arrow")[:].column(name).to_pylist()
+    source: Any = HuggingFace(dataset)
+    expected = dataset.with_format("arrow")[:].column(name).to_pylist()
     rng = np.random.default_rng(1)
     for size in (1, 2, 7, len(dataset), 600):  # few rows of a chunk, and many
         ids = rng.integers(0, len(dataset), size)
@@ -106,7 +107,7 @@ def test_a_chunk_whose_rows_must_be_checked_is_named_among_others(last: str, tmp
     odd = {"null": [[1, 2], None], "longer": [[1, 2, 3], [4, 5, 6]], "null in a list": [[1, 2], [None, 3]]}[last]
     lists = [[[i, i + 1], [i + 2, i + 3]] for i in range(8)]
     chunks = [pa.table({"x": pa.array(values, pa.list_(pa.int32()))}) for values in [*lists, odd]]
-    source = HuggingFace(mapped(pa.concat_tables(chunks), tmp_path / "one"))
+    source: Any = HuggingFace(mapped(pa.concat_tables(chunks), tmp_path / "one"))
     assert source.read_batch([5, 0, 14])["x"].tolist() == [[4, 5], [0, 1], [7, 8]]
     with pytest.raises(
         SourceError, match="'x'.* record 17" if last != "longer" else r"lists of lengths \[3\] in record 17"
@@ -120,7 +121,8 @@ def test_a_chunk_whose_rows_must_be_checked_is_named_among_others(last: str, tmp
 def test_several_threads_may_describe_the_same_chunks(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gather, "_MAX_REGIONS", 3)
     dataset = make("mapped and memory", tmp_path).select_columns(["list"])
-    source, expected = HuggingFace(dataset), dataset.with_format("arrow")[:].column("list").to_pylist()
+    source: Any = HuggingFace(dataset)
+    expected = dataset.with_format("arrow")[:].column("list").to_pylist()
     wrong: list[int] = []
 
     def read(seed: int) -> None:
