@@ -17,7 +17,7 @@ import json
 import os
 import tempfile
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -431,7 +431,8 @@ class StoredArrays:
             if not f"{os.path.realpath(path)}/".startswith(f"{os.path.realpath(folder)}/"):
                 raise CheckpointError(f"{self.directory}: parameter {name!r} has a name that leads out of this folder.")
             key = metadata_key_of(self._spec(name))
-            found: bytes = self.open(name).kvstore.read(key).result().value
+            store: Any = self.open(name).kvstore  # every array in storage has one
+            found: bytes = store.read(key).result().value
             path.mkdir(parents=True, exist_ok=True)
             (path / key).write_bytes(found)
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
@@ -90,15 +92,16 @@ def _region_of(rows: NDArray[np.generic], buffer: pa.Buffer | None) -> tuple[NDA
 
     None if the buffer is not a part of another, as in memory, or the rows are not in it: booleans are copies.
     """
-    if buffer is None or buffer.parent is None:
+    whole: Any = None if buffer is None else buffer.parent
+    if whole is None:
         return None
-    while buffer.parent is not None:
-        buffer = buffer.parent
-    begin = rows.ctypes.data - buffer.address
-    if not 0 <= begin <= buffer.size - rows.nbytes:
+    while whole.parent is not None:
+        whole = whole.parent
+    begin = rows.ctypes.data - whole.address
+    if not 0 <= begin <= whole.size - rows.nbytes:
         return None
     first, offset = divmod(begin, rows.itemsize)
-    return np.frombuffer(buffer, rows.dtype, (buffer.size - offset) // rows.itemsize, offset), first
+    return np.frombuffer(whole, rows.dtype, (whole.size - offset) // rows.itemsize, offset), first
 
 
 def _runs(values: NDArray[np.generic], width: int) -> NDArray[np.generic]:
