@@ -845,6 +845,19 @@ def test_workers_say_how_they_collect_garbage() -> None:
 
 
 @pytest.mark.parametrize("prefetch", [0, 2])
+def test_the_end_says_how_to_go_on(prefetch: int) -> None:
+    with make_feed(prefetch=prefetch, name="train") as feed:
+        for _ in range(6):
+            next(feed)
+        for _ in range(2):
+            with pytest.raises(StopIteration) as end:
+                next(feed)
+            assert end.value.value is None
+            (note,) = end.value.__notes__
+            assert note.startswith("train ended at step 6 with num_epochs=1; num_epochs=None repeats the data")
+
+
+@pytest.mark.parametrize("prefetch", [0, 2])
 def test_iterating_again_after_the_end_warns_once(prefetch: int, caplog: pytest.LogCaptureFixture) -> None:
     def warnings() -> list[str]:
         return [record.getMessage() for record in caplog.records if "iterating again" in record.getMessage()]

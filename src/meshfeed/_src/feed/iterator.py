@@ -298,6 +298,12 @@ class Feed(Generations, Checkpointable, NotCopied):
         ended = isinstance(error, StopIteration)
         # A new one at the end: the traceback of the original keeps frames alive.
         self._failed, self._failed_at = (StopIteration(), None) if ended else (error, error.__traceback__)
+        if ended:
+            for end in (error, self._failed):
+                end.add_note(
+                    f"{self.name} ended at step {self._cursor.step} with num_epochs={self._settings.num_epochs}; "
+                    "num_epochs=None repeats the data, and `for batch in feed` leaves the loop at its end"
+                )
         if ended and not self._cursor.step and not self._stream.length_is_known:
             _log.warning(
                 "%s: the data ended before one full batch, so there is no batch. With end='drop' a stream ends with its "
