@@ -95,12 +95,19 @@ def test_every_format(
     assert ("Left out" in output) == (left_out is not None)
     if left_out is not None:
         assert f"  Left out: {left_out}.\n" in output
-        example = output.partition("such as ")[2].partition(" with numpy imported")[0]
-        (name,) = eval(example, {"numpy": numpy})
+        example = output.partition("such as ")[2].removesuffix(".\n").removesuffix(" with numpy imported")
+        (name,) = eval(example, {"meshfeed": meshfeed, "numpy": numpy})
         pattern = expression.partition(", decode=")[0]
         decoded = batch_of(f"{pattern}, decode=meshfeed.sources.DecodeExample({example}))")[name]
         assert decoded.any(), "the values, padded"
-        assert decoded.ndim == 2
+        assert (name == "image") == (make is images)
+        assert decoded.shape[1:] == (224, 224, 3) if make is images else decoded.ndim == 2
+
+
+def test_a_class_alone(tmp_path: pathlib.Path) -> None:
+    folder = formats.images(tmp_path)
+    _, expression = printed([str(next(path for path in sorted(folder.iterdir()) if path.is_dir()))], tmp_path / "out")
+    assert batch_of(expression)["image"].shape[1:] == (224, 224, 3)
 
 
 def test_mds_with_arrays(tmp_path: pathlib.Path) -> None:

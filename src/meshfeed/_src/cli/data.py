@@ -175,7 +175,7 @@ def _reading(result: Converted, encoding: str) -> Reading:
     if encoding == "bytes":
         name = next(iter(result.features))
         return reading_of_bytes(pattern, name, result.values.get(name))
-    return reading_of_examples(pattern, result.features, result.values)
+    return reading_of_examples(pattern, result.features, result.values, "image" if result.format == "images" else None)
 
 
 def _notes(reading: Reading) -> Iterator[str]:
@@ -186,7 +186,8 @@ def _notes(reading: Reading) -> Iterator[str]:
     if not reading.fits:
         yield "  A feed batches arrays of one shape: give a decoder that makes them, such as a function for DecodeExample."
     elif reading.left_out:
-        example = f", such as {{{reading.example}}} with numpy imported" if reading.example else ""
+        numpy = " with numpy imported" if "numpy." in reading.example else ""
+        example = f", such as {{{reading.example}}}{numpy}" if reading.example else ""
         yield f"  To read them too, give DecodeExample a function of their values that returns arrays of one shape{example}."
 
 

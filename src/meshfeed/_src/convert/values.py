@@ -149,10 +149,13 @@ def reading_of_bytes(pattern: str, name: str, found: Measure | None) -> Reading:
     return Reading(f"meshfeed.sources.ArrayRecord({_quote(pattern)}, {decode})", {}, True)
 
 
-def reading_of_examples(pattern: str, kinds: Mapping[str, Mapping[str, Any]], found: Mapping[str, Measure]) -> Reading:
+def reading_of_examples(
+    pattern: str, kinds: Mapping[str, Mapping[str, Any]], found: Mapping[str, Measure], image: str | None = None
+) -> Reading:
     """Returns how to read Examples: the features that are arrays of one shape in all records.
 
-    If there is none, values are padded with zeros. A feature that a record lacks is always left out.
+    If there is none, values are padded with zeros. A feature that a record lacks is always left out. The files in the feature
+    ``image`` are decoded.
     """
     read: dict[str, str] = {}
     padded: dict[str, str] = {}
@@ -167,11 +170,12 @@ def reading_of_examples(pattern: str, kinds: Mapping[str, Mapping[str, Any]], fo
         else:
             left_out[name] = why
         if with_zeros is not None:
-            padded[name] = with_zeros
+            padded[name] = "meshfeed.sources.DecodeImage(224)" if name == image else with_zeros
     if not read:
         read = padded
         left_out = {name: why for name, why in left_out.items() if name not in read}
-    example = next((f"{_quote(name)}: {padded[name]}" for name in left_out if name in padded), "")
+    examples = sorted((name for name in left_out if name in padded), key=lambda name: name != image)
+    example = f"{_quote(examples[0])}: {padded[examples[0]]}" if examples else ""
     entries = ", ".join(f"{_quote(name)}: {value}" for name, value in read.items())
     decode = f"meshfeed.sources.DecodeExample({f'{{{entries}}}' if entries else ''})"
     return Reading(f"meshfeed.sources.ArrayRecord({_quote(pattern)}, decode={decode})", left_out, bool(read), example)
