@@ -504,6 +504,18 @@ def test_records_of_another_size_than_decode_raw_takes(folder: pathlib.Path) -> 
     assert caught.value.__notes__ == [f"while decoding record 0 of {path}"]
 
 
+def test_a_decoder_of_the_other_kind(folder: pathlib.Path) -> None:
+    path = write(folder / "kind", random_bytes([24] * 8), PLAIN)
+    with pytest.raises(TypeError) as of_one:
+        SourceReader(ArrayRecord(path, decode_batch=lambda record: np.frombuffer(record, np.int32))).read(np.arange(3))
+    hint = "decode_batch= gets a list of records; pass a function that takes a single one as decode="
+    assert of_one.value.__notes__[-1] == hint
+    with pytest.raises(TypeError) as of_all:
+        SourceReader(ArrayRecord(path, decode=b"".join)).read(np.arange(3))
+    hint = "decode= gets a single record; pass a function that takes a list of them as decode_batch="
+    assert of_all.value.__notes__[-1] == hint
+
+
 @pytest.mark.slow
 def test_files_are_closed_when_nobody_holds_them(folder: pathlib.Path) -> None:
     def open_files() -> int:

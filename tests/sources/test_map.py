@@ -763,3 +763,17 @@ def test_an_error_names_the_file(tmp_path: pathlib.Path) -> None:
     with pytest.raises(ValueError, match="no image") as at_once:
         of_all.read_batch([1, 2])
     assert at_once.value.__notes__ == [f"while mapping 2 records (first: record 1 of {tmp_path / 'b'})"]
+
+
+@pytest.mark.parametrize("function", [lambda record: record["x"], lambda record: record.copied])
+def test_a_function_of_one_record_that_gets_a_list_of_them(function: Callable[[Any], Any]) -> None:
+    source: Any = Map(memory(), function, batched=True)
+    with pytest.raises((TypeError, AttributeError)) as raised:
+        source.read_batch([0, 1])
+    assert raised.value.__notes__[-1] == (
+        "batched=True passes a list of records; leave it out for a function that takes a single one"
+    )
+    one: Any = Map(memory(), lambda record: record + 1)
+    with pytest.raises(TypeError) as alone:
+        one.read_batch([0, 1])
+    assert len(alone.value.__notes__) == 1

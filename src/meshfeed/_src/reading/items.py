@@ -100,6 +100,10 @@ def decode_each(
             raise ended(f"decoding {name(record_id)}", record_id) from error
         except Exception as error:
             error.add_note(f"while decoding {name(record_id)}")
+            if isinstance(error, TypeError):
+                error.add_note(
+                    "decode= gets a single record; pass a function that takes a list of them as decode_batch="
+                )
             raise
         stack.add(decoded, record_id)
     return stack.take()[0]

@@ -220,6 +220,10 @@ class SourceReader:
             error.add_note(
                 f"while decoding {first}" if number == 1 else f"while decoding {number} records (first: {first})"
             )
+            if isinstance(error, TypeError | AttributeError):
+                error.add_note(
+                    "decode_batch= gets a list of records; pass a function that takes a single one as decode="
+                )
             raise
 
     def describe(self, record_id: int) -> str:

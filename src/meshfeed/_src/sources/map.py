@@ -190,6 +190,10 @@ class MappedRecords(_Mapped, BuiltRecords):
         except Exception as error:
             what, number = describe_record(self._source, int(record_ids[0])), len(records)
             error.add_note(f"while mapping {what if number == 1 else f'{number} records (first: {what})'}")
+            if isinstance(error, TypeError | AttributeError):
+                error.add_note(
+                    "batched=True passes a list of records; leave it out for a function that takes a single one"
+                )
             raise
 
     def _one(self, record: Record, record_id: int, rng: np.random.Generator | None) -> Record:
