@@ -165,6 +165,14 @@ def test_missing_files_are_named(tmp_path) -> None:
         (tmp_path / "folder", "got the folder .*folder"),
         (7, "got 7 "),
         ([good, None], "got None for its files"),
+        (
+            pathlib.Path("gs://bucket/x"),
+            r"no file 'gs:/bucket/x' .*\. Pass the URL as text, 'gs://bucket/x': pathlib merges",
+        ),
+        (
+            pathlib.Path("s3://bucket/*.x"),
+            r"no file matches 's3:/bucket/\*\.x' .*\. Pass the URL as text, 's3://bucket/\*",
+        ),
         ("nosuchprotocol://bucket/x", "fsspec cannot open.*nosuchprotocol"),
     ]:
         with pytest.raises((SourceError, SettingsError), match=message):

@@ -43,6 +43,7 @@ Paths: TypeAlias = "str | os.PathLike[str] | Iterable[str | os.PathLike[str]]"
 _log = logging.getLogger("meshfeed.sources")
 _BRACES = re.compile(r"\{([^{}]*)\}")
 _MAGIC = re.compile(r"[*?\[]")
+_MERGED_SLASHES = re.compile(r"^([a-z][a-z0-9+.-]+):/(?!/)")
 _HTTP_QUERY = re.compile(r"\?[^?]*=.*", re.DOTALL)  # and not the ? of a pattern such as part-?.bin
 _PART = re.compile(r"\.[0-9a-f]{16}\.part\Z")  # of indexes and manifests
 _SIGNED = re.compile(r"^https?://.*[?&](X-Amz-Signature|X-Goog-Signature|Signature|sig)=", re.IGNORECASE)
@@ -209,7 +210,7 @@ def _expand_local(name: str, source: str) -> list[str]:
     if not _MAGIC.search(path):
         check_permission(path, name, source)
         what = f"{_sought(name, path)} is a link that leads to no file" if os.path.islink(path) else None
-        raise SourceError(f"{source}: {what or f'there is no file {_sought(name, path)}'}. Check the path.")
+        raise SourceError(f"{source}: {what or f'there is no file {_sought(name, path)}'}. {_advice(name, 'path')}")
     found = sorted(set(_glob(_with_literal_brackets(path))))
     files = [match for match in found if os.path.isfile(match)]
     dangling = next((match for match in found if os.path.islink(match) and not os.path.exists(match)), None)
@@ -219,7 +220,7 @@ def _expand_local(name: str, source: str) -> list[str]:
         )
     if not files:
         check_permission(path, name, source)
-        raise SourceError(f"{source}: no file matches {_sought(name, path)}. Check the pattern and the folder.")
+        raise SourceError(f"{source}: no file matches {_sought(name, path)}. {_advice(name, 'pattern and the folder')}")
     return files
 
 
@@ -283,6 +284,13 @@ def is_folder(entry: os.DirEntry[str]) -> bool:
 
 def _sought(name: str, path: str) -> str:
     return repr(name) if name == path else f"{name!r} (looked for {path})"
+
+
+def _advice(name: str, to_check: str) -> str:
+    url = _MERGED_SLASHES.sub(r"\1://", name)
+    if url == name:
+        return f"Check the {to_check}."
+    return f"Pass the URL as text, {url!r}: pathlib merges slashes."
 
 
 def _expand_url(name: str, source: str) -> list[str]:
