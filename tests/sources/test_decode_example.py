@@ -105,6 +105,13 @@ def test_what_does_not_fit_is_a_bad_record(features: dict[str, Any], message: st
         DecodeExample(features)(PACKED)
 
 
+def test_bytes_that_are_no_array_of_one_shape() -> None:
+    with pytest.raises(
+        ValueError, match=r"holds one value of 3 bytes; expected uint8\[\]\. .*, such as .*DecodeImage\(224\)"
+    ):
+        DecodeExample({"image": np.uint8})(example(image=[b"abc"]))
+
+
 @pytest.mark.parametrize("record", [b"\xff" * 20, PACKED[:-1], b"\x0a", bytes(8), b"hello, world", b"\x0f\x00"])
 def test_what_is_no_example_is_a_bad_record(record: bytes) -> None:
     with pytest.raises(ValueError, match=r"is not a tf\.train\.Example"):

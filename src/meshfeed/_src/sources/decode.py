@@ -139,15 +139,16 @@ def _as_bytes(name: str, values: _Feature) -> bytes:
 
 
 def _as_array(name: str, dtype: np.dtype[Any], shape: tuple[int, ...], values: _Feature) -> np.ndarray:
-    holds = f"the feature {name!r} holds"
+    holds, described, or_else = f"the feature {name!r} holds", _describe(values), ""
     if isinstance(values, list):
         if len(values) != 1 or not dtype.itemsize or len(values[0]) % dtype.itemsize:
-            raise ValueError(f"{holds} {_describe(values)}; expected the bytes of {dtype}{list(shape)}.")
+            raise ValueError(f"{holds} {described}; expected the bytes of {dtype}{list(shape)}.")
         values = np.frombuffer(values[0], dtype)
+        or_else = ", or a function of the bytes, such as meshfeed.sources.DecodeImage(224) for an image"
     count = math.prod(size for size in shape if size >= 0)
     if len(values) != count and (-1 not in shape or not count or len(values) % count):
         raise ValueError(
-            f"{holds} {_describe(values)}; expected {dtype}{list(shape)}. Give DecodeExample the shape that was written."
+            f"{holds} {described}; expected {dtype}{list(shape)}. Give DecodeExample the shape that was written{or_else}."
         )
     return _cast(values, dtype, holds).reshape(shape)
 
