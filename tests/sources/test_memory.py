@@ -99,6 +99,7 @@ def test_ids_out_of_range(record_id: int) -> None:
         ({"a": np.array([[1], [1, 2]], dtype=object)}, r"ragged rows: .*\['a'\]"),
         ({"a": np.zeros(())}, r"\['a'\].*shape \(\)"),
         ({"a": np.zeros(3, [("x", "i4")])}, r"\['a'\].*which JAX has no dtype for"),
+        ({"a": np.array([1, 2], object)}, r"\['a'\] has dtype object .*objects and dates into numbers \(astype\)"),
         ({"a": 3}, r"\['a'\].* is a int"),
         (
             {"a": np.ma.masked_equal([1, 2, 1], 1)},

@@ -169,7 +169,7 @@ def _check_leaf(path: str, leaf: object) -> np.ndarray:
     if dtype.kind in "OUSMm" or dtype.names is not None or dtype.type in (np.void, np.longdouble, np.clongdouble):
         raise SourceError(
             f"{where} has dtype {dtype} and shape {array.shape}, which JAX has no dtype for. Expected numbers or booleans. "
-            "Turn text into token ids, and ragged rows into padded ones, first."
+            "Turn text into token ids, ragged rows into padded ones, and objects and dates into numbers (astype), first."
         )
     return array
 
