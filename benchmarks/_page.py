@@ -52,8 +52,9 @@ def _describe(where: str, figures: dict[str, Any], several: bool) -> str:
     versions = ", ".join(f"{name} {version}" for name, version in machine["versions"].items())
     tables = [Table(**table) for table in figures["tables"]]
     titles = [f"{table.title} ({where})" if several else table.title for table in tables]
+    # Not headings: the list of contents would name each table on each machine.
     lines = [
-        dataclasses.replace(table, title=title).markdown().replace("### ", "#### ", 1)
+        dataclasses.replace(table, title=title).markdown().replace(f"### {title}\n", f"**{title}**\n", 1)
         for table, title in zip(tables, titles, strict=True)
     ]
     after = "" if figures["load after"] is None else f" and {figures['load after']} after"
