@@ -7,11 +7,16 @@ import gc
 import os
 import pathlib
 import shutil
+import signal
 import sys
 import tempfile
+import threading
 from collections.abc import Iterator
 from typing import Any
 
+if threading.current_thread() is threading.main_thread() and signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    # As in a background job of a script. Tests of Ctrl-C would wait for it, and so would the processes that they start.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 if "xla_force_host_platform_device_count" not in os.environ.get("XLA_FLAGS", ""):
     os.environ["XLA_FLAGS"] = (os.environ.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=8").strip()

@@ -136,7 +136,7 @@ def keeps_checkpoints(store: Store, folder: pathlib.Path) -> None:
 
     sharding = NamedSharding(mesh, PartitionSpec("data"))
     state = {"w": jax.device_put(np.arange(64, dtype=np.float32), sharding), "n": np.arange(3)}
-    with make() as feed, Checkpointer(url, max_to_keep=1) as checkpoints:
+    with make() as feed, Checkpointer(url, max_to_keep=1, save_interval_steps=1) as checkpoints:
         for step in (1, 2):
             next(feed)
             assert checkpoints.save(step, state, feed)
