@@ -273,10 +273,12 @@ def test_tasks_that_begin_together_on_another_machine(
         download(url, target)
         time.sleep(0.2)
 
+    for machine in ("one", "other"):
+        (tmp_path / machine).mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "one"))
     with pytest.raises(Stopped):
         convert(*arguments, stop)
-    (tmp_path / "machine").mkdir()
-    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "machine"))
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "other"))
     monkeypatch.setattr(convert_job, "download", slowly)
     assert convert(*arguments, all_at_once).num_records == 40
     assert downloads == data
