@@ -118,6 +118,20 @@ def test_a_chunk_whose_rows_must_be_checked_is_named_among_others(last: str, tmp
     assert source.read_batch([0, 5])["x"].tolist() == [[0, 1], [4, 5]]
 
 
+def test_chunks_of_one_buffer_whose_lists_have_other_lengths() -> None:
+    values = np.arange(12, dtype=np.int32)
+    buffer = pa.py_buffer(values.tobytes())
+
+    def chunk(start: int, width: int) -> Any:
+        inner = pa.Array.from_buffers(pa.int32(), 6, [None, buffer.slice(4 * start, 24)])
+        return pa.ListArray.from_arrays(np.arange(0, 7, width, dtype=np.int32), inner)
+
+    table = pa.chunked_array([chunk(6, 2), chunk(0, 3)])
+    source: Any = HuggingFace(datasets.Dataset(datasets.table.InMemoryTable(pa.table({"x": table}))))
+    assert source.read_batch([2, 0])["x"].tolist() == [[10, 11], [6, 7]]
+    assert source.read_batch([4, 3])["x"].tolist() == [[3, 4, 5], [0, 1, 2]]
+
+
 def test_several_threads_may_describe_the_same_chunks(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gather, "_MAX_REGIONS", 3)
     dataset = make("mapped and memory", tmp_path).select_columns(["list"])

@@ -218,18 +218,6 @@ def _locked(folder: pathlib.Path, name: str) -> Iterator[None]:
         os.close(number)
 
 
-@contextlib.contextmanager
-def alone(folder: pathlib.Path) -> Iterator[None]:
-    """Waits until no other task of this machine is within it for the same folder, which is created."""
-    folder.mkdir(parents=True, exist_ok=True)
-    number = os.open(folder, os.O_RDONLY)
-    try:
-        fcntl.flock(number, fcntl.LOCK_EX)
-        yield
-    finally:
-        os.close(number)
-
-
 def _make_folders(work: pathlib.Path) -> None:
     for name in ("scans", "inputs", "parts", "entries"):
         (work / name).mkdir(parents=True, exist_ok=True)

@@ -25,6 +25,7 @@ import errno
 import functools
 import itertools
 import json
+import math
 import os
 import pathlib
 import re
@@ -34,13 +35,14 @@ from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 import numpy as np
 
 from meshfeed._src.base.errors import MeshfeedError, SettingsError, SourceError
-from meshfeed._src.convert.destination import JOB, alone, destination_of, replacing, sync, temporary
+from meshfeed._src.convert.destination import JOB, destination_of, replacing, sync, temporary
 from meshfeed._src.convert.example import feature_kinds
 from meshfeed._src.convert.formats import FORMATS, download, remote_files
 from meshfeed._src.convert.inputs import Input, Scan, TypesChanged, align, choose, read_schema, schema_text, stamp
 from meshfeed._src.convert.values import Measure, merge
 from meshfeed._src.convert.writers import ArrayRecordFile, Settings, TokenWriter, check_column
 from meshfeed._src.sources.files.formats import compression_of, decompress, uncompressed_name
+from meshfeed._src.sources.files.locks import locked
 from meshfeed._src.sources.files.manifest import FileEntry, describe_file, digest_of
 from meshfeed._src.sources.files.paths import format_name, in_threads, is_url, name_bytes
 
@@ -174,7 +176,7 @@ class Conversion:
             return path
         if not copy.exists():
             # Continued on another machine, all tasks of an input begin without it.
-            with alone(self.folder / "parts" / f"{number:05}.lock"):
+            with locked(self.folder / "parts" / f"{number:05}.lock", math.inf):
                 self._make_copy(number, path, kind, copy)
         return str(copy)
 

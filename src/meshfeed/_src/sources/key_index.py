@@ -170,7 +170,7 @@ def _digest(key: Any) -> int:
         return xxhash.xxh3_64_intdigest(b"s" + key.encode("utf-8", "surrogateescape"))
     if isinstance(key, bytes):
         return xxhash.xxh3_64_intdigest(b"s" + key)
-    if isinstance(key, int | np.integer) and not isinstance(key, bool):
+    if is_key(key):
         return xxhash.xxh3_64_intdigest(b"i" + str(int(key)).encode())
     raise ValueError(f"its key is {key!r:.80}, {type(key).__name__}. Expected text, bytes or an int.")
 

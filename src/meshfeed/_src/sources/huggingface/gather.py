@@ -24,10 +24,12 @@ class ChunkGather:
 
     def __init__(self, num_chunks: int) -> None:
         self._width = np.full(num_chunks, _UNKNOWN, np.int64)  # values of a row
-        self._region = np.zeros(num_chunks, np.int64)  # key of the region that the chunk is in
+        self._region = np.zeros(num_chunks, np.int64)  # id of the region that the chunk is in
         self._first = np.zeros(num_chunks, np.int64)  # where the chunk begins there
         self._step = np.ones(num_chunks, np.int64)  # from one of its rows to the next
-        self._regions: dict[int, NDArray[np.generic]] = {}  # [n] or [n, width]
+        self._regions: dict[int, NDArray[np.generic]] = {}  # by id: [n] or [n, width]
+        # Those of several chunks, by address and width.
+        self._shared: dict[tuple[int, int], NDArray[np.generic]] = {}
 
     @property
     def is_full(self) -> bool:
@@ -51,19 +53,13 @@ class ChunkGather:
             self._width[chunk] = _CHECKED
             return
         width = 1 if rows.ndim == 1 else rows.shape[1]
-        first, step, key = 0, 1, rows.ctypes.data
+        region, first, step = rows, 0, 1
         if (found := _region_of(rows, buffer)) is not None:
             values, first = found
-            base = values.ctypes.data
-            region = self._regions.get(base)
-            if region is None:
-                region = self._regions[base] = values if rows.ndim == 1 else _runs(values, width)
-            if region.shape[1:] == rows.shape[1:]:
-                step, key = width, base
-        if key not in self._regions:
-            first = 0
-            self._regions[key] = rows
-        self._first[chunk], self._step[chunk], self._region[chunk] = first, step, key
+            runs = values if rows.ndim == 1 else _runs(values, width)
+            region, step = self._shared.setdefault((values.ctypes.data, width), runs), width
+        self._regions[id(region)] = region
+        self._first[chunk], self._step[chunk], self._region[chunk] = first, step, id(region)
         self._width[chunk] = width  # last, for other threads
 
     def take(self, chunks: NDArray[np.int64], rows: NDArray[np.int64]) -> NDArray[np.generic] | None:
