@@ -92,6 +92,17 @@ def test_a_full_cache_is_tried_again_after_the_next_batch_and_a_pause() -> None:
     assert [file.number for file in plan.to_fetch(lambda file: False, FULL_SECONDS)] == [1, 2, 3]
 
 
+def test_a_file_is_due_for_the_use_that_it_was_planned_for() -> None:
+    batches = batches_of([[0], [1], [1], [0]])
+    plan = FetchPlan(iter(batches))
+    list(plan.scan(100))
+    zero, one = plan.to_fetch(lambda file: False, 0.0)
+    assert (plan.due(zero), plan.due(one)) == (0, 1)
+    plan.reached = 2  # file 0 has been passed, though a later batch needs it
+    assert (plan.due(zero), plan.due(one)) == (-2, -1)
+    assert plan.next_use(zero) == 1
+
+
 def test_no_more_files_at_a_time_than_connections_and_no_longer_plan_than_needed() -> None:
     batches = [[File(number, ahead_bytes=50, plan_bytes=60) for number in range(100)], [File(200)]]
     plan = FetchPlan(iter(batches))

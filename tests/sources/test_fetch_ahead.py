@@ -178,19 +178,22 @@ def test_the_copy_that_is_needed_last_makes_room(store: Any, tmp_path: pathlib.P
     files = [RemoteFile(cache, url, None, size) for url in urls()]
     files[0].follow(needed.next_use)
     for file in files[:3]:
-        assert file.fetch(0)
+        assert file.fetch(needed.uses[file.url])
     assert files[3].fetch(5.0)  # drops 1, which is needed at 12, although 0 was opened before
     assert [file.is_here() for file in files[:4]] == [True, False, True, True]
-    assert not files[1].fetch(9.0)  # nothing here is needed later
+    assert not files[1].fetch(12.0)  # nothing here is needed that much later
     assert [file.is_here() for file in files[:4]] == [True, False, True, True]
     with cache.open(urls()[5]):  # a read may evict anything: 3, needed at 5
         assert [file.is_here() for file in files[:4]] == [True, False, True, False]
-    assert not files[1].fetch(9.0) or not files[5].is_here()  # 5 is not in the plan, so it goes first
+    assert not files[1].fetch(12.0) or not files[5].is_here()  # 5 is not in the plan, so it goes first
     assert cache.stats().evicted == 3
     del needed
 
 
-def test_copies_of_an_earlier_process_make_room_by_their_next_use(store: Any, tmp_path: pathlib.Path) -> None:
+@pytest.mark.parametrize("worker", [False, True])
+def test_copies_of_an_earlier_process_make_room_by_their_next_use(
+    store: Any, tmp_path: pathlib.Path, worker: bool
+) -> None:
     size = store.size("/ahead/0.parquet")
     earlier = ShardCache(tmp_path / "cache", max_bytes=3 * size + size // 2)
     for url in urls()[:4]:
@@ -199,6 +202,8 @@ def test_copies_of_an_earlier_process_make_room_by_their_next_use(store: Any, tm
         with earlier.open(url):
             pass
     cache = ShardCache(tmp_path / "cache", max_bytes=3 * size + size // 2)
+    if worker:  # which gets the cache of the process that started it
+        cache = pickle.loads(pickle.dumps(earlier))
     needed = Needed(dict(zip(urls(), [1.0, 9.0, 5.0, 2.0], strict=False)))
     files = [RemoteFile(cache, url, None, size) for url in urls()[:4]]
     for file in files:
@@ -221,6 +226,23 @@ def test_an_epoch_through_a_small_cache_evicts_nothing_early(
         values = np.concatenate([np.asarray(batch["x"]) for batch in feed])
     assert values.tolist() == [*range(SHARDS * ROWS)] * 2
     assert len(fetched) <= 2 * SHARDS
+
+
+def test_a_file_that_the_reads_have_passed_is_not_fetched_for_them(
+    fetched: list[tuple[int, bool]], store: Any, tmp_path: pathlib.Path
+) -> None:
+    needed = Needed(dict.fromkeys(urls(), 20.0))
+    source = meshfeed.sources.Parquet(urls(), cache=ShardCache(tmp_path / "cache"))
+    (file,) = source.cached_files(np.arange(1))
+    del fetched[:]
+    file.follow(needed.next_use)
+    for due in (-1, 0, 19):  # the batch that it was to be fetched for; the next one that needs it is 20 batches away
+        assert not file.fetch(due)
+    assert not fetched
+    assert not file.is_here()
+    assert file.fetch(20)
+    assert len(fetched) == 1
+    assert file.is_here()
 
 
 def test_a_fetch_that_fails_is_left_to_the_read(store: Any, tmp_path: pathlib.Path) -> None:

@@ -202,7 +202,11 @@ class CachedFile(Hashable, Protocol):
         ...
 
     def fetch(self, next_use: float) -> bool:
-        """Fetches the file; returns False if there is no room without evicting a file that is needed sooner."""
+        """Fetches the file, which is needed in ``next_use`` batches.
+
+        Returns False if there is no room without evicting a file that is needed sooner, or if the reads have passed it
+        before the fetch could begin.
+        """
         ...
 
 

@@ -97,7 +97,7 @@ class FetchAhead:
     def _fetch(self, file: CachedFile) -> None:
         reached = self._plan.reached
         try:
-            if not self._closed and file.fetch(self.next_use(file)):
+            if not self._closed and file.fetch(self._plan.due(file)):
                 self._plan.fetched(file)
             else:
                 self._plan.no_room(file, reached, time.monotonic())

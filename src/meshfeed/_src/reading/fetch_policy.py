@@ -96,7 +96,7 @@ class FetchPlan(Generic[F]):
         self._found = self._num_uses = self._bytes = 0
         self._scanned = 0
         self._here: set[F] = set()
-        self._under_way: set[F] = set()
+        self._under_way: dict[F, int] = {}  # and the batch that needs it next
         self._failed: set[F] = set()
         self._begun: set[F] = set()  # files that a batch has used and others will
         self._full: tuple[int, float] | None = None  # when the cache had no room: the batch and the time
@@ -158,16 +158,16 @@ class FetchPlan(Generic[F]):
                 self._begun.discard(file)
                 self._bytes -= file.num_bytes
 
-    def _near(self) -> list[F]:
-        """Returns the files that are needed next, up to the bytes to keep ahead; files in use do not count."""
-        near: list[F] = []
+    def _near(self) -> list[tuple[int, F]]:
+        """Returns the files that are needed next, and when, up to the bytes to keep ahead; files in use do not count."""
+        near: list[tuple[int, F]] = []
         num_bytes = 0
-        for _, _, file in self._order:
+        for batch, _, file in self._order:
             if file not in self._begun or file not in self._here:
                 num_bytes += file.num_bytes
                 if near and num_bytes > file.ahead_bytes:
                     break
-            near.append(file)
+            near.append((batch, file))
         return near
 
     def to_fetch(self, is_here: Callable[[F], bool], now: float) -> Iterator[F]:
@@ -181,8 +181,8 @@ class FetchPlan(Generic[F]):
         if now - self._checked_at > _RECHECK_SECONDS:
             self._here, self._failed, self._checked_at = set(), set(), now
         near = self._near()
-        self._here &= set(near)  # files that are not needed soon may be evicted
-        for file in near:
+        self._here &= {file for _, file in near}  # files that are not needed soon may be evicted
+        for batch, file in near:
             if file in self._here or file in self._failed or file in self._under_way:
                 continue
             if is_here(file):
@@ -190,8 +190,12 @@ class FetchPlan(Generic[F]):
             elif len(self._under_way) >= NUM_FETCHES or self._is_full(now):
                 return  # files needed later must not take the room
             else:
-                self._under_way.add(file)
+                self._under_way[file] = batch
                 yield file
+
+    def due(self, file: F) -> int:
+        """Returns when a file that is to be fetched now is needed, in batches from now; negative if reads have passed it."""
+        return self._under_way[file] - self.reached
 
     def _is_full(self, now: float) -> bool:
         if self._full is None:
@@ -203,14 +207,14 @@ class FetchPlan(Generic[F]):
         """Records that a file is cached now."""
         self._here.add(file)
         self._full = None
-        self._under_way.discard(file)
+        del self._under_way[file]
 
     def no_room(self, file: F, batch: int, now: float) -> None:
         """Records that there is no room for a file, which was to be fetched when ``batch`` was reached."""
         self._full = batch, now
-        self._under_way.discard(file)
+        del self._under_way[file]
 
     def failed(self, file: F) -> None:
         """Records that a file could not be fetched; the read that needs it fetches it again."""
         self._failed.add(file)
-        self._under_way.discard(file)
+        del self._under_way[file]

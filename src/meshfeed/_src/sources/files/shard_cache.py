@@ -165,7 +165,7 @@ def _unlock_all(locks: list[tuple[pathlib.Path, int]]) -> None:
 
 
 class _NoRoom(Exception):
-    """There is no room without evicting a file that is needed sooner."""
+    """There is no room without evicting a file that is needed sooner, or the file is no longer needed soon."""
 
 
 @public("meshfeed")
@@ -346,7 +346,10 @@ class ShardCache:
     def _forget_process(self) -> None:
         """Resets what belongs to this process."""
         self._plans: list[weakref.WeakMethod[Callable[[Any], float]]] = []
-        self._files: dict[str, RemoteFile] = {}  # by the name of the copy
+        self._files = {  # by the name of the copy
+            entry.path.name: RemoteFile(self, url, compression, entry.copy_bytes or 0)
+            for (url, compression), entry in self._entries.items()
+        }
         self._shared_plans = _SharedPlans(self.directory)
         self._known: dict[str, bool] = {}  # name of a copy → whether its bytes are those that were fetched
         self._stats = CacheStats()
@@ -686,6 +689,8 @@ class ShardCache:
         waited_from, seen = time.monotonic(), (-1, 0)
         while True:
             with self._room():
+                if next_use is not None and self._plans and self._next_use(entry.path.name) > next_use:
+                    raise _NoRoom  # the reads have passed it while the fetch waited for its turn
                 missing = self._make_room(needed, next_use)
                 if missing <= 0:
                     return self._new_part(entry, needed)
