@@ -12,6 +12,8 @@ import pytest
 from checkpoint_feeds import CountingFeed, LaneFeed
 
 from meshfeed._src.base.errors import CheckpointError, CorruptDataError, StateMismatchError
+from meshfeed._src.checkpoint import saves
+from meshfeed._src.checkpoint.saves import CapturedState
 from meshfeed._src.state import files as state_files
 from meshfeed.checkpoint import Checkpointer, IteratorHandler, IteratorRestore, IteratorSave, verify
 
@@ -162,7 +164,16 @@ class Other:
 
 @pytest.mark.parametrize(
     "state",
-    [{"next": 3}, {"slices": {"x": (2, 5)}}, {1: "a"}, b'{"next": 3}', [1, 2], {"__exact__": 1}, {"meshfeed": (1,)}],
+    [
+        {"next": 3},
+        {"slices": {"x": (2, 5)}},
+        {1: "a"},
+        b'{"next": 3}',
+        [1, 2],
+        {"__exact__": 1},
+        {"__hosts__": {}},
+        {"meshfeed": (1,)},
+    ],
     ids=str,
 )
 def test_the_state_of_another_iterator_comes_back_exactly(tmp_path, state):
@@ -174,6 +185,32 @@ def test_the_state_of_another_iterator_comes_back_exactly(tmp_path, state):
     IteratorHandler().restore(tmp_path / "c/1/iterator", IteratorRestore(alone))
     assert repr(restored.state) == repr(alone.state) == repr(state)
     assert verify(tmp_path / "c")[0].intact
+
+
+def test_each_host_gets_back_its_own_state_of_another_iterator(tmp_path, monkeypatch):
+    """Only the iterator knows what the states of several hosts mean, so they are kept apart, on as many hosts."""
+    states = [{"next": 3}, {"slices": {"x": (2, 5)}}]
+    for process, state in enumerate(states):
+        state_files.write_state(tmp_path, CapturedState.of(Other(state)).state, process=process)
+
+    def restore(process: int, hosts: int) -> object:
+        monkeypatch.setattr(saves, "process_index", lambda: process)
+        monkeypatch.setattr(saves, "process_count", lambda: hosts)
+        return IteratorHandler().restore(tmp_path)
+
+    for _ in range(2):
+        assert [restore(process, 2) for process in range(2)] == states
+        with pytest.raises(CheckpointError, match=r"2 host\(s\) saved this iterator.*there are 3 now.*start as many"):
+            restore(0, 3)
+        state_files.merge_files(tmp_path)
+    state_files.write_state(tmp_path, CapturedState.of(Other(states[1])).state, process=1)  # as if killed in merging
+    assert [restore(process, 2) for process in range(2)] == states
+    (tmp_path / "part-1.json").unlink()
+    (tmp_path / "state.json").unlink()
+    state_files.write_state(tmp_path, states[0], process=0)
+    assert restore(0, 1) == states[0]
+    with pytest.raises(CheckpointError, match=r"1 host\(s\) saved this iterator"):
+        restore(0, 2)
 
 
 def test_the_state_of_another_iterator_is_captured(tmp_path):

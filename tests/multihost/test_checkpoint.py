@@ -151,6 +151,47 @@ def refuse_a_state_on_host_1(directory: str):
     return message
 
 
+class OwnState:
+    """An iterator that is not a feed, as each host has one of its own."""
+
+    def __init__(self, state: object) -> None:
+        self.state = state
+
+    def get_state(self) -> object:
+        return self.state
+
+    def set_state(self, state: object) -> None:
+        self.state = state
+
+
+def keep_states_of_another_iterator(directory: str):
+    """Each host gets back the state that it saved."""
+    import jax
+    import numpy as np
+
+    from meshfeed.checkpoint import Checkpointer, verify
+
+    mine = {"next": 10 + jax.process_index(), "slice": (0, jax.process_index())}
+    with Checkpointer(f"{directory}/another", save_interval_steps=1) as ckpt:
+        ckpt.save(1, {"w": np.ones(2)}, OwnState(mine))
+    return restore_states_of_another_iterator(directory), mine, verify(f"{directory}/another")[0].intact
+
+
+def restore_states_of_another_iterator(directory: str):
+    import numpy as np
+
+    from meshfeed.checkpoint import Checkpointer
+
+    restored = OwnState("not set")
+    with Checkpointer(f"{directory}/another") as ckpt:
+        try:
+            assert ckpt.restore({"w": np.ones(2)}, restored)[0] == 1
+        except Exception as error:
+            assert restored.state == "not set"
+            return f"{type(error).__name__}: {error}"
+    return restored.state
+
+
 def refuse_what_does_not_fit(directory: str):
     """One host alone reads the integer that does not fit in the wanted dtype."""
     import jax
@@ -434,6 +475,10 @@ def test_exact_read_once_and_agreed_on_several_hosts(tmp_path):
                 "OSError: the shard is gone" if host == 1 else "CheckpointError: step 1: host 1 cannot resume the feed"
             )
             assert result.value.startswith(message)
+        for host, result in enumerate(pool.run(keep_states_of_another_iterator, str(tmp_path))):
+            restored, mine, intact = result.value
+            assert restored == mine == {"next": 10 + host, "slice": (0, host)}
+            assert intact
         written = pool.run(fail_after_all_have_written, str(tmp_path))
         check_failures_after_all_have_written([result.value for result in written])
         check_failures_before_a_save([result.value for result in pool.run(fail_before_a_save, str(tmp_path))])
@@ -456,5 +501,7 @@ def test_exact_read_once_and_agreed_on_several_hosts(tmp_path):
         for saved, shape in (("4x2", (2, 2)), ("1x8", (4, 1))):
             read = [result.value for result in pool.run(restore_elsewhere, str(tmp_path), saved, shape)]
             assert sum(read) <= 1.1 * stored_bytes(tmp_path / f"{saved}/3/arrays")
+        for result in pool.run(restore_states_of_another_iterator, str(tmp_path)):
+            assert "4 host(s) saved this iterator, each its own state, and there are 2 now" in result.value
     # one process of eight devices
     restore_elsewhere(str(tmp_path), "4x2", (8, 1))

@@ -19,7 +19,7 @@ import orbax.checkpoint as ocp
 from etils import epath
 from orbax.checkpoint import future as orbax_future
 
-from meshfeed._src.base.coordination import format_differences, process_count
+from meshfeed._src.base.coordination import format_differences, process_count, process_index
 from meshfeed._src.base.errors import CheckpointError, MeshfeedError
 from meshfeed._src.base.exact_json import ALLOWED, decode_value, encode_value
 from meshfeed._src.base.threads import SingleCall
@@ -28,6 +28,7 @@ from meshfeed._src.checkpoint.agreement import Agreement, error_of, report_of
 from meshfeed._src.checkpoint.leaves import EncodedTree, describe_leaves
 from meshfeed._src.checkpoint.options import short
 from meshfeed._src.checkpoint.stored import digest
+from meshfeed._src.state.files import HOSTS, is_of_feed
 from meshfeed._src.state.state import digest_of
 
 T = TypeVar("T")
@@ -332,11 +333,11 @@ class CapturedState:
           CheckpointError: the state has no exact form in JSON.
         """
         state: Any = feed.get_state()
-        if isinstance(state, dict) and type(state.get("meshfeed")) is int:  # a feed of ours
+        if isinstance(state, dict) and is_of_feed(state):
             return cls(state)
         with contextlib.suppress(TypeError, ValueError):
             copied = json.loads(json.dumps(state))  # the iterator may change its own while it is written
-            if isinstance(state, dict) and copied == state and _EXACT not in state:
+            if isinstance(state, dict) and copied == state and not {_EXACT, HOSTS} & set(state):
                 return cls(copied)
         try:
             return cls({_EXACT: encode_value(state)})
@@ -349,5 +350,19 @@ class CapturedState:
 
 
 def given_state(saved: dict[str, JsonValue]) -> Any:
-    """Returns what ``get_state`` gave, from what :meth:`CapturedState.of` made of it."""
+    """Returns what ``get_state`` gave on this host, from what :meth:`CapturedState.of` made of it.
+
+    Raises:
+      CheckpointError: another number of hosts saved an iterator that is not a feed.
+    """
+    if is_of_feed(saved):
+        return saved
+    hosts = saved[HOSTS] if set(saved) == {HOSTS} else {"0": saved}
+    if process_count() != len(hosts):
+        raise CheckpointError(
+            f"{len(hosts)} host(s) saved this iterator, each its own state, and there are {process_count()} now. An "
+            "iterator that is not a feed continues on the number of hosts that saved it: start as many, restore without "
+            "it, or let a meshfeed.Feed read the data, which continues on any number."
+        )
+    saved = hosts[str(process_index())]
     return decode_value(saved[_EXACT]) if set(saved) == {_EXACT} else saved

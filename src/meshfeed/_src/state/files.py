@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Awaitable, Callable, Coroutine, Mapping
+from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from typing import Any, Protocol, TypeAlias, TypeVar, cast, runtime_checkable
 
 from etils import epath  # pyright: ignore[reportMissingTypeStubs]
@@ -29,6 +29,8 @@ from meshfeed._src.base.types import JsonValue
 from meshfeed._src.state.state import digest_of, merge_states, seal
 
 STATE_FILE = "state.json"
+HOSTS = "__hosts__"
+"""The key of the states of several hosts, by process, if they are not those of a feed and so cannot be merged."""
 _PART_PREFIX = "part-"
 _FORMAT, _VERSION = "meshfeed_iterator", 1
 
@@ -206,10 +208,26 @@ def read_document(directory: Directory) -> dict[str, JsonValue]:
                 f"({documents[0]['identity']} and {document['identity']}). Restore another step."
             )
     try:
-        state = merge_states([document["state"] for document in documents])
+        return {**documents[0], "state": _join_states(documents)}
     except StateMismatchError as error:
         raise CheckpointError(f"{directory}: the parts do not belong together: {error}") from error
-    return {**documents[0], "state": state}
+
+
+def is_of_feed(state: JsonObject) -> bool:
+    """Whether this is a state of a feed, and not of another iterator, which only that iterator understands."""
+    return type(state.get("meshfeed")) is int
+
+
+def _join_states(documents: Sequence[JsonObject]) -> JsonValue:
+    """Returns the state of a feed on all hosts, or ``{"__hosts__": {process: state}}`` of an iterator that is not a feed."""
+    states: list[JsonObject] = [document["state"] for document in documents]
+    if any(map(is_of_feed, states)):
+        return merge_states(states)
+    hosts: dict[str, JsonValue] = {}
+    for document, state in zip(documents, states, strict=True):
+        # The file of all hosts is there beside their parts if a process was killed between writing it and removing them.
+        hosts |= state[HOSTS] if set(state) == {HOSTS} else {str(document["part"]): state}
+    return {HOSTS: hosts}
 
 
 def read_state(directory: Directory) -> dict[str, JsonValue]:
