@@ -46,6 +46,13 @@ def test_plan_where_the_model_axis_spans_hosts_reads_rows_several_times() -> Non
     ]
 
 
+def test_plan_says_how_many_devices_the_mesh_leaves_out() -> None:
+    left = "The mesh has 6 positions, so 2 of 8 devices, the last, do nothing."
+    found = run(f"{SMALL} --mesh data=6 --spec data --global-batch-size 12").output.splitlines()
+    assert found[-2:] == ["3 of 4 hosts read, 4 rows each.", left]
+    assert left not in run(f"{SMALL} --mesh data=8 --spec data --global-batch-size 16").output
+
+
 def test_plan_shows_columns_of_a_divided_sequence() -> None:
     line = f"{SMALL} --mesh model=4,data=2 --spec data,model --global-batch-size 16 --shape 8"
     hosts = json.loads(run(f"{line} --json").output)["hosts"]

@@ -369,7 +369,14 @@ def test_images_in_folders(tmp_path: pathlib.Path) -> None:
     assert [one["image"] for one in found] == [(folder / one["filename"].decode()).read_bytes() for one in found]
     assert result.features["image"] == {"kind": "bytes", "list": False}
     manifest = json.loads((tmp_path / "out" / "manifest.json").read_text())
-    assert manifest["made"]["classes"] == ["cat", "dog"]
+    assert manifest["made"]["class_names"] == result.class_names == {"label": ["cat", "dog"]}
+
+
+@pytest.mark.parametrize("pattern", ["*/*.png", "cat/0.png"])
+def test_images_without_their_folder(pattern: str, tmp_path: pathlib.Path) -> None:
+    folder = formats.images(tmp_path)
+    with pytest.raises(meshfeed.SourceError, match=r"cat/0\.png is one image\. Pass the folder that contains"):
+        run(folder / pattern, tmp_path / "out")
 
 
 def test_types_of_columns(tmp_path: pathlib.Path) -> None:

@@ -135,8 +135,11 @@ def test_numbers_of_classes_that_differ_between_files(kind: str, tmp_path: pathl
             meshfeed.SourceError, match=f"2.{kind}: 0 in the column '{named}' stands for the class 'dog', and"
         ):
             convert([paths[0], paths[2]], str(tmp_path / "out"), Settings(columns=columns), run_here)
-    assert convert([paths[0], paths[2]], str(tmp_path / "x"), Settings(columns=["x"]), run_here).num_records == 2
-    assert convert([paths[0], paths[1]], str(tmp_path / "more"), Settings(), run_here).num_records == 2
+    assert convert([paths[0], paths[2]], str(tmp_path / "x"), Settings(columns=["x"]), run_here).class_names == {}
+    for ordered in (paths[0], paths[1]), (paths[1], paths[0]):
+        made = convert(list(ordered), f"{tmp_path}/more{pathlib.Path(ordered[0]).stem}", Settings(), run_here)
+        assert made.num_records == 2
+        assert made.class_names == {name: ["cat", "dog", "bird"] for name in ("label", "all", "in/one")}
 
 
 @pytest.mark.slow

@@ -28,6 +28,8 @@ if TYPE_CHECKING:
 # The keys of FORMATS in convert/formats.py, which takes too long to import for --help.
 _FORMATS = ("csv", "huggingface", "images", "jsonl", "mds", "parquet", "text", "tfrecord", "webdataset")
 
+_CLASSES = 10  # whose names are shown
+
 
 def _names(_context: click.Context, _option: click.Parameter, value: str | None) -> list[str] | None:
     names = [name.strip() for name in (value or "").split(",") if name.strip()]
@@ -159,6 +161,9 @@ def _summary(result: Converted, encoding: str, seconds: float) -> Iterator[str]:
         yield f"{result.directory}: {files}, {size_text(result.num_bytes)}, and manifest.json"
         for name, feature in result.features.items():
             yield f"  {name}: {describe(feature, result.values.get(name))}"
+        for name, classes in result.class_names.items():
+            more = f", … ({len(classes)} classes)" if len(classes) > _CLASSES else ""
+            yield f"  {name} is {', '.join(f'{number} {which}' for number, which in enumerate(classes[:_CLASSES]))}{more}"
     reading = _reading(result, encoding)
     yield f"Read it with: {reading.expression}"
     yield from _notes(reading)

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable
+import math
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import click
@@ -180,7 +181,16 @@ def plan(
     elif as_json:
         click.echo(json.dumps(made.to_json()))
     else:
-        click.echo(printable("\n".join(made.lines(show_all=show_all, hint="; --all or --json shows them"))))
+        lines = made.lines(show_all=show_all, hint="; --all or --json shows them")
+        click.echo(printable("\n".join([*lines, *_left_out(options)])))
+
+
+def _left_out(options: dict[str, Any]) -> Iterator[str]:
+    """Yields a line about devices for which the mesh has no position."""
+    devices, positions = options["hosts"] * options["devices_per_host"], math.prod(options["mesh"].values())
+    if positions < devices:
+        left = devices - positions
+        yield f"The mesh has {positions:,} positions, so {left:,} of {devices:,} devices, the last, do nothing."
 
 
 _MESH = ("devices_per_host", "mesh", "spec", "global_batch_size")

@@ -21,6 +21,7 @@ from meshfeed._src.convert.example import TFRecords
 from meshfeed._src.convert.inputs import Input
 from meshfeed._src.convert.lines import Csv, JsonLines, TextLines
 from meshfeed._src.convert.readers import (
+    IMAGES,
     Datasets,
     ImageFolder,
     Mds,
@@ -176,6 +177,10 @@ def _format_of(path: str) -> str:
     if extension in _READ_AS_IT_IS:
         raise SourceError(
             f"{path} need not be converted: meshfeed.sources.Tokens reads it as it is.{reader_hint(path)}"
+        )
+    if f".{extension}" in IMAGES:
+        raise SourceError(
+            f"{path} is one image. Pass the folder that contains the images: its subfolders, if it has any, are the classes."
         )
     if extension not in _EXTENSIONS:
         raise SourceError(

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from meshfeed._src.sources.mds import MDS
 
 _ARROW_FILE = b"ARROW1"
-_IMAGES = (".jpg", ".jpeg", ".png", ".webp", ".gif", ".bmp", ".tif", ".tiff")
+IMAGES = (".jpg", ".jpeg", ".png", ".webp", ".gif", ".bmp", ".tif", ".tiff")
 _BLOCK_BYTES = 8 << 20  # of samples that are read together, if all have the same size
 _BLOCK_ROWS = 1000
 
@@ -76,7 +76,7 @@ def _classes(feature: object, name: str) -> Iterator[tuple[str, list[str]]]:
             yield name, list(feature["names"])
     elif isinstance(feature, dict):
         for key, part in feature.items():
-            yield from _classes(part, f"{name}/{key}")
+            yield from _classes(part, name if key == "feature" and "_type" in feature else f"{name}/{key}")  # a list
     elif isinstance(feature, list):  # how earlier versions stored a list
         yield from _classes(feature[0] if feature else None, name)
 
@@ -525,7 +525,7 @@ def empty_folders(path: str) -> set[str]:
 def select_images(names: Iterable[str]) -> list[str]:
     """Returns the paths that end in the name of an image, sorted; nothing hidden, nor what is in a hidden folder."""
     return sorted(
-        name for name in names if name.lower().endswith(_IMAGES) and not any(part[0] == "." for part in name.split("/"))
+        name for name in names if name.lower().endswith(IMAGES) and not any(part[0] == "." for part in name.split("/"))
     )
 
 

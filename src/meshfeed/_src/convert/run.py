@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
+import itertools
 import json
 import logging
 import os
@@ -75,6 +76,8 @@ class Converted:
       features: name → kind of what a record holds: its features; with "bytes", the column; with "tokens", the dtype.
       values: what the features hold in all records, or in a sample of Examples that were copied; empty with "tokens", and
         if an earlier version wrote the files.
+      class_names: feature → names of the classes that its numbers stand for, in order; of those that declare them: labels
+        of folders of images and of Hugging Face datasets. The manifest has them too.
       was_complete: whether the folder held the result already.
     """
 
@@ -87,6 +90,7 @@ class Converted:
     files: Sequence[str]
     features: dict[str, Any]
     values: dict[str, Measure]
+    class_names: dict[str, list[str]]
     was_complete: bool
 
 
@@ -346,18 +350,29 @@ def _complete(destination: Destination, directory: str) -> Converted:
     job = Conversion(directory)
     description, settings = job.description, job.settings
     features, values = describe_features(job)
-    classes = [(job.load_scan(number).more or {}).get("classes") for number in range(len(job.paths))]
     converted = {
         "from": _identity(description),
         "records": int(job.plan.bounds[-1]),
         "features": features,
         "values": values,
     }
-    converted |= {"classes": classes[0]} if classes[0] else {}
+    names = _class_names(job)
+    converted["class_names"] = {place: names[place] for place in names if names[place] and place in features}
     source, details = manifest_details(settings)
     write_manifest(destination.path(NAME), source, job.entries(details), made=converted)
     destination.finish()
     return _result(destination, directory, description, was_complete=False)
+
+
+def _class_names(job: Conversion) -> dict[str, list[str]]:
+    """Returns the names of the classes that the numbers of a feature stand for, by feature, as the inputs declare them."""
+    found: dict[str, list[str]] = {}
+    for number in range(len(job.paths)):
+        more = job.load_scan(number).more or {}
+        named = [("label", more.get("classes", [])), *itertools.chain(*more.get("class_names", {}).values())]
+        for place, names in named:  # files may declare a part of the classes: the first ones
+            found[place] = max(found.get(place, []), names, key=len)
+    return found
 
 
 def _result(destination: Destination, directory: str, description: dict[str, Any], *, was_complete: bool) -> Converted:
@@ -373,6 +388,7 @@ def _result(destination: Destination, directory: str, description: dict[str, Any
         files=[os.path.basename(file.path) for file in manifest.files],
         features=dict(converted["features"]),
         values=dict(converted.get("values", {})),
+        class_names=dict(converted.get("class_names", {})),
         was_complete=was_complete,
     )
 
