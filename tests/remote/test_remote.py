@@ -88,9 +88,14 @@ def test_the_same_batches_and_states_as_the_local_feed(mesh: Mesh, case: str) ->
     assert rest
     assert [digest(batch) for batch in remote] == rest
     assert [digest(batch) for batch in fresh] == rest
+    with pytest.raises(StopIteration) as end:
+        next(local)
     for feed in (remote, fresh):
-        with pytest.raises(StopIteration):
-            next(feed)
+        for _ in range(2):
+            with pytest.raises(StopIteration) as far:
+                next(feed)
+            (near_note,), (note,) = end.value.__notes__, far.value.__notes__
+            assert note.partition(" ")[2] == near_note.partition(" ")[2]
         assert feed.get_state() == local.get_state()
         feed.close()
     local.close()

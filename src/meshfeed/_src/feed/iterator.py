@@ -63,6 +63,14 @@ class SecondPass:
             )
 
 
+def note_end(end: Exception, name: str, step: int, num_epochs: int | None) -> None:
+    """Adds to the end of a feed what ended and how to go on, for a loop that calls ``next``."""
+    end.add_note(
+        f"{name} ended at step {step} with num_epochs={num_epochs}; num_epochs=None repeats the data, and `for batch in "
+        "feed` leaves the loop at its end"
+    )
+
+
 @public("meshfeed")
 class Feed(Generations, Checkpointable, NotCopied):
     """One stream of global batches over a mesh of any number of hosts.
@@ -300,10 +308,7 @@ class Feed(Generations, Checkpointable, NotCopied):
         self._failed, self._failed_at = (StopIteration(), None) if ended else (error, error.__traceback__)
         if ended:
             for end in (error, self._failed):
-                end.add_note(
-                    f"{self.name} ended at step {self._cursor.step} with num_epochs={self._settings.num_epochs}; "
-                    "num_epochs=None repeats the data, and `for batch in feed` leaves the loop at its end"
-                )
+                note_end(end, self.name, self._cursor.step, self._settings.num_epochs)
         if ended and not self._cursor.step and not self._stream.length_is_known:
             _log.warning(
                 "%s: the data ended before one full batch, so there is no batch. With end='drop' a stream ends with its "

@@ -41,7 +41,7 @@ from meshfeed._src.base.stores import write_output
 from meshfeed._src.base.turn import in_turn
 from meshfeed._src.base.types import PyTree, RecordIds, public
 from meshfeed._src.feed.compiled import refuse_compiled, trace_state_clean
-from meshfeed._src.feed.iterator import Feed, SecondPass
+from meshfeed._src.feed.iterator import Feed, SecondPass, note_end
 from meshfeed._src.feed.local_iterator import LocalIterator
 from meshfeed._src.feed.parts import SourceFactory
 from meshfeed._src.feed.resharding import hosts_left
@@ -256,7 +256,9 @@ class RemoteFeed(Checkpointable, NotCopied):
                 refuse_compiled(self.name)
             return self._client.take(self._to_accelerators)
         except Exception as error:  # no decorator: an interrupt in its frame would lose the batch
-            self._ended = self._ended or isinstance(error, StopIteration)
+            if isinstance(error, StopIteration):
+                self._ended = True
+                note_end(error, self.name, self._client.header.step, self._settings["num_epochs"])
             hide_own_frames(error)
             raise
 
