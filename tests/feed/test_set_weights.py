@@ -32,7 +32,7 @@ from meshfeed.testing import fake_devices  # noqa: E402
 
 NAMES = ("web", "code", "books")
 WEIGHTS = {"web": 5, "code": 3, "books": 1}
-KINDS = ["random", "shards", "affinity", "nested", "lanes", "mapped lanes"]
+KINDS = ["random", "shards", "affinity", "nested", "mapped", "mapped shards", "lanes", "mapped lanes"]
 BATCH, STEPS = 8, 26
 Weights = dict[str, float]
 Stages = list[tuple[int, Weights]]
@@ -69,7 +69,7 @@ def numbered(number: int, size: int) -> np.ndarray:
 
 def component(kind: str, number: int, folder: pathlib.Path) -> Any:
     size = (90, 64, 31)[number]
-    if kind in ("shards", "affinity"):
+    if "shards" in kind or kind == "affinity":
         return Tokens(sorted((folder / NAMES[number]).glob("*.npy")), 1, next_token=False)
     if kind in ("lanes", "mapped lanes") and number != 1:
         stateful = number == 0
@@ -99,11 +99,12 @@ def make_feed(kind: str, weights: Weights | Stages, folder: pathlib.Path, **opti
         ]
     source = Mixture(parts, weights, block=27)
     extra: dict[str, Any] = {"shuffle": True}
-    if kind in ("shards", "affinity"):
+    if "shards" in kind or kind == "affinity":
         extra = {"shuffle": meshfeed.ShardShuffle(affinity=kind == "affinity"), "num_lanes": 4}
     if "lanes" in kind:
         extra = {"num_lanes": 4}
-        source = meshfeed.sources.Map(source, twice) if kind == "mapped lanes" else source
+    if "mapped" in kind:
+        source = meshfeed.sources.Map(source, twice)
     devices = options.pop("devices", jax.devices()[:8])
     mesh = jax.sharding.Mesh(np.array(devices), ("data",), axis_types=(AxisType.Auto,))
     given: dict[str, Any] = {"global_batch_size": BATCH, "seed": 3, "num_epochs": None, "timeout_seconds": 60}

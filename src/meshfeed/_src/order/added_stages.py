@@ -113,7 +113,7 @@ def not_a_mixture(kind: str) -> SettingsError:
     """Returns the error for ``set_weights`` of a feed whose source is of another kind."""
     return SettingsError(
         f"set_weights(weights=…), but the feed's source is of kind {kind!r} and has no weights. It takes a feed over a "
-        "Mixture. What is built over a mixture (Map, Packed, Buckets, a view) has its records in a fixed order: build it "
+        "Mixture. What is built over a mixture (Packed, Buckets, a view) has its records in a fixed order: build it "
         "over the components instead, as in Mixture({name: Packed(…)}, weights=…).",
         setting="weights",
     )

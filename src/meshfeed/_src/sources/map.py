@@ -131,7 +131,7 @@ class MappedRecords(_Mapped, BuiltRecords):
     _same_hooks = (
         *("first_record_id", "make_order", "check_record_ids", "replacement_id", "row_lengths", "shape_index"),
         *("num_sequence_shards", "shard_costs"),
-        *("cached_files", "ask_disk", "file_of", "file_names", "shard_lengths"),
+        *("cached_files", "ask_disk", "file_of", "file_names", "shard_lengths", "check_weights"),
     )
 
     def __init__(self, source: Any, function: Callable[..., Any], batched: bool) -> None:
@@ -139,6 +139,10 @@ class MappedRecords(_Mapped, BuiltRecords):
         self._source_rng = wants_rng(source)
         self.wants_rng = self._passes_rng or self._source_rng
         self._reader = SourceReader(source)
+
+    def with_added(self, added: Sequence[tuple[int, dict[str, float]]]) -> MappedRecords:
+        """See :class:`meshfeed._src.base.hooks.TakesWeights`; other sources lack the rest of that hook."""
+        return MappedRecords(self._source.with_added(added), self._function, self._batched)
 
     def __len__(self) -> int:
         return len(self._source)
