@@ -199,7 +199,7 @@ def test_every_class_name_stands_once() -> None:
 @pytest.mark.parametrize(
     "folder", sorted({path.parent for path in (SRC / "_src").rglob("*.py")}), ids=lambda path: path.name
 )
-def test_each_room_says_what_lives_there(folder: pathlib.Path) -> None:
+def test_each_package_says_what_it_contains(folder: pathlib.Path) -> None:
     path = folder / "__init__.py"
     tree = ast.parse(path.read_text())
     text = ast.get_docstring(tree) or ""

@@ -210,6 +210,25 @@ def test_hosts_that_all_failed_are_not_told_of_one_another_when_they_come_again(
     assert hosts.keys() == ["meshfeed/follow/feed/x-on-all-1/meet/out"]
 
 
+def test_a_host_alone_meets_nobody_and_each_set_of_hosts_has_a_name(
+    hosts: Hosts, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert {outcome.scope for outcome in hosts.meet()} == {"feed/x-on-all-0"}
+    (of_two,) = {outcome.scope for outcome in hosts.meet([0, 2])}
+    (of_others,) = {outcome.scope for outcome in hosts.meet([0, 1])}
+    assert of_two != of_others
+    assert of_two.startswith("feed/x-on-hosts-")
+    monkeypatch.setattr(coordination, "process_count", lambda: 1)
+    alone = Meetings("feed/y").meet([0], {"a": (1,)}, lambda offers: offers, timeout_seconds=1.0)
+    assert alone == Outcome("feed/y-on-all-0", {"0": {"a": [1]}})
+
+
+def test_a_host_that_does_not_come_is_named_with_what_it_is_waited_for(hosts: Hosts) -> None:
+    (error,) = hosts.meet([0, 1], hosts=[0], seconds=0.3)
+    assert isinstance(error, StalledError)
+    assert str(error).startswith("continuing x on hosts 0, 1: ")
+
+
 def test_hosts_that_came_for_different_participants_are_told_after_a_while(
     hosts: Hosts, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -376,6 +376,15 @@ def test_set_state_of_local_iterator_discards_the_read_ahead(mesh: Mesh, source:
         next(fresh)
 
 
+@pytest.mark.parametrize("state", [[1], None, "x", {"a": 1}, {"batches": None}, 5], ids=repr)
+def test_a_state_that_no_loader_has_is_refused_and_changes_nothing(mesh: Mesh, state: Any) -> None:
+    loader = MultiHostDataLoadIterator(Restartable(4), mesh)
+    next(loader)
+    with pytest.raises(meshfeed.StateMismatchError, match=r"'hosts'.*The state is damaged; use another\."):
+        loader.local_iterator.set_state(state)
+    assert numbers([next(loader), next(loader)]) == [1, 2]
+
+
 def test_next_of_local_iterator_keeps_both_in_step(mesh: Mesh) -> None:
     loader = MultiHostDataLoadIterator(WithState(4), mesh)
     assert next(loader.local_iterator)["x"][0, 0] == 0

@@ -161,8 +161,21 @@ def test_the_whole_interface(mesh: Mesh, tmp_path: pathlib.Path) -> None:
             remote.record_ids(True)
         with pytest.raises(meshfeed.SettingsError, match="it takes record ids"):
             remote.read([1.5])
-    missing = set(dir(meshfeed.MultiHostDataLoadIterator)) - set(dir(RemoteFeed))
-    assert not {name for name in missing if not name.startswith("_")}
+
+
+def test_no_public_name_of_a_local_feed_is_missing() -> None:
+    missing = set(dir(meshfeed.Feed)) - set(dir(RemoteFeed))
+    assert not {name for name in missing if name[0] not in "_x"}  # x: what a run of scripts/mutate adds
+
+
+@pytest.mark.parametrize("kinds", [("pinned_host",), ("device",), ("pinned_host", "unpinned_host")])
+def test_batches_have_the_memory_kind_that_all_leaves_ask_for(mesh: Mesh, kinds: tuple[str, ...]) -> None:
+    leaves = dict(zip(("x", "weird"), (kinds[0], kinds[-1]), strict=True))
+    sharding = {name: NamedSharding(mesh, P("data"), memory_kind=kind) for name, kind in leaves.items()}
+    with RemoteFeed(make_memory, sharding, **RANDOM) as remote:
+        found = {leaf.sharding.memory_kind for leaf in next(remote).values()}
+    default = jax.devices()[0].default_memory().kind
+    assert found == {kinds[0] if len(kinds) == 1 else default}
 
 
 @pytest.mark.parametrize(

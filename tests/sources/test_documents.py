@@ -11,6 +11,7 @@ import pytest
 from jax.sharding import AxisType
 
 import meshfeed
+from meshfeed._src.sources import documents
 from meshfeed.sources import Buckets, Concat, Map, Mixture, Packed, Padded, Stream, Zip
 
 BAD = 40
@@ -146,6 +147,15 @@ def test_a_record_that_is_no_document_is_refused_by_name(name: str, record: Any,
         source = [record] * 64
     with pytest.raises(meshfeed.SourceError, match=f"record 0[^\\d].*{words}"):
         run_through(BUILT.get(name, lambda source: source)(source), shuffle=False)
+
+
+def test_large_arrays_lie_in_a_file(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert not isinstance(documents.empty(4, np.int64), np.memmap)
+    monkeypatch.setattr(documents, "_MAPPED_BYTES", 31)
+    array = documents.empty(4, np.dtype(np.int64))
+    assert isinstance(array, np.memmap)
+    array[:] = np.arange(4)
+    assert (array.dtype, array.tolist()) == (np.int64, [0, 1, 2, 3])
 
 
 def test_a_tuple_of_numbers_is_a_document() -> None:

@@ -260,6 +260,11 @@ def test_cpu_devices_have_two_threads_each(given: str, expected: int, monkeypatc
     assert hosts.cpu_environment(8)["NPROC"] == str(expected)
 
 
+def test_other_flags_of_xla_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XLA_FLAGS", "--xla_force_host_platform_device_count=2 --xla_cpu_max_isa=AVX2")
+    assert hosts.cpu_environment(8)["XLA_FLAGS"] == "--xla_cpu_max_isa=AVX2 --xla_force_host_platform_device_count=8"
+
+
 def test_wrong_sizes_are_refused() -> None:
     with pytest.raises(SettingsError, match="num_hosts=0; it takes a positive int"):
         testing.HostPool(0)
