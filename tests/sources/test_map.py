@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import io
+import json
 import pathlib
 import tarfile
 from collections.abc import Callable, Iterator
@@ -386,6 +387,21 @@ def test_a_function_gets_the_leaves_in_their_order() -> None:
     records = [{"b": np.int32(number), "a": np.int32(-number)} for number in range(NUM)]
     for source in (records, grain.MapDataset.source(records)):
         assert Map(source, lambda record: np.stack([*record.values()]))[3].tolist() == [3, -3]
+
+
+def test_a_function_gets_the_keys_of_dicts_in_lists_in_their_order() -> None:
+    records = [{"tools": [{"type": "function", "name": name}], "at": ({"z": 1, "a": None},)} for name in "xy"]
+    written: list[str] = []
+
+    def write(record: dict[str, Any]) -> dict[str, Any]:
+        written.append(json.dumps(record))  # as a chat template writes tools
+        return {"length": np.int32(len(written[-1]))}
+
+    for source in (records, Stream(lambda lane_index, num_lanes: iter(records))):
+        mapped: Any = Map(source, write)
+        written.clear()
+        _ = mapped[0] if hasattr(mapped, "__getitem__") else next(mapped.open(0, 1))
+        assert written == [json.dumps(records[0])]
 
 
 @pytest.mark.parametrize(

@@ -41,6 +41,8 @@ def own_record(record: PyTree) -> PyTree:
         return {name: own_record(value) for name, value in record.items()}
     if isinstance(record, str | bytes | np.generic):
         return record
+    if type(record) in (list, tuple) and any(isinstance(item, (dict, list, tuple)) for item in record):
+        return type(record)(map(own_record, record))
     leaves, treedef = flatten(record)
     return treedef.unflatten([leaf.copy() if isinstance(leaf, np.ndarray) else leaf for leaf in leaves])
 
