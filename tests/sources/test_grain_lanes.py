@@ -396,3 +396,23 @@ def test_parquet_rows_look_as_grain_gives_them(tmp_path):
         experimental.ParquetIterDataset(path).map(lambda row: {k: row[k] for k in ("id", "fixed", "ragged")})
     )
     check_resumable(lambda: source.open(1, 2), max_steps=99)
+
+
+def test_a_function_below_a_repeat_may_write_to_its_element():
+    def scale(element):
+        element["x"] *= 10
+        return {"x": int(element.pop("x")[0])}
+
+    dataset = grain.MapDataset.range(1, 7).map(lambda i: {"x": np.array([i])}).to_iter_dataset().map(scale)
+    dataset = experimental.RepeatIterDataset(dataset, 2)
+    assert [element["x"] for element in Grain(dataset).open(0, 1)] == [element["x"] for element in dataset]
+
+
+@pytest.mark.parametrize("make", [lambda: numbers(3), lambda: odd(13)])
+def test_an_endless_repeat_of_nothing_is_an_error(make):
+    source = Grain(experimental.RepeatIterDataset(make()))
+    with pytest.raises(SourceError, match=r"no element below repeat\(\)") as error:
+        next(source.open(5, 8))
+    assert error.value.lane_index == 5
+    assert len(list(itertools.islice(source.open(0, 1), 50))) == 50
+    assert [*Grain(experimental.RepeatIterDataset(make(), 2)).open(5, 8)] == []

@@ -39,6 +39,7 @@ PARQUET = ("ParquetIterDataset",)
 TFRECORD = ("TFRecordIterDataset",)
 LIMIT = ("LimitIterDataset",)
 INDEXED = ("MapWithIndexIterDataset",)
+REPEAT = ("RepeatIterDataset",)
 SEEDED = ("RandomMapIterDataset", "WindowShuffleIterDataset", "PackIterDataset")
 FLAT_MAP = ("FlatMapIterDataset",)
 ZIP = ("ZipIterDataset",)
@@ -58,7 +59,7 @@ KEEP_LENGTH = (*READ, *INDEXED, "RandomMapIterDataset", "WindowShuffleIterDatase
 _PIPELINES = {
     *(*READ, *INTERLEAVE, *PARQUET, *TFRECORD, *LIMIT, *INDEXED, *SEEDED, *ZIP, *BATCH, *OPTIONS, *PREFETCH, *SHARDED),
     *(*_PASS, *FLAT_MAP, "CacheIterDataset", "ConcatThenSplitIterDataset", "FilterIterDataset"),
-    *("MixedIterDataset", "RepeatIterDataset", "_DataLoaderStateIterDataset", "_OperationIterDataset"),
+    *("MixedIterDataset", *REPEAT, "_DataLoaderStateIterDataset", "_OperationIterDataset"),
 }
 _RECORDS = {
     *(*SOURCE, *MIX, *SPARSE, "BatchMapDataset", "MapMapDataset", "MapWithIndexMapDataset", "RandomMapMapDataset"),
@@ -73,6 +74,7 @@ _ATTRIBUTES = {
     **dict.fromkeys(TFRECORD, ("path",)),
     **dict.fromkeys(LIMIT, ("count", "parents")),
     **dict.fromkeys(INDEXED, ("map_fn", "parents")),
+    **dict.fromkeys(REPEAT, ("num_epochs", "parents")),
     **dict.fromkeys(SEEDED, ("seed", "parents")),
     **dict.fromkeys(("BatchMapDataset", "BatchIterDataset"), ("batch_size", "batch_fn", "drop_remainder", "parents")),
     **dict.fromkeys(FLAT_MAP, ("transform", "parents")),

@@ -13,7 +13,7 @@ from typing import Any, BinaryIO, TypeAlias
 import grain
 import numpy as np
 
-from meshfeed._src.base.errors import CorruptDataError
+from meshfeed._src.base.errors import CorruptDataError, SourceError
 from meshfeed._src.base.threads import Call, Threads
 from meshfeed._src.sources.checks import stopped
 from meshfeed._src.sources.files.parquet import ParquetFile
@@ -111,6 +111,7 @@ class ReadIterator(grain.DatasetIterator):
         if not 0 <= state["next_index"] <= self._length:
             raise IndexError(f"element {state['next_index']} of {self._length} elements")
         self._next_index = state["next_index"]
+        self._block = ()  # a repeat() sets its own iterator back, whose functions may have written to the elements
         self._drop_ahead()
 
     def close(self) -> None:
@@ -200,6 +201,34 @@ class InterleaveIterator(grain.DatasetIterator):
     def _close_slots(self) -> None:
         for slot in filter(None, self._slots):
             slot[1].close()
+
+
+class NotEmptyIterator(grain.DatasetIterator):
+    """The elements of ``dataset`` below an endless repeat, which would start it over for ever if there are none."""
+
+    def __init__(self, dataset: Pipeline) -> None:
+        super().__init__(dataset.__iter__())
+        self._is_repeated = False  # since the last element
+
+    def __next__(self) -> Any:
+        try:
+            element = next(self._parent)
+        except StopIteration:
+            if self._is_repeated:
+                raise SourceError(
+                    "the lane has no element below repeat(), which would never end. Use fewer lanes (num_lanes=), or give "
+                    "each lane data."
+                ) from None
+            self._is_repeated = True
+            raise
+        self._is_repeated = False
+        return element
+
+    def get_state(self) -> dict[str, Any]:
+        return self._parent.get_state()
+
+    def set_state(self, state: dict[str, Any]) -> None:
+        self._parent.set_state(state)
 
 
 class TFRecordIterator(grain.DatasetIterator):

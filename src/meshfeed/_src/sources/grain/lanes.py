@@ -47,6 +47,7 @@ from meshfeed._src.sources.grain.internals import (
 from meshfeed._src.sources.grain.iterators import (
     InterleaveIterator,
     LaneLeaf,
+    NotEmptyIterator,
     ParquetIterator,
     ReadIterator,
     TFRecordIterator,
@@ -327,6 +328,12 @@ def _cut_seeded(node: Node, place: Place, copy: Copy) -> Node:
     return _with_parents(node, copy, seed=seed)
 
 
+def _cut_repeat(node: Node, _place: Place, copy: Copy) -> Node:
+    if private(node, "num_epochs") is not None:
+        return _with_parents(node, copy)
+    return _with_parents(node, lambda parent: LaneLeaf(NotEmptyIterator, copy(parent)))
+
+
 def _with_parents(node: Node, copy: Copy, **changed: object) -> Node:
     return shallow_copy(node, parents=tuple(map(copy, parents(node))), **changed)
 
@@ -386,6 +393,7 @@ _CUTTERS: tuple[tuple[Sequence[str], Callable[[Node, Place, Copy], Node]], ...] 
     (internals.LIMIT, _cut_limit),
     (internals.INDEXED, _cut_index),
     (internals.SEEDED, _cut_seeded),
+    (internals.REPEAT, _cut_repeat),
 )
 _LEAVES = (*internals.READ, *internals.INTERLEAVE, *internals.PARQUET, *internals.TFRECORD)
 
