@@ -898,3 +898,23 @@ def test_a_state_of_other_rows_of_the_same_files_is_refused(tmp_path):
 def _resumed(feed, state):
     feed.set_state(state)
     return [np.asarray(batch["x"]).tolist() for batch in feed]
+
+
+@pytest.mark.parametrize(
+    "change", [lambda d: d.select_columns(["id", "x"]).skip(3), lambda d: d.take(9).select_columns(["x", "id"])]
+)
+def test_columns_of_ranges_of_rows(tmp_path, change):
+    source = HuggingFace(change(stream(write_files(tmp_path, "parquet", [20]))), columns=["id"])
+    check_lanes(source, 2, [row["id"] for row in change(stream(write_files(tmp_path, "parquet", [20])))])
+
+
+def test_a_generator_of_names_that_are_no_files():
+    def rows(names):
+        for name in names:
+            yield from ({"id": len(name) + number} for number in range(4))
+
+    dataset = IterableDataset.from_generator(rows, gen_kwargs={"names": ["a", "bb"]})
+    with meshfeed.Feed(dataset, one_device(), global_batch_size=4, num_lanes=2) as feed:
+        assert np.asarray(next(feed)["id"]).tolist() == [1, 2, 2, 3]
+    other = IterableDataset.from_generator(rows, gen_kwargs={"names": ["a", "cc"]})
+    assert HuggingFace(other).fingerprint() != HuggingFace(dataset).fingerprint()

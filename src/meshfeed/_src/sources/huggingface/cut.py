@@ -243,16 +243,19 @@ def _cut_range(node: Any, cut: LaneCut, columns: Sequence[str] | None) -> Node |
         else:
             return None
         inner = inner.ex_iterable
-    # A function may read any column, and a format with types would fill missing ones with nulls.
-    if any(kind_of(found) not in (internals.SELECTED, internals.REBATCHED) for found in chain):
-        columns = None
+    narrowed = []
+    for found in chain:
+        columns = _columns_below(found, columns)
+        narrowed.append(columns)
     files = cut.open(inner, columns)
     parts = keep_rows(files.count, *_row_range(ranges), files.group_rows)
     if parts is None:
         return None
     built = _cut_leaf(files, parts, cut)
-    for found in reversed(chain):
-        built = with_children(found, lambda _, below=built: below)
+    for found, below in zip(reversed(chain), reversed(narrowed), strict=True):
+        built = with_children(found, lambda _, inner=built: inner)
+        if kind_of(found) == internals.SELECTED:
+            built.column_names = below
     return built
 
 
@@ -721,12 +724,15 @@ def local_path(path: str) -> str | None:
 
 def file_sizes(node: Node, paths: Sequence[str]) -> list[int]:
     """Sizes in bytes of the local or remote files of a leaf of a dataset's tree."""
-    download = _download_config(Leaf(node))
+    leaf = Leaf(node)
+    download = _download_config(leaf)
 
     def size_of(path: str) -> int:
         try:
             return xgetsize(local_path(path) or path, download_config=download)
         except FileNotFoundError:
+            if leaf.is_of_user and local_path(path):
+                return 0  # any name, whose meaning only the user's generator knows
             raise SourceError(
                 f"the file {path} of the dataset is missing. Restore it, or create the dataset again from the "
                 "existing files."

@@ -305,6 +305,11 @@ class Leaf:
         return name if package.startswith("datasets.packaged_modules.") and name not in _NO_FILES else None
 
     @property
+    def is_of_user(self) -> bool:
+        """Whether it is a generator of the user, to which a list of names need not be one of files."""
+        return self.packaged_format is None
+
+    @property
     def row_options(self) -> dict[str, str]:
         """The options of datasets' own reader that decide which rows there are; empty for other leaves."""
         config = getattr(self.builder, "config", None) if self.packaged_format else None
