@@ -900,12 +900,63 @@ def _resumed(feed, state):
     return [np.asarray(batch["x"]).tolist() for batch in feed]
 
 
+def test_nulls_change_nothing_of_the_records_after_them(tmp_path):
+    lists = pa.array([[1, None], [2], None, [3, 4]], pa.list_(pa.int32()))
+    table = pa.table(
+        {"x": pa.array([None, 1, 2, 3], pa.int32()), "l": lists, "p": lists.cast(pa.large_list(pa.int8()))}
+    )
+    pq.write_table(table, tmp_path / "0.parquet")
+    source = HuggingFace(stream([str(tmp_path / "0.parquet")])).unconverted()
+
+    def described(record):
+        return {name: (getattr(value, "dtype", None), np.array(value).tolist()) for name, value in record.items()}
+
+    lane, states = source.open(0, 1), []
+    for row in range(4):
+        states.append(saved(lane))
+        record = described(next(lane))
+        assert {name: value for name, (_, value) in record.items()} == table.slice(row, 1).to_pylist()[0]
+        for state in states:
+            again = restored(source.open(0, 1), state)
+            assert record in map(described, again), (row, state)
+    assert described(next(restored(source.open(0, 1), states[1])))["l"] == (np.int32, [2])
+
+
 @pytest.mark.parametrize(
     "change", [lambda d: d.select_columns(["id", "x"]).skip(3), lambda d: d.take(9).select_columns(["x", "id"])]
 )
 def test_columns_of_ranges_of_rows(tmp_path, change):
     source = HuggingFace(change(stream(write_files(tmp_path, "parquet", [20]))), columns=["id"])
     check_lanes(source, 2, [row["id"] for row in change(stream(write_files(tmp_path, "parquet", [20])))])
+
+
+@pytest.mark.parametrize(
+    "change", [lambda d: d, lambda d: d.filter(lambda row: True), lambda d: d.rename_column("k", "key")]
+)
+def test_columns_keep_their_dtypes_below_functions(change):
+    features = datasets.Features(
+        {
+            "k": datasets.Value("uint8"),
+            "grid": datasets.Array2D((1, 2), "uint8"),
+            "nested": {"n": datasets.Value("int8"), "l": datasets.List(datasets.Value("float16"))},
+        }
+    )
+    rows = {"k": [1, 2], "grid": [[[1, 2]]] * 2, "nested": [{"n": 1, "l": [1.0]}] * 2}
+    record = next(HuggingFace(change(Dataset.from_dict(rows, features=features).to_iterable_dataset())).open(0, 1))
+    assert [record["grid"].dtype, record["nested"]["n"].dtype, record["nested"]["l"].dtype] == [
+        "uint8",
+        "int8",
+        "float16",
+    ]
+
+
+@pytest.mark.parametrize("kind", ["int32", "float32"])
+def test_a_null_in_a_list_is_named_below_functions(kind):
+    features = datasets.Features({"x": datasets.List(datasets.Value(kind))})
+    dataset = Dataset.from_dict({"x": [[1, None]]}, features=features).to_iterable_dataset()
+    for changed in (dataset, dataset.filter(lambda row: True)):
+        with pytest.raises(SourceError, match=r"column 'x' .* lane 0"):
+            next(HuggingFace(changed).open(0, 1))
 
 
 def test_a_generator_of_names_that_are_no_files():

@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import itertools
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from typing import Any, TypedDict, Unpack
+from typing import Any, TypeAlias, TypedDict, Unpack
 
 import numpy as np
 import pyarrow as pa
@@ -22,6 +22,10 @@ from meshfeed._src.sources.checks import as_run
 from meshfeed._src.sources.huggingface.gather import ChunkGather
 
 MAP = "meshfeed.sources.Map or map() of the dataset"
+
+
+Dtypes: TypeAlias = "Mapping[str, np.dtype | Dtypes | None]"
+"""The dtype of each column, or field of a struct, that holds numbers or lists of numbers."""
 
 
 class Where(TypedDict, total=False):
@@ -48,7 +52,7 @@ def _leave_out(name: str, all_columns: Sequence[str] | Mapping[str, Any]) -> str
 def record_to_numpy(
     record: Mapping[str, Any],
     columns: Sequence[str] | None,
-    dtypes: Mapping[str, np.dtype],
+    dtypes: Dtypes,
     **where: Unpack[Where],
 ) -> dict[str, PyTree]:
     """Converts the chosen columns of a record to numpy; see :func:`value_to_numpy`."""
@@ -80,7 +84,7 @@ def value_to_numpy(
     value: object,
     name: str,
     all_columns: Sequence[str] | Mapping[str, Any],
-    dtype: np.dtype | None = None,
+    dtype: np.dtype | Dtypes | None = None,
     **where: Unpack[Where],
 ) -> PyTree:
     """Converts a column's value to an array or a dict of arrays.
@@ -93,14 +97,22 @@ def value_to_numpy(
     Raises:
       SourceError: text, a null, ragged lists, or an object without an array form.
     """
+    if isinstance(value, Mapping):
+        inner = dtype if isinstance(dtype, Mapping) else {}
+        return {
+            key: value_to_numpy(item, f"{name}.{key}", all_columns, inner.get(key), **where)
+            for key, item in value.items()
+        }
+    if isinstance(dtype, Mapping):  # of how an image or audio is stored
+        dtype = None
     if isinstance(value, np.ndarray | np.generic) and value.dtype.kind in "biuf":
         return value if dtype is None else value.astype(dtype)
-    if isinstance(value, Mapping):
-        return {key: value_to_numpy(item, f"{name}.{key}", all_columns, **where) for key, item in value.items()}
     if hasattr(value, "get_all_samples"):
         return _samples(value)
     try:
-        array = None if isinstance(value, str | bytes | bytearray | None) else np.asarray(value, dtype)
+        array = None if isinstance(value, str | bytes | bytearray | None) else np.asarray(value)
+        if dtype is not None and array is not None and not array.dtype.hasobject:  # as a float, a null would be NaN
+            array = array.astype(dtype) if array.dtype.kind == dtype.kind else np.asarray(value, dtype)
     except ValueError as error:
         raise SourceError(
             f"ragged rows: column {name!r} has lists of unequal lengths within {_record(where)} ({error}). Expected "
@@ -142,7 +154,7 @@ def _innermost(t: pa.DataType, name: str) -> Iterator[tuple[str, pa.DataType]]:
     """The types inside of lists and structs, each with its name."""
     if isinstance(t, pa.ExtensionType):
         yield from _innermost(t.storage_type, name)
-    elif pa.types.is_list(t) or pa.types.is_large_list(t) or pa.types.is_fixed_size_list(t):
+    elif is_list(t):
         yield from _innermost(t.value_type, name)
     elif pa.types.is_struct(t):
         for i in range(t.num_fields):
@@ -184,20 +196,28 @@ def stored_values(column: pa.ChunkedArray, dtype: np.dtype[Any] | None = None) -
 
 
 def _stored_in(chunk: pa.Array, dtype: np.dtype[Any] | None) -> list[Any]:
+    """The values of a chunk; what becomes of one does not depend on the others, which a restore reads without it."""
     t = chunk.type
-    if is_number(t) and not chunk.null_count:
+    if not is_number(t.value_type if is_list(t) else t):
+        return chunk.to_pylist()
+    if chunk.null_count:
+        others = iter(_stored_in(chunk.drop_null(), dtype))
+        return [next(others) if valid else None for valid in chunk.is_valid().to_pylist()]
+    if is_number(t):
         return list(_numbers(chunk, dtype))
-    if (pa.types.is_list(t) or pa.types.is_large_list(t)) and is_number(t.value_type):
-        first, last = chunk.offsets[0].as_py(), chunk.offsets[-1].as_py()
-        inner = chunk.values.slice(first, last - first)
-        if not chunk.null_count and not inner.null_count:
-            ends = chunk.offsets.to_numpy()[1:-1] - first
-            return np.split(_numbers(inner, dtype), ends) if len(chunk) else []
-    if pa.types.is_fixed_size_list(t) and is_number(t.value_type) and not chunk.null_count:
-        inner = chunk.flatten()
-        if not inner.null_count:
-            return list(_numbers(inner, dtype).reshape(len(chunk), t.list_size))
-    return chunk.to_pylist()
+    inner = chunk.flatten()
+    if inner.null_count:
+        each = [chunk.slice(row, 1) for row in range(len(chunk))]
+        return [row.to_pylist()[0] if row.flatten().null_count else _stored_in(row, dtype)[0] for row in each]
+    if pa.types.is_fixed_size_list(t):
+        return list(_numbers(inner, dtype).reshape(len(chunk), t.list_size))
+    offsets = chunk.offsets.to_numpy()
+    return np.split(_numbers(inner, dtype), offsets[1:-1] - offsets[0]) if len(chunk) else []
+
+
+def is_list(t: pa.DataType) -> bool:
+    """Whether a column of this type contains lists, of one length or of any."""
+    return pa.types.is_list(t) or pa.types.is_large_list(t) or pa.types.is_fixed_size_list(t)
 
 
 def is_number(t: pa.DataType) -> bool:

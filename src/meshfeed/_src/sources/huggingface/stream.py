@@ -12,7 +12,7 @@ from typing import Any, Self
 
 import numpy as np
 import pyarrow as pa
-from datasets import ClassLabel, Dataset, Features, IterableDataset, Value
+from datasets import Dataset, Features, IterableDataset
 
 from meshfeed._src.base import hooks, trees
 from meshfeed._src.base.errors import SettingsError, SourceError, StateMismatchError
@@ -24,8 +24,10 @@ from meshfeed._src.sources.files import paths as file_paths
 from meshfeed._src.sources.files.stream import CUT_BY_FILES, CUT_EVENLY
 from meshfeed._src.sources.huggingface import internals
 from meshfeed._src.sources.huggingface.arrow import (
+    Dtypes,
     check_columns,
     chosen,
+    is_list,
     is_number,
     record_to_numpy,
     stored_values,
@@ -505,14 +507,15 @@ def _alike(first: PyTree, second: PyTree) -> bool:
     return shapes == others
 
 
-def _dtypes_of(features: Features | None) -> dict[str, np.dtype]:
-    """Numpy dtypes of the columns that hold numbers or lists of numbers."""
-    found = {}
-    for name, feature in (features or {}).items():
-        inner = feature
-        while not isinstance(inner, dict | list) and getattr(inner, "feature", None) is not None:
-            inner = inner.feature
-        arrow_type = getattr(inner, "pa_type", None)
-        if isinstance(inner, Value | ClassLabel) and arrow_type is not None and is_number(arrow_type):
-            found[name] = np.dtype(arrow_type.to_pandas_dtype())
-    return found
+def _dtypes_of(features: Features | None) -> dict[str, np.dtype | Dtypes | None]:
+    return {} if features is None else {field.name: _dtype_of(field.type) for field in features.arrow_schema}
+
+
+def _dtype_of(arrow_type: pa.DataType) -> np.dtype | Dtypes | None:
+    if isinstance(arrow_type, pa.ExtensionType):
+        return _dtype_of(arrow_type.storage_type)
+    if pa.types.is_struct(arrow_type):
+        return {field.name: _dtype_of(field.type) for field in arrow_type}
+    if is_list(arrow_type):
+        return _dtype_of(arrow_type.value_type)
+    return np.dtype(arrow_type.to_pandas_dtype()) if is_number(arrow_type) else None
