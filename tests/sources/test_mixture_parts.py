@@ -99,6 +99,18 @@ def test_a_mixture_of_mixtures_is_one_mixture() -> None:
     assert list(deeper.components.sources) == ["all/in/x", "all/in/y", "all/out", "more"]
 
 
+@pytest.mark.parametrize(("inner", "outer"), [(True, False), (5, True), (True, 1)])
+def test_an_order_of_an_inner_mixture_that_would_not_apply_is_refused(inner: Any, outer: Any) -> None:
+    def nested(of_inner: Any) -> Any:
+        mixed = Mixture({"x": memory(0), "s": stream(100)}, {"x": 1, "s": 1}, block=4, shuffle=of_inner)
+        return Mixture({"in": mixed, "out": stream(200)}, {"in": 1, "out": 1}, block=8, shuffle=outer)
+
+    with pytest.raises(meshfeed.SettingsError, match="'in' is a mixture with shuffle=") as error:
+        nested(inner)
+    assert error.value.setting == "shuffle"
+    assert values(nested(outer)) == values(nested(False))
+
+
 def test_stages_of_both_mixtures_apply() -> None:
     inner = Mixture({"x": memory(0), "y": memory(100)}, [(0, {"x": 1}), (4, {"y": 1})], block=4)
     nested: Any = Mixture({"in": inner, "out": memory(200)}, [(0, {"in": 1}), (2, {"in": 1, "out": 3})], block=4)

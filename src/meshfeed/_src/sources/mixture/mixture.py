@@ -67,8 +67,9 @@ def Mixture(
     of the mixture in order.
 
     A component may be a mixture itself: its components become those of this mixture, named ``outer/inner``, and share
-    the weight of the inner mixture by its own weights. ``block`` and ``on_end`` are those of the outer mixture. A function
-    over a mixture of streams is no component; apply it to the components of that mixture.
+    the weight of the inner mixture by its own weights. ``block``, ``on_end`` and ``shuffle`` are those of the outer mixture;
+    a ``shuffle`` of the inner one that differs is an error. A function over a mixture of streams is no component; apply it
+    to the components of that mixture.
 
     Returns:
       A random-access source if every component is one, otherwise a stream source.

@@ -32,6 +32,14 @@ class StreamMixture(MixedSource):
         for source in components.sources.values():
             if not hooks.is_stream(source):
                 EpochOrder(max(1, len(source)), shuffle=shuffle, seed=0, num_epochs=1)  # validates shuffle
+        for name, source in given.sources.items():
+            inner = source.shuffle if isinstance(source, StreamMixture) else False
+            if inner is not False and (inner != shuffle or (inner is True) != (shuffle is True)):  # True == 1
+                raise SettingsError(
+                    f"component {name!r} is a mixture with shuffle={inner!r}, but the order of its components is that of "
+                    f"this mixture, shuffle={shuffle!r}. Pass shuffle= to this mixture, and not to the inner one.",
+                    setting="shuffle",
+                )
         self._is_bound, self._delivered = False, 0  # to a feed, which gives its settings
         self._stacks = True
         self._ended_lanes: Mapping[int, int] = {}  # lane → length
