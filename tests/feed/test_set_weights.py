@@ -546,6 +546,22 @@ def test_past_steps_are_replayed_as_they_were_delivered(
         assert [rows(feed.replay(number)) for number in range(len(found))] == found
 
 
+def test_a_replay_from_a_state_of_other_weights_is_refused(folder: pathlib.Path) -> None:
+    """Its lanes are not where those of this feed were; a state of before the weights differ is as good as one of its own."""
+    with make_feed("lanes", WEIGHTS, folder) as feed:
+        next(feed)
+        state = feed.get_state()
+        feed.set_weights({"web": 1})
+        next(feed)
+        other = feed.get_state()
+        feed.set_state(state)
+        feed.set_weights({"code": 1})
+        found = [rows(next(feed)) for _ in range(3)]
+        assert rows(feed.replay(3, state=state)) == found[2]
+        with pytest.raises(StateMismatchError, match=r"stages\[1\].*'web': 1.*'code': 1.*Pass a state of this feed"):
+            feed.replay(3, state=other)
+
+
 def test_lanes_read_ahead_to_an_end_that_weights_put_off_still_count(folder: pathlib.Path) -> None:
     """Hosts learn of an end some steps before it, with the window that has it."""
 

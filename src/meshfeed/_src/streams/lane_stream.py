@@ -222,6 +222,8 @@ class LaneStream(FeedStream[LaneCursor]):
         if cursor.step <= current.step and delivered.at(cursor.step)[0] == cursor.step_schedule.at(cursor.step)[0]:
             self._check_ends_known(current)
             source = self._source_under(delivered, cursor.cut, current.step, _added_to(current), current.ended)
+            if state is not None and self._staged is not None:  # whose stages by set_weights may be others
+                _check_same_past(cast("hooks.StagedStream", source), state, delivered.position_of_step(cursor.step))
             cursor = dataclasses.replace(cursor, step_schedule=delivered, source=source)
         if cursor.step > step:
             raise SettingsError(
@@ -373,6 +375,14 @@ def _weights_of(cursor: LaneCursor) -> JsonValue:
         return None
     position = cursor.step_schedule.position_of_step(cursor.step)
     return next(weights for _, first, weights in reversed(staged.mixture_config()["stages"]) if first <= position)
+
+
+def _check_same_past(source: hooks.StagedStream, state: FeedState, position: int) -> None:
+    """Raises StateMismatchError if the records before a state were drawn with other weights than those of ``source``."""
+    try:
+        source.check_saved(state.fingerprint["mixture"], position, state.step)
+    except StateMismatchError as error:
+        raise StateMismatchError(error.field, error.saved, error.current, "Pass a state of this feed.") from None
 
 
 def _added_to(cursor: LaneCursor) -> StagedWeights:
