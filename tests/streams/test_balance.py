@@ -10,6 +10,7 @@ import pytest
 from meshfeed import SettingsError, SourceError
 from meshfeed._src.streams import balance as streams_balance
 from meshfeed._src.streams.balance import RowBalance
+from meshfeed.sources import Concat, Mixture, Subset
 
 LENGTHS = np.array([1, 8, 2, 7, 3, 6, 4, 5])
 
@@ -113,3 +114,26 @@ def test_stop_iteration_is_not_the_end_of_the_data() -> None:
 
 def test_a_cost_of_zero_is_a_cost() -> None:
     np.testing.assert_array_equal(np.sort(RowBalance(Records(), lambda lengths: 0).rows(np.arange(4))), np.arange(4))
+
+
+@pytest.mark.parametrize(
+    ("make", "ids"),
+    [
+        (lambda view, records: Mixture({"a": view, "b": records}, {"a": 1, "b": 1}), [0, 2, 1 << 48, 1 << 48 | 3]),
+        (lambda view, records: Concat([view, Rows(), records]), [0, 2, 8, 19]),
+    ],
+)
+def test_lengths_of_parts_are_taken_once_and_not_for_each_batch(make: Any, ids: list[int]) -> None:
+    """A view makes them from those of all records of its source."""
+    taken: list[int] = []
+
+    class Counted(Records):
+        def lengths(self) -> np.ndarray:
+            taken.append(len(self))
+            return LENGTHS
+
+    source = make(Subset(Counted(), slice(None, None, -1)), Counted())
+    for _ in range(3):
+        lengths, splits = source.row_lengths(np.array(ids))
+        assert (lengths.tolist(), splits.tolist()) == ([5, 6, 1, 7], [0, 1, 2, 3, 4])
+    assert len(taken) == 2

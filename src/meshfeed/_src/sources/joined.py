@@ -16,7 +16,7 @@ from meshfeed._src.base.groups import group_by
 from meshfeed._src.base.types import ColumnSlices, PyTree, Record, RecordIds, Rngs
 from meshfeed._src.reading.host_batch import spec_of_batch
 from meshfeed._src.reading.items import decode_each
-from meshfeed._src.reading.records import SourceReader, file_of, reads_columns, wants_rng
+from meshfeed._src.reading.records import SourceReader, checked_lengths, file_of, reads_columns, wants_rng
 from meshfeed._src.reading.stacking import RecordSpec, check_unmasked
 from meshfeed._src.sources.built import BuiltRecords
 from meshfeed._src.sources.documents import read_items
@@ -65,6 +65,7 @@ class SeveralSources(BuiltRecords):
         readers = (*self._readers, *self._group_readers, *self._call_readers)
         self._rng_readers = {reader for reader in readers if wants_rng(reader.source)}
         self._compared = np.zeros(len(self._sources), bool)  # whether a source's structure has been checked
+        self._whole_lengths: dict[int, np.ndarray] = {}  # source → the lengths of its records, for row_lengths
 
     def _below(self) -> Iterable[Any]:
         return self._sources
@@ -240,7 +241,9 @@ class SeveralSources(BuiltRecords):
             known = hooks.find(self._sources[number], hooks.RowLengths)
             whole = hooks.find(self._sources[number], hooks.KnowsLengths) if known is None else None
             if whole is not None:
-                by_row |= zip(rows.tolist(), np.asarray(whole.lengths())[ids[rows]][:, None], strict=True)
+                if number not in self._whole_lengths:  # once: a view makes them from those of its source
+                    self._whole_lengths[number] = checked_lengths(self._sources[number], whole.lengths())
+                by_row |= zip(rows.tolist(), self._whole_lengths[number][ids[rows]][:, None], strict=True)
                 continue
             if known is None:
                 raise SettingsError(
@@ -272,8 +275,8 @@ class SeveralSources(BuiltRecords):
         return f"{self._noun} {self._names[number]!r}" + (f", {path}" if path else "")
 
     def __getstate__(self) -> dict[str, Any]:
-        # A copy takes the structure from its own first batch.
-        return {**self.__dict__, "_joiner": Joiner(self._noun, self._whole)}
+        # A copy takes the structure from its own first batch, and lengths only where rows are ordered.
+        return {**self.__dict__, "_joiner": Joiner(self._noun, self._whole), "_whole_lengths": {}}
 
 
 def _concatenate(
