@@ -23,7 +23,7 @@ from hosts import CountingStore, Job
 from meshfeed import AgreementError, PeerError, SkipBad, StalledError
 from meshfeed._src.agreement import followers, handshake
 from meshfeed._src.agreement.handshake import Handshake, agreed_settings, compare
-from meshfeed._src.base import coordination, reduction, waits
+from meshfeed._src.base import coordination, jax_internals, reduction, waits
 from meshfeed._src.base.errors import Failure
 from meshfeed._src.base.settings import BatchSchedule, FeedSettings
 from meshfeed._src.streams.protocol import Cursor
@@ -481,6 +481,31 @@ def test_a_failure_is_reported_at_the_deadline_even_if_no_host_is_ready(job: Job
     (error,) = job.run([0], lambda host: hosts[host].agree(SEED, 0.05))
     assert isinstance(error, PeerError)
     assert error.host == 1
+
+
+def test_a_feed_of_the_job_before_says_nothing_in_the_next_one(job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
+    """After an in-process resize, feeds have the same names and numbers again, and the old one may be dropped only then."""
+    client = object()
+    monkeypatch.setattr(jax_internals, "coordination_client", lambda: client)
+    old = make(2)
+    assert job.run(range(2), lambda host: old[host].agree(SEED, 30)) == [None, None]
+    old[1].withdraw()
+    old[1].begin()
+    job.store.delete(FEED)
+    client = object()
+    new = make(2)
+
+    def agree(host: int) -> None:
+        if host == 1:
+            time.sleep(0.2)  # the value of host 0 is in the round
+            assert not old[1].others_may_have_agreed
+            for one in old:
+                one.fail(OSError("no disk"), for_good=True)
+                one.leave("dropped its feed at step 3")
+        new[host].agree(SEED, 5)
+
+    assert job.run(range(2), agree) == [None, None]
+    assert job.store.keys == [f"{FEED}/settings/0/out"]
 
 
 def test_a_withdrawn_failure_is_gone(job: Job) -> None:

@@ -22,7 +22,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 from meshfeed._src.agreement.followers import announce_failure
 from meshfeed._src.agreement.messages import ASIDE_SECONDS, aside_key, find_aside
-from meshfeed._src.base import coordination
+from meshfeed._src.base import coordination, jax_internals
 from meshfeed._src.base.coordination import KeyValueStore, call_briefly, format_differences
 from meshfeed._src.base.errors import DRAWS, LEFT, AgreementError, Failure, PeerError
 from meshfeed._src.base.identities import ALL_RECORDS, FOUR_RECORDS
@@ -81,6 +81,7 @@ class Handshake:
         self._begun: int | None = None  # round of this generation, from its begin to its result
         self._refused = self._refused_before = False  # a state, for the next round and for this one
         self._left = False
+        self._job = jax_internals.coordination_client()
         self._kept = 0  # rounds before it have been deleted, on the reducer
 
     @property
@@ -127,7 +128,8 @@ class Handshake:
     def others_may_have_agreed(self) -> bool:
         """Whether the round of this generation may have succeeded without this host's knowledge."""
         # A reducer that has not announced the result knows that there is none.
-        return self.needed and self._begun is not None and coordination.process_index() != min(self.participants)
+        waits = self._begun is not None and self._store() is not None
+        return waits and coordination.process_index() != min(self.participants)
 
     def abandon(self, notice: str | None) -> None:
         """Leaves this generation's round if it has no result yet.
@@ -221,13 +223,16 @@ class Handshake:
         call_briefly(publish, name="meshfeed-leave-notice", at_exit=True)
 
     def _store(self) -> KeyValueStore | None:
-        """Returns the store for optional messages, or None if no other host would read them."""
-        return coordination.key_value_store() if self.needed and not self._left else None
+        """Returns the store for optional messages, or None if no other host would read them, as in the next job."""
+        # An in-process resize begins a job with feeds of the same keys. Before, JAX may not be asked for the process index.
+        here = jax_internals.coordination_client() is self._job and self.needed and not self._left
+        return coordination.key_value_store() if here else None
 
     def _tell_followers(self, error: BaseException) -> None:
         """Tells hosts that only follow that this round failed."""
-        if coordination.process_count() > len(self.participants):
-            announce_failure(coordination.require_store(), self._scope, self._number + 1, error)
+        store = self._store()
+        if store is not None and coordination.process_count() > len(self.participants):
+            announce_failure(store, self._scope, self._number + 1, error)
 
     @property
     def _number(self) -> int:
