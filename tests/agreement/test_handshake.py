@@ -508,6 +508,23 @@ def test_a_feed_of_the_job_before_says_nothing_in_the_next_one(job: Job, monkeyp
     assert job.store.keys == [f"{FEED}/settings/0/out"]
 
 
+def test_a_round_in_which_a_host_fails_leaves_what_hosts_still_read(job: Job) -> None:
+    hosts = make(3)
+    assert job.run(range(3), lambda host: hosts[host].agree(SEED, 30)) == [None] * 3
+    job.store.set(f"{FEED}/1/0/out", "of a window which hosts 1 and 2 have not seen yet")
+    job.on(1, lambda: hosts[1].fail(ValueError("another seed"), refused=True))
+    hosts[0].withdraw()
+    (error,) = job.run([0], lambda host: hosts[host].agree(SEED, 30))
+    assert isinstance(error, PeerError)
+    assert f"{FEED}/1/0/out" in job.store.keys
+    for host in (1, 2):
+        job.on(host, hosts[host].withdraw)
+        hosts[host].begin()
+        hosts[host].abandon(None)
+    assert job.run(range(3), lambda host: hosts[host].agree(SEED, 30)) == [None] * 3
+    assert job.store.keys == [f"{FEED}/settings/2/out"]
+
+
 def test_a_withdrawn_failure_is_gone(job: Job) -> None:
     one = make(2)[1]
     job.on(1, lambda: one.fail(ValueError("another seed"), refused=True))

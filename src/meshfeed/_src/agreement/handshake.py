@@ -360,9 +360,10 @@ class Handshake:
         announcement = reduction.announce(compare(values))
         reduction.discard_values()
         store = self._store()
-        # Every host has reached this round, so all have read the results of those before, some of which they abandoned, and
-        # have left their generations, so the windows of those are unused.
-        while store is not None and self._kept < self._number:
+        # Without a failure, every host has reached this round, so all have read the results of those before, some of which
+        # they abandoned, and have left their generations, so the windows of those are unused.
+        passed = announcement["result"]["failure"] is None
+        while store is not None and passed and self._kept < self._number:
             store.delete(self._round(self._kept))
             self._kept += 1
             store.delete(f"{self._feed}/{self._kept}")
