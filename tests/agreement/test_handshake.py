@@ -474,6 +474,21 @@ def test_if_all_refuse_the_same_state_none_has_failed(job: Job) -> None:
     assert job.run(range(2), agree) == [None, None]
 
 
+@pytest.mark.parametrize("slow", [0, 1])
+def test_hosts_that_all_refuse_a_state_and_then_take_another_wait_for_each_other(slow: int, job: Job) -> None:
+    hosts = make(2)
+    for host, one in enumerate(hosts):
+        job.on(host, lambda one=one: one.fail(ValueError("another seed"), refused=True))
+
+    def take_another(host: int) -> None:
+        if host == slow:
+            time.sleep(1.0)  # to open its data at the other state, longer than the grace period
+        hosts[host].withdraw()
+        hosts[host].agree(SEED, 30)
+
+    assert job.run(range(2), take_another) == [None, None]
+
+
 def test_a_failure_is_reported_at_the_deadline_even_if_no_host_is_ready(job: Job) -> None:
     hosts = make(2)
     job.on(1, hosts[1].fail, OSError("no disk"))

@@ -80,6 +80,7 @@ class Handshake:
         self.in_force = False
         self._begun: int | None = None  # round of this generation, from its begin to its result
         self._refused = self._refused_before = False  # a state, for the next round and for this one
+        self._published = False  # a failure in the next round, which this host may take back
         self._left = False
         self._job = jax_internals.coordination_client()
         self._kept = 0  # rounds before it have been deleted, on the reducer
@@ -92,9 +93,10 @@ class Handshake:
     def begin(self) -> None:
         """Begins the round of this generation, once. Call it on the thread that also ends generations."""
         if self._begun is None and not self.in_force:
-            # One statement without calls: signals arrive only at calls, so an interrupt cannot split the update.
+            # No call in between: signals arrive only at calls, so an interrupt cannot split the update.
             number = self.round
-            self._begun, self.round, self._refused_before, self._refused = number, number + 1, self._refused, False
+            self._begun, self.round, self._refused_before = number, number + 1, self._refused
+            self._refused = self._published = False
 
     def fail(self, error: BaseException, *, refused: bool = False, for_good: bool = False) -> None:
         """Publishes that this host cannot take part in this generation's round.
@@ -118,7 +120,7 @@ class Handshake:
             except Exception as unpublished:  # must not mask ``error``, which the caller raises
                 _log.warning("cannot report this host's failure to the other hosts: %s", unpublished)
         if refused:
-            self._refused = True
+            self._refused = self._published = True
         elif self._begun is not None:
             self._begun = None
         else:
@@ -160,7 +162,7 @@ class Handshake:
             self._reduction(store).publish({"failure": failure})
         except Exception as error:  # the meeting that follows needs the store too, and raises
             _log.debug("cannot tell the other hosts that this one %s: %s", notice, error)
-        self._refused = True
+        self._published = True
 
     def _round(self, number: int) -> str:
         """The prefix of the keys of a round."""
@@ -174,12 +176,12 @@ class Handshake:
     def withdraw(self) -> None:
         """Starts a new generation of the feed and retracts what a refused state, or a host that stepped aside, published."""
         self.in_force = False
-        store = self._store() if self._refused else None
+        store = self._store() if self._published else None
         if store is not None:
             self._reduction(store).retract()
             for prefix in self._next_prefixes:
                 store.delete(aside_key(prefix))
-        self._refused = False
+        self._published = False
 
     def leave(self, notice: str | None = None, *, awaited: bool = False) -> None:
         """Marks this host as done with the feed; it no longer reads or writes the feed's keys.
@@ -190,7 +192,7 @@ class Handshake:
         """
         store = self._store()
         # A refused state says more.
-        if notice is not None and not self._refused:
+        if notice is not None and not self._published:
             # In force, the windows tell hosts that are in this generation, but not those that have begun another.
             self._publish_notice(notice, in_round=awaited or not self.in_force, for_good=True)
         self._left = True
