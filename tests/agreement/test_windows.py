@@ -466,16 +466,59 @@ def test_a_host_that_no_longer_drops_records_is_a_stall() -> None:
 
 
 def pipeline(
-    store: Any, host: int, hosts: int, prefetch: int = 2, window_reports: WindowReports | None = None
+    store: Any, host: int, hosts: int, prefetch: int = 2, window_reports: WindowReports | None = None, **options: Any
 ) -> Pipeline:
     window_reports = window_reports or new_window_reports()
-    held_back = make_agreement(store, host, hosts, reduce=window_reports.reduce)
+    held_back = make_agreement(store, host, hosts, reduce=window_reports.reduce, **options)
     return numbers_pipeline(held_back, window_reports, host=host, prefetch=prefetch)
 
 
 def take(one: Pipeline, steps: int) -> None:
     for _ in range(steps):
         one.pop(one.peek())
+
+
+@pytest.mark.parametrize("slow", [0, 1])
+def test_a_window_of_slow_reads_may_last_longer_than_the_timeout_of_one(
+    slow: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(coordination, "process_index", lambda: slow)  # which alone publishes something as its own
+    store = CountingStore()
+    pipelines = [pipeline(store, host, 2, timeout_seconds=1) for host in range(2)]
+    read = pipelines[slow]._reader.next
+
+    def wait_and_read() -> Any:
+        time.sleep(0.2)
+        return read()
+
+    monkeypatch.setattr(pipelines[slow]._reader, "next", wait_and_read)
+    try:
+        for _ in range(24):  # two windows of 8 steps, each of which takes 1.6 s
+            for one in pipelines:
+                take(one, 1)
+    finally:
+        for one in pipelines:
+            one.close()
+    assert not [key for key in store.keys if "resuming" in key]
+
+
+def test_what_is_read_ahead_may_wait_for_hosts_that_have_less_of_it() -> None:
+    """Longer than the timeout, such as while all evaluate; a host that is asked for a batch waits that long and no longer."""
+    store = CountingStore()
+    short, long = (pipeline(store, host, 2, prefetch, timeout_seconds=0.5) for host, prefetch in enumerate((2, 30)))
+    try:
+        for steps in (3, 40):
+            for _ in range(steps):
+                take(short, 1)
+                take(long, 1)
+            time.sleep(1.5)
+        before = time.monotonic()
+        with pytest.raises(StalledError, match="host 0 has not read it yet"):
+            take(long, 40)
+        assert time.monotonic() - before > 0.5
+    finally:
+        for one in (short, long):
+            one.close()
 
 
 def test_a_report_that_cannot_be_made_is_told_to_the_other_hosts(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 import time
 from collections.abc import Sequence
 
@@ -108,6 +109,8 @@ class Follower:
         self.read_ahead = 2 * _STEPS + 1
         self.peer_wait_seconds = 0.0
         self.patient_until = 0.0
+        self.read_step = first_step
+        self.asked_at = -math.inf
 
     def publish(self, report: WindowReport) -> None:
         """Publishes nothing."""
@@ -127,7 +130,7 @@ class Follower:
                 since = time.monotonic()
                 continue
             waited = time.monotonic() - since
-            if waited >= self._timeout_seconds:
+            if waited >= self._timeout_seconds <= time.monotonic() - self.asked_at:
                 raise self._stalled(step, waited)
             if waited >= ASIDE_SECONDS:
                 if (aside := find_aside(self._store, self._generation)) is not None:

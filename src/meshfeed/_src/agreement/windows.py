@@ -219,6 +219,10 @@ class WindowAgreement:
         self.patient_until = 0.0
         """Time in seconds of ``time.monotonic()`` until which the current wait may last, past ``timeout_seconds``, because
         a straggler drops records and makes progress. Never decreases."""
+        self.read_step = first_step
+        """The step that this host's reader reads. A window of slow reads may last longer than the timeout of one."""
+        self.asked_at = -math.inf
+        """Since when the caller waits for a batch, in seconds of ``time.monotonic()``; inf while there is only read-ahead."""
         self._closed = False
         self._lock = threading.Lock()
         self._publishing = threading.Lock()
@@ -306,7 +310,8 @@ class WindowAgreement:
         self._start_reducer()
         start = time.monotonic()
         report = ProgressReport(self._keys.store, self._timeout_seconds)
-        reminder = Reminder(late_seconds(self._timeout_seconds))
+        first_read, late = self.read_step, late_seconds(self._timeout_seconds)
+        reminder = Reminder(late)
 
         def tick(waited: float) -> None:
             if self._closed:
@@ -315,10 +320,11 @@ class WindowAgreement:
                 raise _AlreadySeen
             if waited >= ASIDE_SECONDS and (aside := find_aside(self._keys.store, self._keys.prefix)) is not None:
                 raise Stop(step, (aside,)).exception()
+            waited = time.monotonic() - start  # a renewed wait begins at 0
             own = self._published <= number
             if own:
-                report.update()
-            waited = time.monotonic() - start  # a renewed wait begins at 0
+                slow = waited >= late and self.read_step > first_read
+                report.update(f"reading step {self.read_step}" if slow else "")
             if reminder.due(waited):
                 if own:
                     self.publish_doing()
@@ -365,9 +371,10 @@ class WindowAgreement:
             found, stragglers = reduction.wait_or_find_stragglers(patience.deadline, tick)
             if found is not None:
                 return Announcement.from_json(found["result"]), stragglers
-            if not stragglers.total or not patience.renew(stragglers.hosts):
+            if stragglers.total and patience.renew(stragglers.hosts):
+                self.patient_until = max(self.patient_until, patience.deadline)
+            elif not patience.last_until(self.asked_at + self._timeout_seconds):
                 return None, stragglers
-            self.patient_until = max(self.patient_until, patience.deadline)
 
     def _record(self, step: int, waited: float, who: str, stacks: str) -> None:
         if self._on_stall is not None:

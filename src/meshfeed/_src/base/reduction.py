@@ -456,6 +456,14 @@ class Patience:
             self.deadline = time.monotonic() + self._seconds
         return moved
 
+    def last_until(self, deadline: float) -> bool:
+        """Moves a deadline that is over to a later one, unless a straggler's program has ended; returns whether it did."""
+        now = time.monotonic()
+        lasts = not self._ended and self.deadline <= now < deadline
+        if lasts:
+            self.deadline = min(deadline, now + self._seconds)
+        return lasts
+
     def notes(self) -> tuple[str, str]:
         """Returns what the stragglers were doing, in brackets, for messages, and their stacks; empty if unknown."""
         opening = {host: self._store.try_get(_opening_key(host)) or "" for host in self._late}
@@ -478,9 +486,9 @@ class ProgressReport:
         self._published, self._next = "", 0.0
         self._told = False
 
-    def update(self) -> None:
-        """Publishes the progress if it has changed, at most every few seconds."""
-        text, now = str(PROGRESS), time.monotonic()
+    def update(self, what: str = "") -> None:
+        """Publishes the progress if it has changed, at most every few seconds; ``what`` if no records are dropped."""
+        text, now = str(PROGRESS) or what, time.monotonic()
         if self._store is not None and text not in ("", self._published) and now >= self._next:
             self._published, self._next = text, now + self._pause
             self._store.set(_resuming_key(coordination.process_index()), text, overwrite=True)

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import dataclasses
 import logging
+import math
 import os
 import time
 from collections.abc import Callable, Mapping
@@ -157,6 +158,8 @@ class Pipeline:
             self._host_stage = ReadAhead(self._read, depth=depth, name=f"meshfeed-reader-{name}")
         if prefetch.depth:
             self._device_stage = ReadAhead(self._produce_ahead, depth=prefetch, name=f"meshfeed-prefetch-{name}")
+            if agreement is not None:
+                agreement.asked_at = math.inf
 
     def _read(self) -> HostBatch:
         agreement = self._agreement
@@ -181,6 +184,7 @@ class Pipeline:
                 self._window_reports.check_alone(batch)
         else:
             self._window.append(batch)
+            agreement.read_step = self._read_step
             if self._read_step == agreement.window_end:
                 self._publish(final=self._reader.final())
         return batch
@@ -311,8 +315,15 @@ class Pipeline:
         if stage is not None:
             if stage.ready:
                 return stage.peek()
-            with jax.profiler.TraceAnnotation("meshfeed.wait"):
-                return stage.peek(self._late_tick)
+            agreement = self._agreement
+            if agreement is not None:
+                agreement.asked_at = time.monotonic()
+            try:
+                with jax.profiler.TraceAnnotation("meshfeed.wait"):
+                    return stage.peek(self._late_tick)
+            finally:
+                if agreement is not None:
+                    agreement.asked_at = math.inf
         return self._produce()
 
     def _late_tick(self, waited: float) -> None:
