@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -65,6 +66,27 @@ def test_a_host_that_leaves_while_another_saves(run: Callable[[list[Callable[[],
             f"{doing}: hosts do different things at the same time (host 0: saving a step; host 1: leaving its "
             "Checkpointer). All hosts must call save, restore and close"
         )
+
+
+@pytest.mark.parametrize("kind", ["leaving its Checkpointer", "saving a step"])
+@pytest.mark.parametrize("leaver", [0, 1])
+def test_a_host_that_leaves_by_an_exception_tells_those_that_come_later(leaver: int, kind: str, run: Any) -> None:
+    def leave() -> object:
+        with Agreement("saving the last step", 0.05, kind="leaving its Checkpointer") as brief:
+            brief.partial = True
+            return brief.collect("it raised")
+
+    def come() -> object:
+        time.sleep(0.5)
+        return Agreement("doing what all do", 20, kind=kind).collect(None)
+
+    found = run([leave, come] if leaver == 0 else [come, leave])[1 - leaver]
+    if kind.startswith("leaving"):
+        assert found[leaver] == "it raised"
+    else:
+        assert isinstance(found, agreement.CheckpointError)
+        for host, does in ((leaver, "leaving its Checkpointer"), (1 - leaver, kind)):
+            assert f"host {host}: {does}" in str(found)
 
 
 def test_hosts_may_see_the_folder_under_different_paths(

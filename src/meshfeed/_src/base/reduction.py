@@ -343,6 +343,9 @@ class Rounds:
     hint = ""
     """A clause in brackets for the error message."""
 
+    partial = False
+    """Whether a round ends at the deadline with the values that have come, for hosts that come later, too."""
+
     def __init__(self, scope: str, participants: Sequence[int], *, timeout_seconds: float, doing: str) -> None:
         self.participants = participants
         self.doing = doing
@@ -382,7 +385,7 @@ class Rounds:
 
         def attempt(deadline: float) -> dict[str, JsonValue] | None:
             values = reduction.collect(deadline, tick=tick)
-            if len(values) < len(self.participants):
+            if len(values) < len(self.participants) and not self.partial:
                 return None
             announcement = reduction.announce(reduce(values))
             if number:  # every host has arrived in this round, so it has the result of the last one

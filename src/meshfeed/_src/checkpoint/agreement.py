@@ -68,10 +68,12 @@ class Agreement(Rounds):
         def reduce_alike(values: dict[int, JsonValue]) -> JsonValue:
             differences = format_differences({host: kind for host, (kind, _) in values.items()})
             if differences is not None:
-                return [differences, None]
-            return [None, reduce({host: one for host, (_, one) in values.items()})]
+                return [differences, None, self._kind]
+            return [None, reduce({host: one for host, (_, one) in values.items()}), self._kind]
 
-        differences, result = super().reduce([self._kind, value], reduce_alike)
+        differences, result, kind = super().reduce([self._kind, value], reduce_alike)
+        if differences is None and kind != self._kind:  # this host has come to a partial round, after its end
+            differences = f"host {min(self.participants)}: {kind}; host {process_index()}: {self._kind}"
         if differences is not None:
             raise CheckpointError(
                 f"{self.doing}: hosts do different things at the same time ({differences}). All hosts must call save, "

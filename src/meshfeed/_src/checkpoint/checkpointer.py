@@ -692,6 +692,7 @@ class Checkpointer(NotCopied):
         if last is not None and process_count() > 1:
             try:
                 with self._leaving(_GOODBYE_SECONDS) as agreement:
+                    agreement.partial = True  # or the reducer would tell hosts that come later that they are too late
                     agreement.collect(reason)
             except MeshfeedError:
                 pass  # the others failed too, or they wait in a collective that this host has left
