@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import logging
 import sys
+import threading
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -19,7 +21,8 @@ from hypothesis import strategies as st
 
 from meshfeed._src.agreement import heartbeat
 from meshfeed._src.agreement.heartbeat import Member, Pulse, SilenceLog, interval_seconds
-from meshfeed._src.base import jax_internals
+from meshfeed._src.base import coordination, jax_internals
+from meshfeed._src.feed.membership import Membership
 
 
 class Cluster:
@@ -174,6 +177,36 @@ def test_feeds_of_a_process_share_one_thread_that_ends_with_the_last(monkeypatch
     _wait(lambda: store.keys)
     again.leave()
     assert store.keys == []
+
+
+def test_a_feed_that_is_collected_while_another_joins_hangs_neither(monkeypatch: pytest.MonkeyPatch) -> None:
+    store = CountingStore()
+    _stub(monkeypatch, store)
+    monkeypatch.setattr(coordination, "_BRIEFLY_SECONDS", 0.2)
+    job = heartbeat._job
+
+    class Feed:
+        itself: Any  # only the garbage collector frees it
+
+    def make_and_drop() -> None:
+        feed = feed.itself = Feed()
+        Membership("feed/dropped", [0, 1]).join(feed)
+
+    def collect(store: Any) -> object:
+        gc.collect()
+        return job(store)
+
+    gc.collect()
+    make_and_drop()
+    monkeypatch.setattr(heartbeat, "_job", collect)
+    made: list[Member] = []
+    joins = threading.Thread(target=lambda: made.append(Member([0, 1])), daemon=True)
+    joins.start()
+    joins.join(20)
+    assert made
+    _wait(lambda: heartbeat._hearts[0].members == made)
+    made[0].leave()
+    assert not [key for key in store.keys if "alive" in key or "watch" in key]
 
 
 @pytest.mark.parametrize(

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 
 from meshfeed._src.agreement import heartbeat
 from meshfeed._src.agreement.handshake import Handshake
+from meshfeed._src.base.coordination import call_briefly
 from meshfeed._src.base.fork import finalize
 
 
@@ -32,7 +34,9 @@ class Membership:
         # Runs after the pipeline's finalizer, which is registered later.
         finalize(feed, self.handshake.leave, "dropped its feed")
         self._heartbeat = heartbeat.Member(self.participants)
-        finalize(feed, self._heartbeat.leave)
+        # On a thread of its own: a feed may be collected while this one adds or removes another, and holds the lock for that.
+        leave = functools.partial(call_briefly, self._heartbeat.leave, name="meshfeed-leave-heartbeat", at_exit=True)
+        finalize(feed, leave)
 
     def on_beat(self, call: Callable[[], object]) -> None:
         """Sets what is called with each heartbeat; must not refer to the feed."""
