@@ -15,6 +15,7 @@ import jax
 import numpy as np
 from feed_jobs import data, mesh_of
 from jax.experimental import multihost_utils
+from jax.extend.backend import clear_backends
 
 import meshfeed
 from meshfeed._src.base import coordination, jax_internals
@@ -206,3 +207,23 @@ def without_a_store(directory: str) -> list[str]:
     finally:
         jax_internals.coordination_client = real
     return said
+
+
+def resized(port: int) -> list[list[int]]:
+    """Ids that a feed delivers here in the next job of the same processes, in which a feed of the job before is dropped."""
+    host, hosts = jax.process_index(), jax.process_count()
+    dropped, closed = make_feed(), make_feed()
+    next(dropped)
+    next(closed)
+    jax.distributed.shutdown()
+    clear_backends()
+    closed.close()  # which must not ask JAX for anything, or it begins no other job
+    address = f"127.0.0.1:{port}"
+    jax.distributed.initialize(address, hosts, host, coordinator_bind_address=None if host else address)
+    jax.devices()
+    if host:
+        time.sleep(2)  # the other one waits for this one already
+    with make_feed(timeout_seconds=10) as feed:
+        del dropped
+        batches = [next(feed)["id"] for _ in range(3)]
+    return [np.concatenate([np.asarray(shard.data) for shard in ids.addressable_shards]).tolist() for ids in batches]

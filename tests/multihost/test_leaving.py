@@ -12,7 +12,8 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 import leaving_jobs
 
-from meshfeed.testing import HostPool
+from meshfeed._src.testing.hosts import free_port
+from meshfeed.testing import HostPool, run_hosts
 
 
 @pytest.fixture(scope="module")
@@ -38,3 +39,9 @@ def test_a_forked_child_neither_speaks_for_its_parent_nor_hangs(pool: Any, how: 
     results = [result.value for result in pool.run(leaving_jobs.forks, how, host)]
     assert results[host] == {"child": "ended", "step": 101}
     assert results[1 - host] == {"child": None, "step": 101}
+
+
+def test_a_feed_of_the_job_before_does_not_disturb_the_next_one() -> None:
+    results = run_hosts(leaving_jobs.resized, free_port(), num_hosts=2, devices_per_host=2)
+    for host, result in enumerate(results):
+        assert result.value == [[*range(first, first + 4)] for first in range(4 * host, 24, 8)]
