@@ -79,6 +79,16 @@ def test_a_server_that_never_answers_is_an_error(store: Store, tmp_path: pathlib
         read(cache, url)
 
 
+def test_a_slow_link_gets_smaller_blocks(store: Store, tmp_path: pathlib.Path) -> None:
+    """Attempts at a block that does not arrive within the time limit would all end alike."""
+    cache = make_cache(tmp_path, read_timeout_seconds=0.5)
+    assert read(cache, store.put("y", os.urandom(3 * PART))) == store.files["y"]  # it serves ranges
+    cache._downloads._block_bytes = 4 * PART
+    store.answered = lambda name, first: time.sleep(0.2 * store.requests[-1][2] / PART)
+    content = os.urandom(7 * PART + 1000)
+    assert read(cache, store.put("x", content)) == content
+
+
 def test_a_server_that_falls_silent_before_its_first_range_is_an_error(
     store: Store, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -144,10 +144,23 @@ class Downloads:
 
     def _fetch(self, download: Download, start: int, stop: int) -> None:
         whole, fetched = False, False
+        arrived, size = start, stop - start
+
+        def copy() -> bool:
+            nonlocal arrived, size
+            while True:
+                end = min(arrived + size, stop)
+                try:
+                    has_all = self._copy(download, arrived, end)
+                except TimeoutError:  # of a slow link, each attempt at as many bytes would end before they are there
+                    size = max(_MIN_BLOCK_BYTES, (end - arrived) // 2)
+                    raise
+                arrived = end
+                if has_all or arrived == stop:
+                    return has_all
+
         try:
-            whole = call_with_retry(
-                lambda: self._copy(download, start, stop), self._retry, doing=f"fetching {download.url}"
-            )
+            whole = call_with_retry(copy, self._retry, doing=f"fetching {download.url}", progress=lambda: arrived)
             fetched = True
         except Exception as error:
             download.error = download.error or error
