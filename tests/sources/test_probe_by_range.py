@@ -133,10 +133,12 @@ def test_a_feed_fetches_each_shard_once(store: Store, tmp_path: pathlib.Path, mo
     names = [write_tokens(tmp_path / "data", part) for part in range(SHARDS)]
     urls = [store.put(name, (tmp_path / "data" / name).read_bytes()) for name in names]
     whole = len(store.files[names[0]])
-    source = Tokens(urls, 128, dtype=np.uint16, cache=meshfeed.ShardCache(tmp_path / "cache", max_bytes=2 * whole))
+    cache = meshfeed.ShardCache(tmp_path / "cache", max_bytes=2 * whole)
+    source = Tokens(urls, 128, dtype=np.uint16, cache=cache)
     mesh = jax.make_mesh((1,), ("data",), axis_types=(AxisType.Auto,))
     with meshfeed.Feed(source, mesh, global_batch_size=8, shuffle=False, prefetch=1) as feed:
         for _ in feed:
             pass
-    fetched = [name for name, _, sent in store.requests if sent == whole]
-    assert sorted(fetched) == sorted(names)
+    assert cache.stats().fetched == SHARDS
+    # Not the number of whole requests: after one that took more than half a second, blocks are smaller than a shard.
+    assert sum(sent for _, _, sent in store.requests) < (SHARDS + 0.5) * whole
