@@ -215,3 +215,23 @@ def test_the_default_batch_leaves_batches_in_an_epoch(tmp_path: pathlib.Path) ->
     small = simulate(manifest(tmp_path, records=4), shuffle=True, **SETTINGS)
     large = simulate(manifest(tmp_path, records=1024), shuffle="shards", **SETTINGS)
     assert (small.settings["global_batch_size"], large.settings["global_batch_size"]) == (4, 256)
+
+
+@dataclasses.dataclass(frozen=True)
+class CachedFile:
+    number: int
+    num_bytes: int = 1000
+
+
+class CachedRecords(FileRecords):
+    def cached_files(self, record_ids: np.ndarray) -> list[CachedFile]:
+        return [CachedFile(int(number)) for number in np.unique(np.searchsorted(self.ends, record_ids, side="right"))]
+
+
+def test_the_data_set_of_a_source_has_the_files_that_only_hosts_read_which_are_not_simulated() -> None:
+    source = CachedRecords([f"{n}" for n in range(1024)], np.full(1024, 1000), np.full(1024, 4))
+    settings = {**SETTINGS, "hosts": 32, "global_batch_size": 32, "num_lanes": 32, "shuffle": "shards", "num_epochs": 1}
+    for whole in (source, meshfeed.sources.Subset(source, slice(None))):
+        found = simulate(whole, **settings)
+        assert (found.settings["files"], found.total_bytes) == (1024, 1024 * 1000)
+        assert found.orders[0].bytes_per_epoch == [pytest.approx(1024 * 1000, rel=0.2)]

@@ -12,9 +12,10 @@ import numpy as np
 from meshfeed._src.base import hooks
 from meshfeed._src.base.errors import SettingsError, SourceError
 from meshfeed._src.base.types import JsonValue, RecordIds, RecordOrder
-from meshfeed._src.order.mixture import split_ids
+from meshfeed._src.order.mixture import join_ids, split_ids
 from meshfeed._src.sources.files.manifest import DataManifest, read_manifest
 from meshfeed._src.sources.mixture.mixture import Mixture
+from meshfeed._src.sources.mixture.random_access import RandomMixture
 from meshfeed._src.sources.recognize import as_source
 
 _IDS_AT_ONCE = 1 << 20
@@ -131,13 +132,26 @@ class SimulatedData:
                 "with cache=meshfeed.ShardCache(…).",
                 setting="source",
             )
-        known: dict[hooks.CachedFile, int] = {}
+        # Of all files: those that only other hosts need, or later batches, belong to the data set too.
+        known = {file: number for number, file in enumerate(dict.fromkeys(files.cached_files(_firsts(source)) or ()))}
 
         def numbers(ids: RecordIds) -> list[RecordIds]:
             found = [files.cached_files(batch) or () for batch in np.ascontiguousarray(ids.T)]
             return [np.array([known.setdefault(file, len(known)) for file in batch], np.int64) for batch in found]
 
         return cls(source, numbers, lambda: [file.num_bytes for file in known], type(source).__name__)
+
+
+def _firsts(source: Any) -> RecordIds:
+    """Returns the first record of each file, int64[n]; none of sources that do not list their files."""
+    if isinstance(source, RandomMixture):
+        parts = enumerate(map(_firsts, source.components.sources.values()))
+        return np.concatenate([join_ids(number, firsts) for number, firsts in parts])
+    sharded = hooks.find(source, hooks.Sharded)
+    if sharded is None or hooks.find(source, hooks.NumbersRecords) is not None:
+        return np.empty(0, np.int64)
+    lengths = sharded.shard_lengths()
+    return (np.cumsum(lengths) - lengths)[lengths > 0]
 
 
 def _distinct(numbers: RecordIds) -> list[RecordIds]:

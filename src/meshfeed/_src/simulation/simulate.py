@@ -298,7 +298,7 @@ def simulate_data(
     setup = Setup(
         rows=rows,
         batch_size=batch_size,
-        cache=Cache(max_bytes, 0 if ahead == 0 else parse_bytes("ahead_bytes", ahead)),
+        cache=Cache(max_bytes, 0 if ahead in (0, "0") else parse_bytes("ahead_bytes", ahead)),
         store=Store(
             parse_rate("bandwidth", bandwidth),
             math.inf if shared_bandwidth is None else parse_rate("shared_bandwidth", shared_bandwidth),
@@ -309,7 +309,7 @@ def simulate_data(
         num_epochs=_count("num_epochs", num_epochs),
         seed=seed,
         num_lanes=num_lanes,
-        prefetch=prefetch,
+        prefetch=2 if prefetch == "auto" else prefetch,  # with which a feed begins
         prices=(_number("price_per_1000_requests", price_per_1000_requests), _number("price_per_gb", price_per_gb)),
     )
     return compare(dataset, candidates(dataset) if shuffle is None else [shuffle], setup)
