@@ -5,6 +5,7 @@ import fcntl
 import gc
 import gzip
 import hashlib
+import itertools
 import math
 import os
 import pathlib
@@ -32,6 +33,7 @@ from meshfeed._src.base.retry import call_with_retry
 from meshfeed._src.base.settings import Retry
 from meshfeed._src.sources.files import download, locks, shard_cache
 from meshfeed._src.sources.files.download import Download
+from meshfeed._src.sources.files.paths import StoredFile
 from meshfeed._src.sources.files.shard_cache import RemoteFile, ShardCache
 from meshfeed._src.sources.manifest import make_manifest
 
@@ -924,3 +926,28 @@ def test_an_unpacked_part_is_not_taken_for_that_of_a_dead_process(
         assert copy.read_bytes() == b"hello"
     scans[0].join()
     memory.rm("/unpacked", recursive=True)
+
+
+def test_a_cache_is_renewed_and_pickled_while_another_feed_looks_up_files(
+    tmp_path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As when a source for evaluation is made, or a feed with workers, while a feed trains over the same cache."""
+    cache, ended = ShardCache(tmp_path), threading.Event()
+    monkeypatch.setattr(shard_cache, "look_up", lambda url, *_: StoredFile(1, url))
+
+    def look_up_files() -> None:
+        for number in itertools.count():
+            if ended.wait(1e-4):
+                return
+            cache.identify(f"memory://data/{number}")
+
+    thread = threading.Thread(target=look_up_files)
+    thread.start()
+    try:
+        for _ in range(20):
+            time.sleep(0.05)
+            cache.renew(["memory://data/0"], {})
+            assert pickle.loads(pickle.dumps(cache)).directory == tmp_path
+    finally:
+        ended.set()
+        thread.join()

@@ -357,7 +357,9 @@ class ShardCache:
         self._downloads = Downloads(self._retry, self._read_timeout_seconds)
 
     def __getstate__(self) -> dict[str, Any]:
-        return {name: value for name, value in self.__dict__.items() if name not in self._of_process}
+        # Copies: other feeds may look up files while this is pickled.
+        kept = [(name, value) for name, value in self.__dict__.items() if name not in self._of_process]
+        return {name: value.copy() if isinstance(value, dict) else value for name, value in kept}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
@@ -448,7 +450,7 @@ class ShardCache:
             )
         before, files = self.listed, set(urls)
         self.listed = {url: checksum for url, checksum in before.items() if url not in files} | listed
-        self._found = {url: found for url, found in self._found.items() if url not in files}
+        self._found = {url: found for url, found in self._found.copy().items() if url not in files}
         for (url, compression), entry in list(self._entries.items()):
             if url in files:
                 self._entries.pop((url, compression), None)
@@ -509,9 +511,10 @@ class ShardCache:
     def _is_intact(self, entry: _Entry) -> bool:
         """Compares a copy that this process did not fetch with its digest, once."""
         name = entry.path.name
-        if name not in self._known:
-            self._known[name] = not self._verify or _matches_digest(entry)
-        return self._known[name]
+        is_intact = self._known.get(name)
+        if is_intact is None:
+            is_intact = self._known[name] = not self._verify or _matches_digest(entry)
+        return is_intact
 
     def _drop_damaged(self, entry: _Entry) -> None:
         """Removes a copy that the disk has damaged."""
@@ -533,9 +536,10 @@ class ShardCache:
         """Returns the path and checksum of a file's copy; looks up the size and version once, and keeps them."""
         entry = self._entries.get((url, compression))
         if entry is None:
-            if url not in self._found:
-                self._found[url] = look_up(url, "ShardCache", self._retry)
-            size, version, stored_checksum = self._found[url]
+            found = self._found.get(url)  # once: other threads may renew it
+            if found is None:
+                found = self._found[url] = look_up(url, "ShardCache", self._retry)
+            size, version, stored_checksum = found
             name = without_query(url).rstrip("/").rsplit("/", 1)[-1]
             # Another signature is the same file. Without a version, the query may be what distinguishes two.
             unsigned = without_signature(url) if version else url
