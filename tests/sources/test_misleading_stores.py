@@ -17,6 +17,7 @@ from token_files import write_megatron
 
 import meshfeed
 from meshfeed import ShardCache
+from meshfeed._src.base.settings import Retry
 from meshfeed._src.sources.files import paths
 from meshfeed._src.sources.manifest import make_manifest
 from meshfeed.sources import Tokens
@@ -257,3 +258,14 @@ def test_the_pause_that_a_busy_server_requests_is_kept(looking_up: bool) -> None
     with pytest.raises(OSError, match="429") as caught, paths.remote_errors("http://store/x", "Tokens"):
         raise error
     assert caught.value.retry_after_seconds == 7  # type: ignore[attr-defined]
+
+
+def test_errors_of_a_cache_leave_signatures_out(store: Store, tmp_path: pathlib.Path) -> None:
+    cache = ShardCache(tmp_path, checksums={"a.bin": "md5:00"}, retry=Retry(attempts=1))
+    with pytest.raises(meshfeed.CorruptDataError, match=r"a\.bin\?…: fetched 2,000 bytes with md5"):
+        first_tokens(tokens(store.put(f"a.bin?{SIGNED}", FIRST), cache=cache))
+    source = tokens(store.put(f"b.bin?{SIGNED}", FIRST), cache=cache)
+    store.put(f"b.bin?{SIGNED}", SECOND)
+    cache.renew([store.url(f"b.bin?{SIGNED}")], {})
+    with pytest.raises(meshfeed.SourceError, match=r"b\.bin\?… has changed since the source was made"):
+        first_tokens(source)

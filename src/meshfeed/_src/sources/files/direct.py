@@ -433,7 +433,8 @@ async def _gather(files: Any, paths: Sequence[str], ranges: Sequence[ByteRange])
 
 
 def _late(one: ByteRange, why: str) -> TimeoutError:
-    return TimeoutError(f"{one.file.source}: {one.file.url}: bytes {one.start:,} to {one.stop:,} did not arrive: {why}")
+    what = f"bytes {one.start:,} to {one.stop:,} did not arrive: {why}"
+    return TimeoutError(f"{one.file.source}: {without_signatures(one.file.url)}: {what}")
 
 
 async def _prepare_s3(files: Any, paths: Sequence[str]) -> None:

@@ -159,7 +159,8 @@ def _check_unchanged(shard: Shard, path: str, status: os.stat_result, version: s
 
 def changed(shard: Shard, path: str) -> SourceError:
     """Returns the error for a file that is no longer the one that the source was created with."""
-    return file_paths.changed(f"the {shard.source} file {shard.path}", shard.describe_change(path), shard.manifest)
+    what = f"the {shard.source} file {without_signatures(shard.path)}"
+    return file_paths.changed(what, shard.describe_change(path), shard.manifest)
 
 
 def check_cache(cache: object, *, source: str) -> None:

@@ -93,6 +93,11 @@ class _Entry:
     copy_bytes: int | None = None  # size of the copy, if known: differs from num_bytes if it is decompressed
 
     @property
+    def shown(self) -> str:
+        """The URL in messages."""
+        return without_signatures(self.url)
+
+    @property
     def room_bytes(self) -> int:
         """Space that is reserved for a fetch; an estimate if the size of the copy is not known."""
         if self.compression is None:
@@ -522,7 +527,7 @@ class ShardCache:
             return
         _log.warning(
             "the copy %s of %s is damaged, or not known to have the file's checksum; fetching it again",
-            *(entry.path, without_signatures(entry.url)),
+            *(entry.path, entry.shown),
         )
         self._remove(entry.path)
         self._known.pop(entry.path.name, None)
@@ -581,7 +586,7 @@ class ShardCache:
                 elif time.monotonic() - waited_from > self._stall_seconds:
                     _log.warning(
                         "%s has fetched %d bytes of %s and nothing for %.0f s; fetching it here as well",
-                        holder_of(entry.lock), arrived[1], entry.url, self._stall_seconds,
+                        holder_of(entry.lock), arrived[1], entry.shown, self._stall_seconds,
                     )  # fmt: skip
                     break
                 time.sleep(next(pauses))
@@ -621,8 +626,9 @@ class ShardCache:
     def emptied(self, url: str) -> OSError:
         """Returns the error for a file of the folder that nobody of this cache has removed. It is worth another attempt."""
         return OSError(
-            f"ShardCache: the copy of {url} was removed from {self.directory} by something else than this cache, such as a "
-            "program that empties temporary folders. Exclude the folder from it, or use another directory="
+            f"ShardCache: the copy of {without_signatures(url)} was removed from {self.directory} by something else than "
+            "this cache, such as a program that empties temporary folders. Exclude the folder from it, or use "
+            "another directory="
         )
 
     def _arrived(self, key: str) -> tuple[int, int]:
@@ -661,7 +667,7 @@ class ShardCache:
                     with self._room():  # or a concurrent scan of the folder removes it before it is locked
                         unpacked = self._new_part(entry, 0)
                     stored, part = part, stack.enter_context(_owned(unpacked))
-                    decompress(entry.compression, str(stored), str(part), entry.copy_bytes, what=entry.url)
+                    decompress(entry.compression, str(stored), str(part), entry.copy_bytes, what=entry.shown)
                     self._make_room_for_unpacked(entry, part, next_use)
             except OSError as error:
                 if error.errno not in (errno.ENOSPC, errno.EDQUOT):
@@ -679,8 +685,8 @@ class ShardCache:
         held = self.num_bytes()
         others = max(disk.used - held, 0)  # files under way count with their final size, also what is not written yet
         return (
-            f"ShardCache: the disk of {self.directory} was full before {entry.url} ({entry.num_bytes:,} bytes) was fetched. "
-            f"It has {disk.total:,} bytes: {held:,} are this cache's, {others:,} belong to other files, and "
+            f"ShardCache: the disk of {self.directory} was full before {entry.shown} ({entry.num_bytes:,} bytes) was "
+            f"fetched. It has {disk.total:,} bytes: {held:,} are this cache's, {others:,} belong to other files, and "
             f"{disk.free:,} are free. Free space there, or {'lower' if self.max_bytes else 'set'} max_bytes= so that the "
             "cache removes files itself"
         )
@@ -705,7 +711,7 @@ class ShardCache:
                 waited_from, seen = time.monotonic(), arrived
             elif time.monotonic() - waited_from > self._stall_seconds:
                 raise SourceError(
-                    f"ShardCache: no room for {entry.url} ({entry.num_bytes:,} bytes) within {self._stall_seconds:.0f} "
+                    f"ShardCache: no room for {entry.shown} ({entry.num_bytes:,} bytes) within {self._stall_seconds:.0f} "
                     f"s: other fetches under way leave {missing:,} bytes too few of max_bytes={self.max_bytes:,}. "
                     "Raise max_bytes above the size of the files that all processes of this host fetch at once."
                 )
@@ -714,7 +720,7 @@ class ShardCache:
     def _too_large(self, entry: _Entry, num_bytes: int) -> SourceError:
         what = f"has {num_bytes:,} bytes{' unpacked' if entry.compression else ''}"
         return SourceError(
-            f"ShardCache: {without_signatures(entry.url)} {what} and max_bytes={self.max_bytes:,} holds no file of that "
+            f"ShardCache: {entry.shown} {what} and max_bytes={self.max_bytes:,} holds no file of that "
             "size. Raise max_bytes."
         )
 
@@ -814,15 +820,16 @@ def _check(entry: _Entry, part: pathlib.Path) -> None:
     size = part.stat().st_size
     if size != entry.num_bytes:
         # Most often a truncated transfer, which is worth a retry: Retry handles OSError.
-        raise OSError(f"fetched {size:,} bytes of {without_signatures(entry.url)}, which has {entry.num_bytes:,}")
+        raise OSError(f"fetched {size:,} bytes of {entry.shown}, which has {entry.num_bytes:,}")
     if entry.checksum is None:
         return
     algorithm, _, wanted = entry.checksum.partition(":")
     found = _digest(part, algorithm)
     if found != wanted.lower():
         raise CorruptDataError(
-            f"{entry.url}: fetched {size:,} bytes with {algorithm} {found}, expected {wanted}. The file is not the one whose "
-            "checksum the manifest, the index, checksums= or the store lists: copy it again, or write the manifest again.",
+            f"{entry.shown}: fetched {size:,} bytes with {algorithm} {found}, expected {wanted}. The file is not the one "
+            "whose checksum the manifest, the index, checksums= or the store lists: copy it again, or write the "
+            "manifest again.",
             path=entry.url,
         )
 
