@@ -407,6 +407,28 @@ def test_array_record_over_the_cache(store: Store, tmp_path, ranges: bool) -> No
 
 
 @pytest.mark.parametrize("options", ["group_size:1,uncompressed", "group_size:16,zstd"])
+def test_what_is_damaged_in_the_store_is_fetched_again_once(store: Store, tmp_path, options: str) -> None:
+    """And not at each read of the record, if the feed skips it."""
+    pytest.importorskip("array_record")
+    from array_record_files import write
+
+    content = bytearray(
+        pathlib.Path(write(tmp_path / "x", [os.urandom(1000) for _ in range(64)], options)).read_bytes()
+    )
+    content[20_000] ^= 1
+    cache = ShardCache(tmp_path / "cache", retry=QUICK)
+    source = meshfeed.sources.ArrayRecord(
+        store.put("x", bytes(content)), decode_batch=meshfeed.sources.DecodeRaw(np.uint8, 1000), cache=cache
+    )
+    mesh = jax.make_mesh((1,), ("data",), devices=jax.devices()[:1], axis_types=(AxisType.Auto,))
+    settings = {"global_batch_size": 8, "num_epochs": 3, "bad_records": meshfeed.SkipBad(0.5)}
+    with meshfeed.Feed(source, mesh, **settings) as feed:
+        assert len(list(feed)) == 24
+        assert feed.stats().skipped_records >= 3
+    assert store.fetches.count("x") == 2
+
+
+@pytest.mark.parametrize("options", ["group_size:1,uncompressed", "group_size:16,zstd"])
 @pytest.mark.parametrize("record_ids", [[0, 1], [0, 100]])
 def test_attempts_to_fetch_an_evicted_array_record_are_not_multiplied(
     store: Store, tmp_path, options: str, record_ids: list[int]

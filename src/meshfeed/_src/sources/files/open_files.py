@@ -216,11 +216,18 @@ class ShardPool:
     Args:
       max_files: maximum number of open files; by default, a share of the process limit.
       max_entries: maximum number of 8-byte entries in memory, for checked files and separately for open ones.
+
+    Attributes:
+      damaged: keys of files that are damaged in the store.
     """
 
     def __init__(self, max_files: int | None = None, max_entries: int = _MAX_ENTRIES) -> None:
         self._known: Lru[str, object] = Lru(lambda: max_entries, max_entries)
-        self._open: Lru[tuple[str, str], tuple[Shard, object]] = Lru(lambda: max_files or max_open_files(), max_entries)
+        self.damaged: set[str] = set()
+        # Each file with its size: of a compressed one, only that of the copy is known.
+        self._open: Lru[tuple[str, str], tuple[Shard, object, int]] = Lru(
+            lambda: max_files or max_open_files(), max_entries
+        )
 
     def __len__(self) -> int:
         return len(self._open)

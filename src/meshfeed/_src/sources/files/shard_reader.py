@@ -188,15 +188,19 @@ class ShardSource(Generic[S]):
             file_paths.in_threads(open_file, [file for file in files if not self._pool.is_open(file)])
 
     def _read_again_if_damaged(self, read: Callable[[], T], file: S) -> T:
-        """Returns ``read()``; if a cached copy is damaged, fetches the file again and retries once."""
+        """Returns ``read()``; if a cached copy is damaged, fetches the file again and retries, once per process."""
         try:
             return read()
         except CorruptDataError:
-            if self._cache is None or not file.is_cached:
+            if self._cache is None or not file.is_cached or file.key in self._pool.damaged:
                 raise
         self._pool.drop([file])
         self._cache.discard(file.path, compression=file.compression)
-        return read()
+        try:
+            return read()
+        except CorruptDataError:  # so in the store: with SkipBad, each read of the record would fetch the file
+            self._pool.damaged.add(file.key)
+            raise
 
     def close(self) -> None:
         """Closes the files; a later read opens them again."""
