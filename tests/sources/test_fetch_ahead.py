@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import gzip
+import io
 import math
+import os
 import pathlib
 import pickle
 import shutil
+import tarfile
 import threading
 import time
 from collections.abc import Callable
@@ -417,3 +421,32 @@ def test_lanes_of_a_mixture_fetch_ahead_and_only_what_is_needed_after_a_resume(
     needed = {f"{row // ROWS}.parquet" for row in rows[max(0, 40 * 8 - 2 * dropped) :].tolist() if row >= 0}
     assert dropped > 8 or len(needed) < SHARDS - 3
     assert {path.name[-9:] for path in cache.directory.glob("*.parquet")} <= first | needed
+
+
+def test_compressed_files_count_toward_the_bytes_to_fetch_ahead(tmp_path: pathlib.Path) -> None:
+    import jax
+
+    memory = fsspec.filesystem("memory")
+    for shard in range(SHARDS):
+        content = io.BytesIO()
+        with tarfile.open(fileobj=content, mode="w") as tar:
+            for row in range(4):
+                member = tarfile.TarInfo(f"{row}.bin")
+                member.size = 20_000
+                tar.addfile(member, io.BytesIO(os.urandom(20_000)))
+        memory.pipe(f"/packed/{shard}.tar.gz", gzip.compress(content.getvalue()))
+    packed = [f"memory://packed/{shard}.tar.gz" for shard in range(SHARDS)]
+    earlier = ShardCache(tmp_path)
+    meshfeed.sources.WebDataset(packed, cache=earlier)  # writes the indexes
+    for url in packed:
+        earlier.discard(url, compression="gz")
+    cache = ShardCache(tmp_path, ahead_bytes=200_000)
+    source = meshfeed.sources.WebDataset(packed, lambda record: np.frombuffer(record["bin"], np.uint8), cache=cache)
+    mesh = jax.make_mesh((1,), ("data",), devices=jax.devices()[:1])
+    with meshfeed.Feed(source, mesh, global_batch_size=1, prefetch=0) as feed:
+        for _ in range(2):
+            next(feed)
+        until(lambda: cache.stats().fetched_ahead)
+        time.sleep(0.5)
+        assert cache.stats().fetched_ahead == 1  # shard 1; the fingerprint has fetched 0, 2, 5 and 7
+    memory.rm("/packed", recursive=True)

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
+import gzip
+import io
 import os
 import pathlib
 import subprocess
 import sys
+import tarfile
 
 import numpy as np
 import pytest
 
+import meshfeed
 from meshfeed._src.sources.files.open_files import Descriptor, Lru
 from meshfeed._src.sources.files.shard_reader import read_spans
 
@@ -75,3 +80,24 @@ def test_what_is_least_recently_used_goes_first() -> None:
     assert (kept.find("f"), kept.find("e"), "f" in kept) == ("F", None, True)
     kept.drop(["f", "gone"])
     assert (len(kept), kept.weight) == (0, 0)
+
+
+def test_evicted_copies_of_compressed_files_are_closed(tmp_path: pathlib.Path) -> None:
+    """A copy keeps its disk space while it is open; of compressed files, no source knows the size before they are there."""
+    for number in range(12):
+        content = io.BytesIO()
+        with tarfile.open(fileobj=content, mode="w") as tar:
+            member = tarfile.TarInfo("a.bin")
+            member.size = 100_000
+            tar.addfile(member, io.BytesIO(os.urandom(100_000)))
+        (tmp_path / f"{number:02d}.tar.gz").write_bytes(gzip.compress(content.getvalue()))
+    cache = meshfeed.ShardCache(tmp_path / "cache", max_bytes=800_000)
+    source = meshfeed.sources.WebDataset(f"{tmp_path}/*.tar.gz", cache=cache)
+    assert [len(source[record_id]["bin"]) for record_id in range(12)] == [100_000] * 12
+    evicted = 0
+    for handle in pathlib.Path("/proc/self/fd").iterdir():
+        with contextlib.suppress(FileNotFoundError):  # that of the folder itself
+            path = os.readlink(handle)
+            evicted += handle.stat().st_size * (path.startswith(str(tmp_path)) and path.endswith(" (deleted)"))
+    assert evicted <= 800_000 // 4
+    source.close()

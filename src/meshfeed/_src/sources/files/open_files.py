@@ -269,12 +269,12 @@ class ShardPool:
         if found is not None:
             return found[1]  # type: ignore[return-value]
 
-        def open_once() -> tuple[tuple[Shard, object], int]:
+        def open_once() -> tuple[tuple[Shard, object, int], int]:
             with local_copy(shard, cache) as (path, status):
                 made, num_entries = open_copy(shard, path, status)
-                return (shard, made), num_entries
+                return (shard, made, status.st_size), num_entries
 
-        def make() -> tuple[tuple[Shard, object], int]:
+        def make() -> tuple[tuple[Shard, object, int], int]:
             try:
                 return open_once()
             except OSError as error:
@@ -311,14 +311,14 @@ class ShardPool:
 
     def _drop_copies(self, newest: Shard, max_bytes: int) -> None:
         """Closes the oldest cached copies beyond ``max_bytes``: an evicted copy keeps its disk space while open."""
-        copies = [(key, shard) for key, (shard, _) in self._open.oldest_first() if shard.is_cached]
-        excess = sum(shard.num_bytes for _, shard in copies) - max_bytes
-        for key, shard in copies:
+        copies = [(key, size) for key, (shard, _, size) in self._open.oldest_first() if shard.is_cached]
+        excess = sum(size for _, size in copies) - max_bytes
+        for key, size in copies:
             if excess <= 0:
                 break
-            if shard.key != newest.key:
+            if key[0] != newest.key:
                 self._open.drop([key])
-                excess -= shard.num_bytes
+                excess -= size
 
 
 # One pool per process, because open files and memory are limited per process: a mixture of 35 sources with one pool

@@ -199,12 +199,17 @@ class CacheStats:
 
 @dataclasses.dataclass(frozen=True)
 class RemoteFile:
-    """A file that is read through a cache; see :class:`meshfeed._src.base.hooks.CachedFile` and :meth:`ShardCache.open`."""
+    """A file that is read through a cache; see :class:`meshfeed._src.base.hooks.CachedFile` and :meth:`ShardCache.open`.
+
+    ``num_bytes`` is the size of the copy if it is known (``copy_bytes``, or 0), or else that of the stored file, which is
+    about as large or smaller, if that has been looked up.
+    """
 
     cache: ShardCache
     url: str
     compression: str | None
     num_bytes: int = dataclasses.field(compare=False)
+    copy_bytes: int = dataclasses.field(default=0, compare=False)
 
     @property
     def ahead_bytes(self) -> int:
@@ -220,7 +225,7 @@ class RemoteFile:
         """See ``CachedFile``."""
         self.cache._follow(next_use)
         if self.url in self.cache._found:  # or the use of a copy that an earlier process left would be unknown
-            self.cache._entry(self.url, self.compression, self.num_bytes)
+            self.cache._entry(self.url, self.compression, self.copy_bytes)
 
     def unfollow(self, next_use: Callable[[Any], float]) -> None:
         """See ``CachedFile``."""
@@ -239,7 +244,7 @@ class RemoteFile:
 
     def fetch(self, next_use: float) -> bool:
         """See ``CachedFile``."""
-        entry = self.cache._entry(self.url, self.compression, self.num_bytes)
+        entry = self.cache._entry(self.url, self.compression, self.copy_bytes)
         try:
             if not _is_whole(entry) or not self.cache._is_intact(entry):
                 self.cache._drop_damaged(entry)
@@ -556,7 +561,7 @@ class ShardCache:
             copy_bytes = size if compression is None else copy_bytes or None
             entry = _Entry(url, size, path, lock, checksum, key, version, compression, copy_bytes)
             self._entries[url, compression] = entry
-            self._files[path.name] = RemoteFile(self, url, compression, copy_bytes or 0)
+            self._files[path.name] = RemoteFile(self, url, compression, 0)
         return entry
 
     @contextlib.contextmanager

@@ -26,6 +26,7 @@ from meshfeed._src.sources.files.open_files import (
     shared_pool,
 )
 from meshfeed._src.sources.files.paths import is_url
+from meshfeed._src.sources.files.shard import Shard
 from meshfeed._src.sources.files.shards import S, Shards
 from meshfeed._src.sources.files.spans import read_spans
 from meshfeed._src.state.state import digest_of
@@ -121,7 +122,9 @@ class ShardSource(Generic[S]):
         numbers = np.unique(np.searchsorted(self._shards.ends, record_ids, side="right"))
         files = [self._shards.files[number] for number in numbers]
         return [
-            RemoteFile(self._cache, file.path, file.compression, file.num_bytes) for file in files if file.is_cached
+            RemoteFile(self._cache, file.path, file.compression, _copy_bytes(file, self._cache), file.num_bytes)
+            for file in files
+            if file.is_cached
         ]
 
     def _identity_of_files(self) -> JsonValue:
@@ -205,6 +208,12 @@ class ShardSource(Generic[S]):
     def close(self) -> None:
         """Closes the files; a later read opens them again."""
         self._pool.drop(self._shards.files)
+
+
+def _copy_bytes(file: Shard, cache: ShardCache) -> int:
+    """Returns the size of a copy in bytes; of an unknown one, that of the stored file if the cache has looked it up, or 0."""
+    stored = None if file.num_bytes else cache.looked_up(file.path)
+    return file.num_bytes if stored is None else stored.num_bytes
 
 
 class ShardReader(ShardSource[S], Generic[S, T]):
