@@ -6,6 +6,7 @@ import dataclasses
 import json
 import math
 import pathlib
+import time
 from typing import Any
 
 import numpy as np
@@ -183,6 +184,8 @@ def test_settings_are_refused(tmp_path: pathlib.Path, settings: dict[str, Any], 
 def test_manifests_that_cannot_be_read_and_sources_without_a_cache(tmp_path: pathlib.Path) -> None:
     with pytest.raises(SourceError, match=r"there is no manifest .*nowhere\.json"):
         simulate(f"{tmp_path}/nowhere.json", **SETTINGS)
+    with pytest.raises(SourceError, match=f"there is no manifest {tmp_path}. Check the path"):
+        simulate(str(tmp_path), **SETTINGS)
     (tmp_path / "manifest.json").write_text("{}")
     with pytest.raises(CorruptDataError, match="it is no manifest of meshfeed"):
         simulate(f"{tmp_path}/manifest.json", **SETTINGS)
@@ -235,3 +238,11 @@ def test_the_data_set_of_a_source_has_the_files_that_only_hosts_read_which_are_n
         found = simulate(whole, **settings)
         assert (found.settings["files"], found.total_bytes) == (1024, 1024 * 1000)
         assert found.orders[0].bytes_per_epoch == [pytest.approx(1024 * 1000, rel=0.2)]
+
+
+def test_a_link_that_is_far_too_slow_takes_no_longer_to_simulate(tmp_path: pathlib.Path) -> None:
+    """As if the unit was forgotten: --bandwidth 1."""
+    began = time.monotonic()
+    found = simulate(manifest(tmp_path), global_batch_size=16, shuffle="shards", **{**SETTINGS, "bandwidth": 1})
+    assert found.orders[0].stall_seconds[0] > 1e6
+    assert time.monotonic() - began < 30

@@ -21,7 +21,7 @@ import numpy as np
 from meshfeed._src.agreement.windows import full_window, window_ends
 from meshfeed._src.reading.fetch_policy import FetchPlan, eviction_order, open_bytes, plan_bytes
 from meshfeed._src.sources.files.download import FIRST_BLOCK_BYTES, adapted_block
-from meshfeed._src.sources.files.locks import POLL_SECONDS, poll_pauses
+from meshfeed._src.sources.files.locks import MAX_POLL_SECONDS, POLL_SECONDS, poll_pauses
 
 _SCANNED_AT_ONCE = 1 << 30  # batches
 _MAX_BLOCKS = 4  # of a file that are simulated one by one
@@ -273,11 +273,11 @@ class SimulatedHost:
         if download.on_demand:
             self._notice(file, now)
         elif self._waiting and file in self._waiting:
-            at = self._since
-            for pause in poll_pauses():  # a read looks now and then whether another thread has fetched the file
-                at += pause
-                if at >= now:
-                    break
+            at, pauses = self._since, poll_pauses()
+            while at < now:  # a read looks now and then whether another thread has fetched the file
+                pause = next(pauses)
+                times = (now - at) // pause if pause == MAX_POLL_SECONDS else 1  # of a slow link, millions
+                at += pause * max(1, times)
             self._at(at, lambda later: self._notice(file, later))
         if self._without_room:
             self._at(now + POLL_SECONDS / 2, self._retry)  # on average: each looks for room now and then

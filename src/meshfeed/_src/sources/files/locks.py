@@ -22,7 +22,8 @@ _T = TypeVar("_T")
 _LOCK_POLL_SECONDS = 0.001  # polls, because flock has no timeout
 POLL_SECONDS = 0.02
 """Shortest pause before a thread looks again for a file that another one fetches, or for room."""
-_MAX_POLL_SECONDS = 0.05
+MAX_POLL_SECONDS = 0.05
+"""Longest of these pauses."""
 
 
 def poll_pauses() -> Iterator[float]:
@@ -30,7 +31,7 @@ def poll_pauses() -> Iterator[float]:
     pause = POLL_SECONDS
     while True:
         yield pause
-        pause = min(2 * pause, _MAX_POLL_SECONDS)
+        pause = min(2 * pause, MAX_POLL_SECONDS)
 
 
 def try_lock(path: pathlib.Path) -> int | None:
@@ -84,7 +85,7 @@ def poll(attempt: Callable[[], _T | None], seconds: float, stalled: Callable[[],
         if time.monotonic() > deadline:
             raise stalled()
         time.sleep(pause)
-        pause = min(2 * pause, _MAX_POLL_SECONDS)
+        pause = min(2 * pause, MAX_POLL_SECONDS)
     return found
 
 
