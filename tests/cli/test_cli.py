@@ -136,6 +136,9 @@ def test_plan_refuses_to_simulate(line: str, message: str) -> None:
 
 
 def test_manifests_and_missing_options_without_simulate() -> None:
+    forgotten = run(f"{SMALL} --mesh data=8 --spec data --global-batch-size 8 --bandwidth 1GB/s --step-seconds 1")
+    assert "'--bandwidth', '--step-seconds' would have no effect without --simulate" in forgotten.output
+    assert forgotten.exit_code == 2
     assert (
         "Manifests are for --simulate" in run(f"{SMALL} --mesh data=8 --spec data --global-batch-size 8 m.json").output
     )

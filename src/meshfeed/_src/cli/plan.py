@@ -195,6 +195,7 @@ def _left_out(options: dict[str, Any]) -> Iterator[str]:
 
 _MESH = ("devices_per_host", "mesh", "spec", "global_batch_size")
 _SHARDS = ("shards", "shard_bytes", "shard_records")
+_SIMULATED = ("bandwidth", "shared_bandwidth", "step_seconds", "requests_per_second", "weights", "ahead")
 
 
 def _flags(names: Iterable[str]) -> str:
@@ -216,6 +217,10 @@ def _check_options(manifests: tuple[str, ...], simulate: bool, cache: str | None
             )
         if cache is not None and len(listed) < 3:
             raise SettingsError("--cache needs --shards, --shard-bytes and --shard-records.", setting="cache")
+        if unused := [name for name in _SIMULATED if options[name] is not None]:
+            raise click.UsageError(
+                f"{_flags(unused)} would have no effect without --simulate. Add it, or leave them out."
+            )
         return
     if bool(manifests) == bool(listed) or 0 < len(listed) < 3:
         raise SettingsError(

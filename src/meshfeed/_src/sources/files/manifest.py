@@ -312,7 +312,7 @@ def _joined(name: str, folder: str) -> str:
 def _read(path: str) -> bytes:
     try:
         return file_paths.read_file(path, source="the manifest")
-    except FileNotFoundError as error:
+    except (FileNotFoundError, IsADirectoryError) as error:
         raise SourceError(
             f"there is no manifest {path}. Check the path, or write it with `meshfeed manifest`."
         ) from error
