@@ -8,7 +8,7 @@ import re
 
 from griffe import Class, Extension, Object
 
-MODULES = r"(?:sources|checkpoint|maxtext|remote|testing)"
+MODULES = r"(?:sources|checkpoint|maxtext|monitoring|remote|testing)"
 PUBLIC = re.compile(rf"~?(meshfeed(?:\.{MODULES})?\.(?!_|{MODULES}$)\w+)")
 
 
