@@ -21,6 +21,8 @@ FIGURES = ROOT / "docs" / "explanation" / "measurements.json"
 PAGE = ROOT / "docs" / "explanation" / "measurements.md"
 PICTURE = ROOT / "docs" / "explanation" / "measurements.svg"
 _ROW = re.compile(r"^<!-- row: ([\w-]+) -->$", re.M)
+# The page is long: of each row, it shows what one machine measured, and the others when they are unfolded.
+_FOLDED = '<details markdown="1">\n<summary>The same on {where}</summary>\n\n{text}\n\n</details>'
 _PICTURED = ("lm", "million", "compressed", "in-order", "mixtures")
 
 
@@ -39,8 +41,11 @@ def make_page() -> str:
             raise KeyError(f"{TEMPLATE.name} has the row {name!r}, which {FIGURES.name} does not have")
         goals = dict.fromkeys(figures["goal"] for figures in measured.values() if figures["goal"])
         parts = [f"*Goal: {goal}.*" for goal in goals]
-        several = len(measured) > 1
-        return "\n\n".join([*parts, *(_describe(where, figures, several) for where, figures in measured.items())])
+        several, shown = len(measured) > 1, max(measured, key=lambda where: len(machines[where]))
+        for where, figures in sorted(measured.items(), key=lambda item: item[0] != shown):
+            text = _describe(where, figures, several)
+            parts.append(text if where == shown else _FOLDED.format(where=where, text=text))
+        return "\n\n".join(parts)
 
     note = "<!-- Made by scripts/bench --page from measurements.json and benchmarks/measurements.md. Do not edit. -->"
     return f"{note}\n\n{_ROW.sub(tables_of, TEMPLATE.read_text())}"

@@ -1,6 +1,6 @@
-"""What it costs that hosts agree: waiting a step on a healthy run, and the load on one coordination service.
+"""What it costs that hosts agree: waiting per step on a healthy run, and the load on one coordination service.
 
-The first table trains (sleeps) 20 ms a step on real processes, with agreement and, in the same run, with a feed of each
+The first table trains (sleeps) 20 ms per step on real processes, with agreement and, in the same run, with a feed of each
 host for itself. The second drives the real protocol of thousands of hosts against the real coordination service of a JAX
 job; few threads play all of them, in real time.
 """
@@ -211,9 +211,9 @@ def measure(options: argparse.Namespace) -> list[Table]:
                 loads.append(
                     {
                         "hosts": hosts,
-                        "steps a window": window,
-                        "requests a host and window": calls.total() / hosts / options.windows,
-                        "requests/s at 20 ms a step": calls.total() / due,
+                        "steps per window": window,
+                        "requests per host and window": calls.total() / hosts / options.windows,
+                        "requests/s at 20 ms per step": calls.total() / due,
                         "measured over, s": max(value["seconds"] for value in values),
                         "of which due, s": due,
                         "requests of a window took, s": max(value["busy"] for value in values),
@@ -224,13 +224,13 @@ def measure(options: argparse.Namespace) -> list[Table]:
                 )
     tables = []
     if waits:
-        tables.append(Table("waiting a step on a healthy run, 20 ms a step", waits))
+        tables.append(Table("waiting per step on a healthy run, 20 ms per step", waits))
     if loads:
         note = (
             "Requests were counted over the time given and divided by the time that steps of 20 ms take; where both "
             "are the same, the run kept up. Waits are those of the few threads that play the hosts."
         )
-        tables.append(Table("one coordination service, 20 ms a step", loads, note))
+        tables.append(Table("one coordination service, 20 ms per step", loads, note))
     return tables
 
 

@@ -1,6 +1,6 @@
 """Records on disk to global arrays on all devices: the whole feed against what people use today.
 
-Cases: ``lm`` (tokenised LM, 2,048 int32 a record, 100,000 records in one file, shuffled), ``lm200k``, ``million``
+Cases: ``lm`` (tokenised LM, 2,048 int32 per record, 100,000 records in one file, shuffled), ``lm200k``, ``million``
 (1,000,000 records of 200 bytes in one file), ``thousand`` (1,000 records), ``compressed`` (zstd), ``in-order`` (not
 shuffled, beside tf.data), ``mosaic`` (4 KB records), ``images`` (decoded JPEG). A unit is a batch. The floor is a bare
 loop over the reader that makes host arrays and no global ones; what that loop costs with JAX's private call after it, in
@@ -87,7 +87,7 @@ def lm(
         ways |= _made(peer, makers[peer])
     ways = {name: way for name, way in ways.items() if not name.startswith(tuple(options.skip))}
     found = take_turns(ways, rounds=options.rounds, seconds=options.seconds)
-    return rates(f"{title}, {size} a batch", "batches", found, ours=OURS, floor=FLOOR)
+    return rates(f"{title}, {size} per batch", "batches", found, ours=OURS, floor=FLOOR)
 
 
 def in_order(options: argparse.Namespace, folder: str, records: int) -> Table:
@@ -113,7 +113,7 @@ def in_order(options: argparse.Namespace, folder: str, records: int) -> Table:
         "hf", lambda: _hf_stream_ways(folder, lambda: _data.tokens(records, _data.TOKENS), options.batch, put)
     )
     found = take_turns(ways, rounds=options.rounds, seconds=options.seconds)
-    title = f"LM in order, {records:,} records in one file, {options.batch} a batch"
+    title = f"LM in order, {records:,} records in one file, {options.batch} per batch"
     return rates(title, "batches", found, ours=OURS, floor=FLOOR)
 
 
@@ -155,7 +155,7 @@ def images(options: argparse.Namespace, folder: str) -> Table:
     ways["meshfeed, num_workers=2"] = our_ways(source, sharding, options.batch, (2,), shuffle=True, num_workers=2)[OURS]
     ways |= _peers.grain_ways(path, options.batch, _data.decode_jpeg, _peers.putter(sharding))
     found = take_turns(ways, rounds=options.rounds, seconds=max(1.0, options.seconds))
-    return rates(f"images, JPEG to uint8 224×224×3, {options.batch} a batch", "batches", found, ours=OURS, floor=FLOOR)
+    return rates(f"images, JPEG to uint8 224×224×3, {options.batch} per batch", "batches", found, ours=OURS, floor=FLOOR)
 
 
 def _made(name: str, make: Callable[[], dict[str, Way]]) -> dict[str, Way]:

@@ -1,6 +1,6 @@
 """Mixtures of 1, 8 and 35 components, and streams from Parquet: batches/s, ours and Grain's and Hugging Face's.
 
-Components are ArrayRecord files of 2,048 int32 a record, read at random and shuffled. Each mixture has the same number of
+Components are ArrayRecord files of 2,048 int32 per record, read at random and shuffled. Each mixture has the same number of
 records in all, since more bytes than a processor's cache holds take longer to copy, whatever they are mixed from. Streams
 are Parquet files of the same records, read in order. A unit is a batch that has become a global array.
 """
@@ -139,11 +139,11 @@ def measure(options: argparse.Namespace) -> list[Table]:
         for number in options.components:
             ways |= mixture(options, folder, sharding, number)
         if ways:
-            title = f"mixtures of {options.records:,} records, {options.batch} a batch"
+            title = f"mixtures of {options.records:,} records, {options.batch} per batch"
             first = f"meshfeed, {options.components[0]}"
             tables.append(rates(title, "batches", take_turns(ways, **turns), ours=first))
         found = take_turns(streams(options, folder, sharding), **turns)
-        title, floor = f"stream from Parquet, {options.batch} a batch", "pyarrow alone: read"
+        title, floor = f"stream from Parquet, {options.batch} per batch", "pyarrow alone: read"
         tables.append(rates(title, "batches", found, ours="meshfeed", floor=floor))
     return tables
 

@@ -175,7 +175,7 @@ def stalls(options: argparse.Namespace) -> Table:
         table.append(
             {
                 "load / step": ratio,
-                "ms a step, batch stays": alone * 1e3,
+                "ms per step, batch stays": alone * 1e3,
                 "stall, prefetch=0": f"{1 - alone / statistics.median(found['0']):.1%}",
                 "stall, prefetch=2": f"{1 - alone / statistics.median(found['2']):.1%}",
                 "quartiles of ms, prefetch=2": spread([seconds * 1e3 for seconds in found["2"]]),

@@ -95,7 +95,7 @@ def stalls(options: argparse.Namespace) -> Table:
         "Without read-ahead the share is load / (load + step). With it nothing is left below a ratio of 1; above it the "
         "loop waits for the data, whatever the depth. On a busy machine the loop also waits for its turn on a core."
     )
-    return Table(f"stall fraction, {options.step_seconds * 1e3:.0f} ms a step", rows, note)
+    return Table(f"stall fraction, {options.step_seconds * 1e3:.0f} ms per step", rows, note)
 
 
 def bookkeeping(options: argparse.Namespace) -> Table:
@@ -150,7 +150,7 @@ def bookkeeping(options: argparse.Namespace) -> Table:
             "CPU µs": statistics.median(own_cpu),
         },
     )
-    return Table(f"bookkeeping a batch, {ROWS} rows of {TOKENS:,} int32, {len(jax.devices())} devices", rows)
+    return Table(f"bookkeeping per batch, {ROWS} rows of {TOKENS:,} int32, {len(jax.devices())} devices", rows)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

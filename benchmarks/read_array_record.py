@@ -180,7 +180,7 @@ def measure(options: argparse.Namespace) -> list[Table]:
         if options.only != "bytes":
             path = write(os.path.join(folder, "lm"), options.records, 4 * LM_TOKENS, "group_size:1,uncompressed")
             found = turns(lm_ways(path, options.records))
-            title = f"reading shuffled LM, {LM_TOKENS:,} int32 a record, {LM_BATCH} a batch, to host arrays"
+            title = f"reading shuffled LM, {LM_TOKENS:,} int32 per record, {LM_BATCH} per batch, to host arrays"
             ours, floor = "meshfeed read_raw, one join and frombuffer", "the same, one join and frombuffer"
             tables.append(rates(title, "batches", found, ours=ours, floor=floor))
     return tables

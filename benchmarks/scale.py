@@ -105,8 +105,8 @@ def hosts() -> Table:
             {
                 "hosts": number,
                 "plan of all of them, ms": statistics.median(times) * 1e3,
-                "steps a window": window,
-                "requests/s to the coordinator at 20 ms a step": 2 * number / (window * 0.02) if number > 1 else 0,
+                "steps per window": window,
+                "requests/s to the coordinator at 20 ms per step": 2 * number / (window * 0.02) if number > 1 else 0,
             }
         )
     note = "The state of random access is the same file for any number of hosts: its size is in the table above."
