@@ -233,7 +233,9 @@ def measure(options: argparse.Namespace) -> Iterator[Table]:
                 rows += [one(folder, url, order, size, manifests) for order in ("records", "shards")]
     note = "Requests to the coordinator are those of a host / of the reducer. MiB, threads and descriptors are of one host."
     yield Table(
-        f"one host, {ROWS} rows of {RECORD_BYTES} bytes per batch, {options.latency * 1e3:.0f} ms per request", rows, note
+        f"one host, {ROWS} rows of {RECORD_BYTES} bytes per batch, {options.latency * 1e3:.0f} ms per request",
+        rows,
+        note,
     )
 
 

@@ -155,7 +155,9 @@ def images(options: argparse.Namespace, folder: str) -> Table:
     ways["meshfeed, num_workers=2"] = our_ways(source, sharding, options.batch, (2,), shuffle=True, num_workers=2)[OURS]
     ways |= _peers.grain_ways(path, options.batch, _data.decode_jpeg, _peers.putter(sharding))
     found = take_turns(ways, rounds=options.rounds, seconds=max(1.0, options.seconds))
-    return rates(f"images, JPEG to uint8 224×224×3, {options.batch} per batch", "batches", found, ours=OURS, floor=FLOOR)
+    return rates(
+        f"images, JPEG to uint8 224×224×3, {options.batch} per batch", "batches", found, ours=OURS, floor=FLOOR
+    )
 
 
 def _made(name: str, make: Callable[[], dict[str, Way]]) -> dict[str, Way]:

@@ -76,7 +76,8 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
         files.append(File.generated(config, f"{name}.md", content=_example_page(path)))
         link = path.relative_to(ROOT / "examples")
         rows.append(f"| [`{link}`]({link}.md) | {_summary(path)} |")
-    head = "# Examples\n\nComplete programs, which the tests run. Files for clusters are parsed.\n\n| file | shows |\n|---|---|\n"
+    head = "# Examples\n\nComplete programs, which the tests run. Files for clusters are parsed.\n\n"
+    head += "| file | shows |\n|---|---|\n"
     readme = (ROOT / "README.md").read_text().replace("](docs/images/", "](images/")
     files.append(File.generated(config, README_PAGE, content=readme))
     files.append(File.generated(config, "examples/index.md", content=head + "\n".join(rows) + "\n"))

@@ -41,10 +41,14 @@ def own_record(record: PyTree) -> PyTree:
         return {name: own_record(value) for name, value in record.items()}
     if isinstance(record, str | bytes | np.generic):
         return record
-    if type(record) in (list, tuple) and any(isinstance(item, (dict, list, tuple)) for item in record):
+    if type(record) in (list, tuple) and _has_dicts(record):
         return type(record)(map(own_record, record))
     leaves, treedef = flatten(record)
     return treedef.unflatten([leaf.copy() if isinstance(leaf, np.ndarray) else leaf for leaf in leaves])
+
+
+def _has_dicts(items: Any) -> bool:
+    return any(isinstance(item, dict) or (isinstance(item, list | tuple) and _has_dicts(item)) for item in items)
 
 
 def returns_fresh(maker: object, method: str) -> bool:

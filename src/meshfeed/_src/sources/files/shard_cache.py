@@ -357,7 +357,7 @@ class ShardCache:
         """Resets what belongs to this process."""
         self._plans: list[weakref.WeakMethod[Callable[[Any], float]]] = []
         self._files = {  # by the name of the copy
-            entry.path.name: RemoteFile(self, url, compression, entry.copy_bytes or 0)
+            entry.path.name: RemoteFile(self, url, compression, 0)
             for (url, compression), entry in self._entries.items()
         }
         self._shared_plans = _SharedPlans(self.directory)
