@@ -461,7 +461,7 @@ class ShardCache:
         before, files = self.listed, set(urls)
         self.listed = {url: checksum for url, checksum in before.items() if url not in files} | listed
         self._found = {url: found for url, found in self._found.copy().items() if url not in files}
-        for (url, compression), entry in list(self._entries.items()):
+        for (url, compression), entry in self._entries.copy().items():
             if url in files:
                 self._entries.pop((url, compression), None)
                 self._files.pop(entry.path.name, None)
