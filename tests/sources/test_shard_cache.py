@@ -416,16 +416,19 @@ def test_what_is_damaged_in_the_store_is_fetched_again_once(store: Store, tmp_pa
         pathlib.Path(write(tmp_path / "x", [os.urandom(1000) for _ in range(64)], options)).read_bytes()
     )
     content[20_000] ^= 1
-    cache = ShardCache(tmp_path / "cache", retry=QUICK)
-    source = meshfeed.sources.ArrayRecord(
-        store.put("x", bytes(content)), decode_batch=meshfeed.sources.DecodeRaw(np.uint8, 1000), cache=cache
-    )
+    store.versions = False
+    cache, url = ShardCache(tmp_path / "cache", retry=QUICK), store.put("x", bytes(content))
+    source = meshfeed.sources.ArrayRecord(url, decode_batch=meshfeed.sources.DecodeRaw(np.uint8, 1000), cache=cache)
     mesh = jax.make_mesh((1,), ("data",), devices=jax.devices()[:1], axis_types=(AxisType.Auto,))
     settings = {"global_batch_size": 8, "num_epochs": 3, "bad_records": meshfeed.SkipBad(0.5)}
     with meshfeed.Feed(source, mesh, **settings) as feed:
         assert len(list(feed)) == 24
         assert feed.stats().skipped_records >= 3
     assert store.fetches.count("x") == 2
+    content[20_000] ^= 1
+    store.put("x", bytes(content))
+    mended = meshfeed.sources.ArrayRecord(url, cache=cache)
+    assert len(mended.read_raw(np.arange(64))) == 64
 
 
 @pytest.mark.parametrize("options", ["group_size:1,uncompressed", "group_size:16,zstd"])

@@ -75,6 +75,7 @@ class ShardSource(Generic[S]):
         if cache is not None:
             for shard in shards.files:
                 shard.belongs_to(str(cache.directory))
+                self._pool.damaged.discard(shard.key)  # it may have been mended in the store since
         self._has_copies = cache is not None and any(shard.is_cached for shard in shards.files)
         self._is_direct = any(shard.is_direct(cache) for shard in shards.files)
 
