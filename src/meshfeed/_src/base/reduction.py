@@ -486,6 +486,7 @@ class ProgressReport:
     def __init__(self, store: KeyValueStore | None, timeout_seconds: float) -> None:
         self._store = store
         self._pause = min(_REPORT_SECONDS, timeout_seconds / 4)
+        self._host = coordination.process_index()  # not later: the wait may have ended with the job
         self._published, self._next = "", 0.0
         self._told = False
 
@@ -494,23 +495,23 @@ class ProgressReport:
         text, now = str(PROGRESS) or what, time.monotonic()
         if self._store is not None and text not in ("", self._published) and now >= self._next:
             self._published, self._next = text, now + self._pause
-            self._store.set(_resuming_key(coordination.process_index()), text, overwrite=True)
+            self._store.set(_resuming_key(self._host), text, overwrite=True)
 
     def tell(self, what: str) -> None:
         """Publishes what this host does and its stacks, which is no progress."""
         if self._store is not None:
             self._told = True
-            self._store.set(_opening_key(coordination.process_index()), what, overwrite=True)
+            self._store.set(_opening_key(self._host), what, overwrite=True)
 
     def end(self) -> None:
         """Deletes what was published."""
-        host, published, told = coordination.process_index(), self._published, self._told
+        published, told = self._published, self._told
         self._published, self._told = "", False
         with contextlib.suppress(Exception):  # the coordinator is gone; the error that ended the wait is reported
             if self._store is not None and published:
-                self._store.delete(_resuming_key(host))
+                self._store.delete(_resuming_key(self._host))
             if self._store is not None and told:
-                self._store.delete(_opening_key(host))
+                self._store.delete(_opening_key(self._host))
 
 
 def _resuming_key(host: int) -> str:
