@@ -40,6 +40,19 @@ class CountingFeed:
         self.position = parsed.position
 
 
+class OtherIterator:
+    """An iterator that is not a feed, whose ``get_state`` returns its own state."""
+
+    def __init__(self, state: object) -> None:
+        self.state = state
+
+    def get_state(self) -> object:
+        return self.state
+
+    def set_state(self, state: object) -> None:
+        self.state = state
+
+
 class LaneFeed:
     """Lanes of counters; this host holds ``lanes``, and their state holds a tuple."""
 

@@ -9,7 +9,7 @@ import threading
 import numpy as np
 import orbax.checkpoint as ocp
 import pytest
-from checkpoint_feeds import CountingFeed, LaneFeed
+from checkpoint_feeds import CountingFeed, LaneFeed, OtherIterator
 
 from meshfeed._src.base.errors import CheckpointError, CorruptDataError, StateMismatchError
 from meshfeed._src.checkpoint import saves
@@ -149,19 +149,6 @@ def test_a_save_waits_for_the_folder_that_another_host_makes(tmp_path):
     assert state_files.read_state(folder)["position"] == 4
 
 
-class Other:
-    """An iterator that is not a feed, whose ``get_state`` returns its own state."""
-
-    def __init__(self, state: object) -> None:
-        self.state = state
-
-    def get_state(self) -> object:
-        return self.state
-
-    def set_state(self, state: object) -> None:
-        self.state = state
-
-
 @pytest.mark.parametrize(
     "state",
     [
@@ -178,7 +165,7 @@ class Other:
 )
 def test_the_state_of_another_iterator_comes_back_exactly(tmp_path, state):
     """JSON has no tuples, bytes or other keys than text; Grain's iterators continue wrongly with lists for tuples."""
-    saved, restored, alone = Other(state), Other(None), Other(None)
+    saved, restored, alone = OtherIterator(state), OtherIterator(None), OtherIterator(None)
     with Checkpointer(tmp_path / "c") as ckpt:
         ckpt.save(1, {"w": 1}, saved)
         assert ckpt.restore({"w": 0}, restored) == (1, {"w": 1})
@@ -191,7 +178,7 @@ def test_each_host_gets_back_its_own_state_of_another_iterator(tmp_path, monkeyp
     """Only the iterator knows what the states of several hosts mean, so they are kept apart, on as many hosts."""
     states = [{"next": 3}, {"slices": {"x": (2, 5)}}]
     for process, state in enumerate(states):
-        state_files.write_state(tmp_path, CapturedState.of(Other(state)).state, process=process)
+        state_files.write_state(tmp_path, CapturedState.of(OtherIterator(state)).state, process=process)
 
     def restore(process: int, hosts: int) -> object:
         monkeypatch.setattr(saves, "process_index", lambda: process)
@@ -203,7 +190,9 @@ def test_each_host_gets_back_its_own_state_of_another_iterator(tmp_path, monkeyp
         with pytest.raises(CheckpointError, match=r"2 host\(s\) saved this iterator.*there are 3 now.*start as many"):
             restore(0, 3)
         state_files.merge_files(tmp_path)
-    state_files.write_state(tmp_path, CapturedState.of(Other(states[1])).state, process=1)  # as if killed in merging
+    state_files.write_state(
+        tmp_path, CapturedState.of(OtherIterator(states[1])).state, process=1
+    )  # as if killed in merging
     assert [restore(process, 2) for process in range(2)] == states
     (tmp_path / "part-1.json").unlink()
     (tmp_path / "state.json").unlink()
@@ -220,7 +209,7 @@ def test_the_state_of_another_iterator_is_captured(tmp_path):
             args.feed.state["next"] = 4
             return futures
 
-    saved = Other({"next": 3})
+    saved = OtherIterator({"next": 3})
     (tmp_path / "a").mkdir()
     Late().save(tmp_path / "a", IteratorSave(saved))
     assert IteratorHandler().restore(tmp_path / "a") == {"next": 3}
@@ -229,10 +218,10 @@ def test_the_state_of_another_iterator_is_captured(tmp_path):
 def test_a_state_without_an_exact_form_is_refused(tmp_path):
     with Checkpointer(tmp_path) as ckpt:
         with pytest.raises(
-            CheckpointError, match=r"the state of <.*Other> cannot be saved: a object has no exact JSON"
+            CheckpointError, match=r"the state of <.*OtherIterator> cannot be saved: a object has no exact JSON"
         ):
-            ckpt.save(1, {"w": 1}, Other({"next": object()}))
-        assert ckpt.save(1, {"w": 1}, Other({"next": 1}))
+            ckpt.save(1, {"w": 1}, OtherIterator({"next": object()}))
+        assert ckpt.save(1, {"w": 1}, OtherIterator({"next": 1}))
 
 
 def test_grain_continues_a_packing_iterator_where_it_was(tmp_path):

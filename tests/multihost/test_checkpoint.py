@@ -151,19 +151,6 @@ def refuse_a_state_on_host_1(directory: str):
     return message
 
 
-class OwnState:
-    """An iterator that is not a feed, as each host has one of its own."""
-
-    def __init__(self, state: object) -> None:
-        self.state = state
-
-    def get_state(self) -> object:
-        return self.state
-
-    def set_state(self, state: object) -> None:
-        self.state = state
-
-
 def keep_states_of_another_iterator(directory: str):
     """Each host gets back the state that it saved."""
     import jax
@@ -173,7 +160,7 @@ def keep_states_of_another_iterator(directory: str):
 
     mine = {"next": 10 + jax.process_index(), "slice": (0, jax.process_index())}
     with Checkpointer(f"{directory}/another", save_interval_steps=1) as ckpt:
-        ckpt.save(1, {"w": np.ones(2)}, OwnState(mine))
+        ckpt.save(1, {"w": np.ones(2)}, checkpoint_feeds.OtherIterator(mine))
     return restore_states_of_another_iterator(directory), mine, verify(f"{directory}/another")[0].intact
 
 
@@ -182,7 +169,7 @@ def restore_states_of_another_iterator(directory: str):
 
     from meshfeed.checkpoint import Checkpointer
 
-    restored = OwnState("not set")
+    restored = checkpoint_feeds.OtherIterator("not set")
     with Checkpointer(f"{directory}/another") as ckpt:
         try:
             assert ckpt.restore({"w": np.ones(2)}, restored)[0] == 1
