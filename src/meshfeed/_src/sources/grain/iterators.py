@@ -207,12 +207,13 @@ class NotEmptyIterator(grain.DatasetIterator):
     """The elements of ``dataset`` below an endless repeat, which would start it over for ever if there are none."""
 
     def __init__(self, dataset: Pipeline) -> None:
-        super().__init__(dataset.__iter__())
+        self._elements = dataset.__iter__()
+        super().__init__(self._elements)
         self._is_repeated = False  # since the last element
 
     def __next__(self) -> Any:
         try:
-            element = next(self._parent)
+            element = next(self._elements)
         except StopIteration:
             if self._is_repeated:
                 raise SourceError(
@@ -225,10 +226,10 @@ class NotEmptyIterator(grain.DatasetIterator):
         return element
 
     def get_state(self) -> dict[str, Any]:
-        return self._parent.get_state()
+        return self._elements.get_state()
 
     def set_state(self, state: dict[str, Any]) -> None:
-        self._parent.set_state(state)
+        self._elements.set_state(state)
 
 
 class TFRecordIterator(grain.DatasetIterator):
