@@ -528,7 +528,10 @@ def test_what_a_reader_does_is_described(monkeypatch: pytest.MonkeyPatch) -> Non
     assert readers[0].describe() == "padding step 2 for 0.0 s"
 
 
-def test_steps_that_are_read_together_are_described_together() -> None:
+def test_steps_that_are_read_together_are_described_together(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(
+        random_access_reader, "_JOINT_SECONDS", 60.0
+    )  # a busy machine would join no steps after a slow one
     seen = []
 
     class Watched(meshfeed.sources.Memory):
