@@ -529,9 +529,7 @@ def test_what_a_reader_does_is_described(monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 def test_steps_that_are_read_together_are_described_together(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(
-        random_access_reader, "_JOINT_SECONDS", 60.0
-    )  # a busy machine would join no steps after a slow one
+    monkeypatch.setattr(random_access_reader, "_JOINT_SECONDS", 60.0)  # no read is too slow to be joined
     seen = []
 
     class Watched(meshfeed.sources.Memory):
