@@ -60,6 +60,15 @@ def fewest(uses: tuple[int, ...], size: int) -> int:
     return after(0, frozenset())
 
 
+def test_months_of_steps_end() -> None:
+    """A time shorter than the resolution of "now" would never pass."""
+    sizes = [10**6 + 1237 * number for number in range(200)]
+    run = play(
+        [[number] for number in range(200)], Cache(10**7, 0), Store(3.1e9), sizes, step_seconds=1.1e6, prefetch=0
+    )
+    assert run.hosts[0].downloads_of_batch.sum() == 200
+
+
 @given(st.lists(st.integers(0, 5), min_size=1, max_size=24), st.integers(2, 3))
 def test_on_demand_the_least_recently_opened_makes_room(uses: list[int], size: int) -> None:
     run = play([[file] for file in uses], Cache(size, 0), Store(1e9), [1] * 6, prefetch=0)

@@ -150,7 +150,7 @@ class SimulatedHost:
 
     def happen(self, now: float, rate: float) -> None:
         """Does what is due."""
-        rounding = 1.0 + 1e-9 * rate  # bytes
+        rounding = 1.0 + max(1e-9, 1e-15 * now) * rate  # bytes; a shorter time than that added to "now" is lost
         while self._transfers and self._transfers[0][0] <= self._virtual + rounding:
             _, _, own, download, (size, number), began = heapq.heappop(self._transfers)
             # As if this were one of the requests that it consists of.
