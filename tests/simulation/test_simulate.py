@@ -215,6 +215,12 @@ def test_the_page_shows_all_orders_and_escapes_names(tmp_path: pathlib.Path) -> 
 
 
 def test_the_default_batch_leaves_batches_in_an_epoch(tmp_path: pathlib.Path) -> None:
+    alike = [
+        simulate(manifest(tmp_path), shuffle=True, prefetch=prefetch, **SETTINGS).orders for prefetch in (2, "auto")
+    ]
+    assert alike[0] == alike[1]
+    never = [simulate(manifest(tmp_path), shuffle=True, ahead_bytes=ahead, **SETTINGS).orders for ahead in (0, "0")]
+    assert never[0] == never[1]
     small = simulate(manifest(tmp_path, records=4), shuffle=True, **SETTINGS)
     large = simulate(manifest(tmp_path, records=1024), shuffle="shards", **SETTINGS)
     assert (small.settings["global_batch_size"], large.settings["global_batch_size"]) == (4, 256)

@@ -7,7 +7,7 @@ import itertools
 import math
 import os
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 
@@ -199,7 +199,7 @@ def simulate(
     price_per_gb: float = 0.0,
     num_epochs: int = 2,
     seed: int = 0,
-    prefetch: int = 2,
+    prefetch: int | Literal["auto"] = 2,
 ) -> Simulation:
     """Simulates a training loop whose hosts read remote files through a :class:`meshfeed.ShardCache` each.
 
@@ -277,7 +277,7 @@ def simulate_data(
     price_per_gb: float = 0.0,
     num_epochs: int = 2,
     seed: int = 0,
-    prefetch: int = 2,
+    prefetch: int | Literal["auto"] = 2,
 ) -> Simulation:
     """Does the same as :func:`simulate` for a data set; ``rows`` are those of each host, by default equal parts."""
     hosts = _count("hosts", hosts)
