@@ -564,14 +564,16 @@ def test_lanes_are_closed_when_one_cannot_be_opened() -> None:
 # --- mixtures, whose stages begin at steps --------------------------------------------------------------------------
 
 
-def mixed(weights: Any) -> LaneStream:
+def mixed(weights: Any, num_epochs: int | None = None) -> LaneStream:
     def count_from(base: int) -> meshfeed.sources.Stream:
         return meshfeed.sources.Stream(
             lambda lane_index, num_lanes: ({"x": np.int64(base + 100 * lane_index + n)} for n in range(50))
         )
 
     parts = {"a": count_from(1), "b": count_from(1001)}
-    return LaneStream(meshfeed.sources.Mixture(parts, weights, block=8), settings_of(num_lanes=4, num_epochs=None))
+    return LaneStream(
+        meshfeed.sources.Mixture(parts, weights, block=8), settings_of(num_lanes=4, num_epochs=num_epochs)
+    )
 
 
 STAGES = [(0, {"a": 1, "b": 1}), (4, {"b": 1})]
@@ -597,6 +599,22 @@ def test_a_stage_of_a_mixture_that_has_begun_cannot_change_and_a_later_one_can()
     assert caught.value.field == "mixture.stages[0]"
     assert "weights=[(0, {'a': 1, 'b': 1}), (3, {'a': 3, 'b': 1})]" in caught.value.remedy
     assert mixed(STAGES).record_spec().leaves[0].path == "['x']"
+
+
+def test_a_mixture_that_is_given_fewer_epochs_than_it_has_delivered_has_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+    # Its lanes are read again to where they were, as far as the last snapshot is behind.
+    monkeypatch.setattr("meshfeed._src.streams.lane._CHEAP_SECONDS", -1)
+    monkeypatch.setattr("meshfeed._src.streams.lane._SNAPSHOT_SHARE", -1)
+    weights = {"a": 1, "b": 1}
+    whole = run(mixed(weights), [0], steps=110)
+    for steps, more in ((40, 10), (52, 0), (110, 0)):  # an epoch is 50 records of each part, and so 50 steps
+        state = run(mixed(weights), [0], steps=steps).state
+        assert state.lanes is not None
+        assert state.lanes["0"]["skip"] == 2 * steps
+        rest = run(mixed(weights, 1), [0, 1], state=state)
+        assert [batch["x"].tolist() for batch in rest.batches] == [
+            batch["x"].tolist() for batch in whole.batches[steps : steps + more]
+        ]
 
 
 def test_lanes_that_move_end_where_they_have_ended_whatever_the_weights_are_now() -> None:

@@ -73,8 +73,9 @@ class StreamMixture(MixedSource):
         positions = [position_of_step(step) for step, _ in self.components.stages]
         clone._is_bound, clone._bound = True, self._settings_at(positions, {}, seed, num_epochs)
         # With "stop", later stages do not change where a lane ends. Without stages, functions above may drop records, and
-        # the records delivered are not those of the lane.
-        if self._on_end == "repeat" and self.has_stages:
+        # the records delivered are not those of the lane, but no more. Lanes of a state, which is of no ended one, may have
+        # gone beyond an end that an endless stream has been given since.
+        if self._on_end == "repeat" and (self.has_stages or ended is None):
             clone._delivered, clone._ended_lanes = delivered, ended or {}
         return clone
 
