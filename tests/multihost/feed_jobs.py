@@ -182,13 +182,14 @@ def differing(field: str) -> str:
         rows = {key: value[: RECORDS - here] for key, value in rows.items()}
     elif field == "source.content":
         rows["tokens"] = rows["tokens"] + here
-    elif field == "position":
+    elif field in ("position", "jax_enable_x64"):
         pass
     elif field == "bad_records":
         options["bad_records"] = meshfeed.SkipBad(0.1) if here else None
     else:
         options[field] = {"seed": here, "shuffle": [False, 4][here > 0], "end": ["drop", "pad"][here > 0]}[field]
-    feed = meshfeed.MultiHostDataLoadIterator(meshfeed.sources.Memory(rows), mesh_of("rows"), **options)
+    with jax.enable_x64(bool(field == "jax_enable_x64" and here)):
+        feed = meshfeed.MultiHostDataLoadIterator(meshfeed.sources.Memory(rows), mesh_of("rows"), **options)
     if field == "position" and here:
         state = feed.get_state()
         state["position"], state["segments"] = options["global_batch_size"], [[0, 0, options["global_batch_size"]]]

@@ -95,7 +95,7 @@ def test_a_read_that_fails_on_one_host_stops_all_before_that_step(pools: Any, to
 
 
 @pytest.mark.parametrize(
-    "field", ["seed", "shuffle", "end", "source.records", "source.content", "position", "bad_records"]
+    "field", ["seed", "shuffle", "end", "source.records", "source.content", "position", "bad_records", "jax_enable_x64"]
 )
 def test_hosts_that_differ_are_told_before_the_first_batch(pools: Any, field: str) -> None:
     for result in pools[(2, 4)].run(feed_jobs.differing, field):

@@ -353,6 +353,7 @@ class LoadOncePlacer:
         self.participants, self.layout = load_participants(prefix, load), describe_layout(prefix)
         self._prefix = prefix
         self._device_put = how = device_put or DevicePut.default()
+        self.x64 = how.x64
         self.plan = functools.cache(lambda size: RowAssignment(prefix, load, size, process_index, how))
 
     def host_rows(self, spec_of: Callable[[], RecordSpec] | None) -> HostRows:

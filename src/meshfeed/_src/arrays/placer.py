@@ -46,6 +46,8 @@ class Placer(Protocol):
     """What hosts must have in common of the sharding; see :func:`meshfeed._src.plan.plan.describe_layout`."""
     finish_computes: bool
     """Whether ``finish`` is a device computation that all hosts must run exactly once per batch."""
+    x64: bool
+    """Whether 64-bit dtypes are kept (``jax_enable_x64``), without which hosts would hold blocks of other dtypes."""
 
     def host_rows(self, spec_of: Callable[[], RecordSpec] | None) -> HostRows:
         """Rows and columns that this host reads; ``spec_of`` is None if the source reads only whole records."""
@@ -95,6 +97,7 @@ class ShardedPlacer:
         self.participants, self.layout = participants(prefix), describe_layout(prefix)
         self.plan: Callable[[int], HostPlan] = functools.cache(lambda size: plan_host(prefix, size, process_index))
         self.put = Assembler(prefix, self.plan, device_put=device_put)
+        self.x64 = self.put.x64
         self._prefix = prefix
         self._mask_key = mask_key
 

@@ -140,7 +140,9 @@ class Generation:
     def agreed(self) -> dict[str, JsonValue]:
         """Returns what must be equal on all hosts before the first batch."""
         fingerprint = self.stream.fingerprint(self.cursor) if self.membership.handshake.needed else {}
-        return agreed_settings(self.settings, fingerprint, self.cursor, self.place.placer.layout)
+        placer = self.place.placer
+        agreed = agreed_settings(self.settings, fingerprint, self.cursor, placer.layout)
+        return {**agreed, "jax_enable_x64": placer.x64}
 
     def make_pipeline(self, reader: AnyReader) -> Pipeline:
         """Returns the pipeline of a reader that was opened at the cursor, and closes it. It starts no thread yet."""
