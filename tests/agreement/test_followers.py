@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import json
+import math
 import sys
+import threading
+import time
 from pathlib import Path
 
 import pytest
@@ -34,10 +37,16 @@ def test_a_generation_without_an_announcement_leaves_no_key_of_those_before(last
     assert store.keys == ["meshfeed/follow/feed/x-on-all-0/3", *(follow_key("feed/x", one) for one in kept)]
 
 
-def follower(store: CountingStore, generation: int) -> Follower:
+def follower(store: CountingStore, generation: int, timeout_seconds: float = 60) -> Follower:
     return Follower(
-        store, scope="feed/x", generation=generation, participants=(3, 5), num_followers=1, first_step=0, timeout_seconds=60
-    )  # fmt: skip
+        store,
+        scope="feed/x",
+        generation=generation,
+        participants=(3, 5),
+        num_followers=1,
+        first_step=0,
+        timeout_seconds=timeout_seconds,
+    )
 
 
 def test_a_follower_may_be_fifteen_generations_behind() -> None:
@@ -69,3 +78,13 @@ def test_a_follower_is_told_that_a_host_has_left_for_another_sharding(monkeypatc
     store.set(aside_key("meshfeed/feed/x/0"), json.dumps(notice.to_json()))
     with pytest.raises(PeerError, match=r"host 5.*called reshard after step 2"):
         follower(store, 0).wait_for(0)
+
+
+def test_a_follower_that_only_reads_ahead_waits_until_it_was_asked_for_as_long() -> None:
+    one = follower(CountingStore(), 0, timeout_seconds=0.2)
+    one.asked_at = math.inf
+    threading.Timer(0.6, lambda: setattr(one, "asked_at", time.monotonic())).start()
+    begun = time.monotonic()
+    with pytest.raises(StalledError, match="has announced no further step"):
+        one.wait_for(0)
+    assert time.monotonic() - begun > 0.75
