@@ -387,6 +387,7 @@ def test_a_copy_in_a_worker_gives_the_same() -> None:
         ({"messages": [], "prompt": "a", "completion": "b"}, "prompt and completion, and also messages"),
         ({"messages": "One?"}, r"'messages' is 'One\?'\. Expected a list of messages"),
         ({"messages": [{"from": "human", "value": "One?"}]}, "Expected a list of messages"),
+        ({"messages": {"role": ["user", "assistant"], "content": ["One?", "1"]}}, "Expected a list of messages"),
         ({"prompt": "One?", "completion": CHAT[2:3]}, "'prompt': 'text', 'completion': 'messages'"),
         ({"prompt": CHAT[:2], "completion": 7}, "'completion' is 7"),
         ({"chosen": "a", "rejected": "b"}, "no 'prompt'"),

@@ -229,7 +229,7 @@ def _messages(record: Mapping[str, Any], name: str) -> list[Message]:
     if isinstance(messages, Mapping):  # one message
         messages = [messages]
     if not isinstance(messages, Sequence) or not all(
-        isinstance(message, Mapping) and "role" in message for message in messages
+        isinstance(message, Mapping) and isinstance(message.get("role"), str) for message in messages
     ):
         raise ValueError(
             f"{name!r} is {messages!r:.80}. Expected a list of messages, {{'role': …, 'content': …}} each"
