@@ -333,3 +333,14 @@ def test_lists_of_images_of_several_sizes_reach_a_function() -> None:
     assert sorted(row["images"][row["images_mask"]][:, 0, 0, 0].tolist()) == [0, 0, 20, 20]
     with pytest.raises(SourceError, match="ragged"):
         HuggingFace(dataset)[0]
+
+
+def test_numbers_beside_an_image_keep_their_dtypes() -> None:
+    out = io.BytesIO()
+    pytest.importorskip("PIL.Image").new("RGB", (2, 3)).save(out, "PNG")
+    features = Features({"pair": {"image": datasets.Image(), "n": Value("int8"), "l": List(Value("float16"))}})
+    pair = {"image": {"bytes": out.getvalue(), "path": None}, "n": 1, "l": [1.0, 2.0]}
+    dataset = datasets.Dataset.from_dict({"pair": [pair, pair]}, features=features)
+    for source in (HuggingFace(dataset), HuggingFace(dataset).unconverted()):
+        record = source[1]["pair"]
+        assert [np.asarray(record[name]).dtype for name in ("image", "n", "l")] == ["uint8", "int8", "float16"]

@@ -128,6 +128,21 @@ def value_to_numpy(
     raise _unusable(name, f"{type(value).__name__}{dtype_of} in {_record(where)}", remedy, without, **where)
 
 
+def dtypes_of(schema: pa.Schema | None) -> dict[str, np.dtype | Dtypes | None]:
+    """The dtypes of what datasets gives as Python objects."""
+    return {} if schema is None else {field.name: _dtype_of(field.type) for field in schema}
+
+
+def _dtype_of(arrow_type: pa.DataType) -> np.dtype | Dtypes | None:
+    if isinstance(arrow_type, pa.ExtensionType):
+        return _dtype_of(arrow_type.storage_type)
+    if pa.types.is_struct(arrow_type):
+        return {field.name: _dtype_of(field.type) for field in arrow_type}
+    if is_list(arrow_type):
+        return _dtype_of(arrow_type.value_type)
+    return np.dtype(arrow_type.to_pandas_dtype()) if is_number(arrow_type) else None
+
+
 def _samples(audio: Any) -> dict[str, PyTree]:
     """All samples of an AudioDecoder of datasets."""
     samples = audio.get_all_samples()

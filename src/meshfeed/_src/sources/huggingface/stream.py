@@ -24,11 +24,9 @@ from meshfeed._src.sources.files import paths as file_paths
 from meshfeed._src.sources.files.stream import CUT_BY_FILES, CUT_EVENLY
 from meshfeed._src.sources.huggingface import internals
 from meshfeed._src.sources.huggingface.arrow import (
-    Dtypes,
     check_columns,
     chosen,
-    is_list,
-    is_number,
+    dtypes_of,
     record_to_numpy,
     stored_values,
     table_rows,
@@ -449,7 +447,7 @@ class ExampleLane(_Lane):
     def __init__(self, dataset: IterableDataset, cut: LaneCut, columns: Sequence[str] | None) -> None:
         super().__init__(cut, columns)
         self._dataset = dataset  # only this lane iterates it
-        self._dtypes = _dtypes_of(dataset.features)
+        self._dtypes = dtypes_of(dataset.features and dataset.features.arrow_schema)
         self._examples: Iterator[dict[str, Any]] = iter(dataset)
         self._restored: Any = dataset.state_dict()  # used until the first record; then the dataset's own state is right
 
@@ -505,17 +503,3 @@ def _rows_of(block: dict[str, PyTree], rows: int | slice) -> dict[str, PyTree]:
 def _alike(first: PyTree, second: PyTree) -> bool:
     shapes, others = ([(leaf.shape[1:], leaf.dtype) for leaf in trees.leaves(part)] for part in (first, second))
     return shapes == others
-
-
-def _dtypes_of(features: Features | None) -> dict[str, np.dtype | Dtypes | None]:
-    return {} if features is None else {field.name: _dtype_of(field.type) for field in features.arrow_schema}
-
-
-def _dtype_of(arrow_type: pa.DataType) -> np.dtype | Dtypes | None:
-    if isinstance(arrow_type, pa.ExtensionType):
-        return _dtype_of(arrow_type.storage_type)
-    if pa.types.is_struct(arrow_type):
-        return {field.name: _dtype_of(field.type) for field in arrow_type}
-    if is_list(arrow_type):
-        return _dtype_of(arrow_type.value_type)
-    return np.dtype(arrow_type.to_pandas_dtype()) if is_number(arrow_type) else None

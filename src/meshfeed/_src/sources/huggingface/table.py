@@ -21,8 +21,10 @@ from meshfeed._src.reading.identity import probe_digest
 from meshfeed._src.sources.checks import check_ids
 from meshfeed._src.sources.huggingface.arrow import (
     ColumnRows,
+    Dtypes,
     Where,
     chosen,
+    dtypes_of,
     record_to_numpy,
     stored_values,
     usable_columns,
@@ -205,10 +207,10 @@ class HuggingFaceTable(_Records):
         """The values of the columns that datasets decodes, converted."""
         if self._decoder is None:
             return {}
-        records = self._decoder.__getitems__(list(record_ids))
+        records, dtypes = self._decoder.__getitems__(list(record_ids)), dtypes_of(self._decoder.features.arrow_schema)
         return {
             name: [
-                convert(record[name], name, self._columns, record_id=int(record_id))
+                convert(record[name], name, self._columns, dtypes[name], record_id=int(record_id))
                 for record, record_id in zip(records, record_ids, strict=True)
             ]
             for name in self._decoded
@@ -224,15 +226,24 @@ class HuggingFaceTable(_Records):
         }
 
 
-def _stored_decoded(value: Any, name: str, columns: Sequence[str], **where: Unpack[Where]) -> Any:
+def _stored_decoded(
+    value: Any, name: str, columns: Sequence[str], dtype: np.dtype | Dtypes | None, **where: Unpack[Where]
+) -> Any:
     """A value that datasets has decoded, for a function: images of several sizes, nulls and text may stay what they are."""
     if isinstance(value, Mapping):
-        return {key: _stored_decoded(item, f"{name}.{key}", columns, **where) for key, item in value.items()}
+        inner = dtype if isinstance(dtype, Mapping) else {}
+        return {
+            key: _stored_decoded(item, f"{name}.{key}", columns, inner.get(key), **where) for key, item in value.items()
+        }
     if isinstance(value, list):
-        items = [_stored_decoded(item, name, columns, **where) for item in value]
+        items = [_stored_decoded(item, name, columns, dtype, **where) for item in value]
         shapes = {item.shape if isinstance(item, np.ndarray) else None for item in items}
         return np.stack(items) if len(shapes) == 1 and None not in shapes else items
-    return value if value is None or isinstance(value, str | bytes) else value_to_numpy(value, name, columns, **where)
+    return (
+        value
+        if value is None or isinstance(value, str | bytes)
+        else value_to_numpy(value, name, columns, dtype, **where)
+    )
 
 
 def _is_mapped(table: object) -> bool:
