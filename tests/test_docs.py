@@ -197,7 +197,7 @@ def test_no_line_of_code_is_cut_on_the_site() -> None:
         f"{name(page)}:{block.line + number}: {len(line)} columns"
         for page in PAGES
         for block in blocks(page.read_text())
-        if block.language in ("python", "py", "bash", "sh")
+        if block.language in ("python", "py", "bash", "sh", "")
         for number, line in enumerate(block.content.splitlines())
         if len(line) > LONGEST
     ]
