@@ -17,6 +17,7 @@ if TYPE_CHECKING:
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 README_PAGE = "readme.md"  # MkDocs takes a README.md for the start page
+BOOST = {"decisions": 0.2, "examples": 0.5, "how-to": 2.0}  # of the results of a search, by folder
 LANGUAGES = {".py": "python", ".sh": "bash", ".sbatch": "bash", ".yaml": "yaml", ".ipynb": "json"}
 
 
@@ -85,8 +86,12 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
 
 
 def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:
-    """Leads links to examples and the README to their pages; other links that leave docs/ become plain text."""
+    """Leads links to examples and the README to their pages; other links that leave docs/ become plain text.
+
+    Also ranks the page in the results of a search: how to do something comes before why it was built so.
+    """
     here = posixpath.dirname(page.file.src_uri)
+    page.meta.setdefault("search", {"boost": BOOST.get(page.file.src_uri.partition("/")[0], 1.0)})
     is_readme = page.file.src_uri == README_PAGE
     folder = "" if is_readme else f"docs/{here}"
 
