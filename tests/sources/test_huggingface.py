@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import datetime
 import io
+import json
 import pickle
 
 import jax
@@ -344,3 +345,21 @@ def test_numbers_beside_an_image_keep_their_dtypes() -> None:
     for source in (HuggingFace(dataset), HuggingFace(dataset).unconverted()):
         record = source[1]["pair"]
         assert [np.asarray(record[name]).dtype for name in ("image", "n", "l")] == ["uint8", "int8", "float16"]
+
+
+@pytest.mark.skipif(not hasattr(datasets, "Json"), reason="datasets of before Json")
+def test_json_and_dates_reach_a_function_as_they_are() -> None:
+    call = {"name": "add", "arguments": {"n": 3, "exact": True, "by": 0.5, "to": [1, 2]}}
+    features = Features(
+        {"calls": List(datasets.Json()), "seen": {"at": Value("timestamp[s]"), "image": datasets.Image()}}
+    )
+    at = datetime.datetime(2026, 1, 2)
+    dataset = datasets.Dataset.from_dict({"calls": [[call]], "seen": [{"at": at, "image": None}]}, features=features)
+    written = []
+
+    def write(record: dict) -> dict:
+        written.append((json.dumps(record["calls"]), record["seen"]))
+        return {"x": np.int32(1)}
+
+    assert meshfeed.sources.Map(dataset, write)[0]["x"] == 1
+    assert written == [(json.dumps([call]), {"at": at, "image": None})]

@@ -33,6 +33,7 @@ from meshfeed._src.sources.huggingface.arrow import (
 from meshfeed._src.sources.huggingface.internals import function_name, require_decoding, row_indices
 
 _ROWS_PER_READ = 4096
+_PLAIN = ("builtins", "datetime", "decimal")  # modules of the classes of values that stay Python objects
 
 
 def _is_list(kind: pa.DataType) -> bool:
@@ -229,7 +230,7 @@ class HuggingFaceTable(_Records):
 def _stored_decoded(
     value: Any, name: str, columns: Sequence[str], dtype: np.dtype | Dtypes | None, **where: Unpack[Where]
 ) -> Any:
-    """A value that datasets has decoded, for a function: images of several sizes, nulls and text may stay what they are."""
+    """A value that datasets has decoded, for a function: images of several sizes, and JSON, may stay what they are."""
     if isinstance(value, Mapping):
         inner = dtype if isinstance(dtype, Mapping) else {}
         return {
@@ -239,11 +240,8 @@ def _stored_decoded(
         items = [_stored_decoded(item, name, columns, dtype, **where) for item in value]
         shapes = {item.shape if isinstance(item, np.ndarray) else None for item in items}
         return np.stack(items) if len(shapes) == 1 and None not in shapes else items
-    return (
-        value
-        if value is None or isinstance(value, str | bytes)
-        else value_to_numpy(value, name, columns, dtype, **where)
-    )
+    is_plain = isinstance(value, str | bytes | None) or (dtype is None and type(value).__module__ in _PLAIN)
+    return value if is_plain else value_to_numpy(value, name, columns, dtype, **where)
 
 
 def _is_mapped(table: object) -> bool:
