@@ -406,6 +406,19 @@ def test_array_record_over_the_cache(store: Store, tmp_path, ranges: bool) -> No
         ArrayRecord(urls, cache=ShardCache(tmp_path / "cache3", retry=QUICK))
 
 
+def test_a_file_without_its_checksum_is_fetched_no_more_than_twice(store: Store, tmp_path) -> None:
+    url = store.put("x", bytes(1000))
+    cache = ShardCache(tmp_path, checksums={"x": "md5:00"}, retry=QUICK)
+    for _ in range(3):  # as SkipBad reads one record of it after the other
+        with pytest.raises(CorruptDataError, match=r"/x: fetched 1,000 bytes with md5 .*, expected 00"):
+            read(cache, url)
+    assert store.fetches == ["x", "x"]
+    cache.renew([url], {})  # a new source tries again
+    with pytest.raises(CorruptDataError, match="expected 00"):
+        read(cache, url)
+    assert store.fetches == ["x"] * 4
+
+
 @pytest.mark.parametrize("options", ["group_size:1,uncompressed", "group_size:16,zstd"])
 def test_what_is_damaged_in_the_store_is_fetched_again_once(store: Store, tmp_path, options: str) -> None:
     """And not at each read of the record, if the feed skips it."""

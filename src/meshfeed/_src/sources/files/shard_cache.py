@@ -362,6 +362,9 @@ class ShardCache:
         }
         self._shared_plans = _SharedPlans(self.directory)
         self._known: dict[str, bool] = {}  # name of a copy → whether its bytes are those that were fetched
+        self._refused: dict[
+            str, str
+        ] = {}  # name of a copy → why what was fetched, also the second time, is not the file
         self._stats = CacheStats()
         self._stats_lock, self._room_lock = threading.Lock(), threading.Lock()
         self._downloads = Downloads(self._retry, self._read_timeout_seconds)
@@ -465,6 +468,7 @@ class ShardCache:
             if url in files:
                 self._entries.pop((url, compression), None)
                 self._files.pop(entry.path.name, None)
+                self._refused.pop(entry.path.name, None)
                 if before.get(url) != listed.get(url):
                     self._known.pop(entry.path.name, None)
 
@@ -501,6 +505,7 @@ class ShardCache:
         self._entries.pop((url, compression), None)
         self._found.pop(url, None)
         self._known.pop(path.name, None)
+        self._refused.pop(path.name, None)
         self._remove(path)
 
     def _remove(self, path: pathlib.Path) -> None:
@@ -581,6 +586,8 @@ class ShardCache:
         ``next_use`` is when a file that is fetched ahead is needed. Only files that are needed later are evicted for it, and
         _NoRoom is raised if that is not enough.
         """
+        if (why := self._refused.get(entry.path.name)) is not None:
+            raise CorruptDataError(why, path=entry.url)
         with contextlib.ExitStack() as stack:
             stack.enter_context(self._explained(entry.url))
             waited_from, seen, pauses = time.monotonic(), (-1, 0), poll_pauses()
@@ -605,7 +612,11 @@ class ShardCache:
                 self._fetch(entry, next_use)
             except CorruptDataError as error:  # perhaps damaged in transit: retry once
                 _log.warning("%s; fetching it again", error)
-                self._fetch(entry, next_use)
+                try:
+                    self._fetch(entry, next_use)
+                except CorruptDataError as again:  # with SkipBad, each read of its records would fetch it twice
+                    self._refused[entry.path.name] = str(again)
+                    raise
             self._count(fetched=1, fetched_ahead=int(next_use is not None), fetched_bytes=entry.num_bytes)
 
     @contextlib.contextmanager
