@@ -362,9 +362,7 @@ class ShardCache:
         }
         self._shared_plans = _SharedPlans(self.directory)
         self._known: dict[str, bool] = {}  # name of a copy → whether its bytes are those that were fetched
-        self._refused: dict[
-            str, str
-        ] = {}  # name of a copy → why what was fetched, also the second time, is not the file
+        self._refused: dict[str, str] = {}  # name of a copy → why what was fetched, twice, is not the file
         self._stats = CacheStats()
         self._stats_lock, self._room_lock = threading.Lock(), threading.Lock()
         self._downloads = Downloads(self._retry, self._read_timeout_seconds)
