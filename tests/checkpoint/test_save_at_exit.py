@@ -13,6 +13,10 @@ from meshfeed._src.checkpoint import at_exit
 from meshfeed._src.checkpoint.step import find_steps, verify
 from meshfeed._src.testing.hosts import free_port
 
+needs_threads_at_exit = pytest.mark.skipif(
+    (3, 12) <= sys.version_info < (3, 12, 2),
+    reason="Python 3.12.0 and 3.12.1 start no threads at exit (python/cpython#113964), so an ERROR names the step there",
+)
 CHILD = pathlib.Path(__file__).with_name("exit_child.py")
 
 
@@ -35,6 +39,7 @@ def finished(directory: pathlib.Path) -> list[int]:
     return find_steps(directory)
 
 
+@needs_threads_at_exit
 @pytest.mark.slow
 def test_saves_are_finished_at_exit_or_an_error_says_that_they_were_not(tmp_path):
     expected = {
@@ -55,6 +60,7 @@ def test_saves_are_finished_at_exit_or_an_error_says_that_they_were_not(tmp_path
     assert find_steps(tmp_path / "full") == []
 
 
+@needs_threads_at_exit
 @pytest.mark.multihost
 def test_saves_of_two_hosts_are_finished_at_exit(tmp_path):
     port = str(free_port())

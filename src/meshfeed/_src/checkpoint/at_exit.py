@@ -2,7 +2,8 @@
 
 Orbax writes on threads that need executors of ``concurrent.futures``, which accept no work once the interpreter has begun
 to exit. So pending saves are finished before that, in the exit handlers that Python runs before it joins threads. A
-second look, after all threads have ended, finds the saves of other threads that began too late.
+second look, after all threads have ended, finds the saves of other threads that began too late. Python 3.12.0 and 3.12.1
+start no threads even in those handlers (python/cpython#113964): there, an ERROR names the step.
 """
 
 from __future__ import annotations
