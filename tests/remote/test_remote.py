@@ -17,6 +17,7 @@ from typing import Any
 import jax
 import numpy as np
 import pytest
+from jax.experimental import colocated_python
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -232,15 +233,78 @@ def test_batches_go_from_the_cpus_to_the_devices_beside_them(case: str, monkeypa
             next(remote)
 
 
+def test_each_of_several_controllers_moves_its_own_shards(mesh: Mesh) -> None:
+    """JAX refuses to move a whole array of which a process has only some shards."""
+    devices = np.array(jax.devices())[::-1].reshape(2, 4)  # stand for the accelerators beside the CPUs of the mesh
+    near, far = (NamedSharding(one, P("data")) for one in (mesh, Mesh(devices, mesh.axis_names, axis_types=AUTO)))
+    whole = jax.device_put(np.arange(32, dtype=np.int32).reshape(8, 4), near)
+    leaf: Any = types.SimpleNamespace(
+        is_fully_addressable=False,
+        sharding=near,
+        addressable_shards=whole.addressable_shards,
+        shape=whole.shape,
+    )
+    client = object.__new__(RemoteClient)
+    client.mesh, client.cpu_mesh = far.mesh, near.mesh
+    moved = client.to_accelerators({"x": leaf})["x"]
+    assert moved.sharding == far
+    np.testing.assert_array_equal(np.asarray(moved), np.asarray(whole))
+    for shard in whole.addressable_shards:
+        (there,) = (other for other in moved.addressable_shards if other.device.id == 7 - shard.device.id)
+        assert there.index == shard.index
+
+
+def test_iterating_again_after_the_end_warns_unless_the_feed_goes_on(
+    mesh: Mesh, caplog: pytest.LogCaptureFixture
+) -> None:
+    def warnings() -> list[str]:
+        return [record.getMessage() for record in caplog.records if "iterating again" in record.getMessage()]
+
+    settings = {"global_batch_size": 16, "name": "train"}
+    go_on = {
+        "reset": lambda feed, state: feed.reset(),
+        "set_state": lambda feed, state: feed.set_state(state),
+        "reshard": lambda feed, state: feed.reshard(mesh),
+    }
+    for name, call in go_on.items():
+        with RemoteFeed(make_mixture, mesh, **settings) as feed:
+            state = feed.get_state()
+            assert len(list(feed)) == len(feed)
+            call(feed, state)
+            iter(feed)
+            assert not warnings(), name
+    with RemoteFeed(make_memory, mesh, **settings) as feed:
+        assert [sum(1 for _ in feed) for _ in range(3)] == [6, 0, 0]
+    (warning,) = warnings()
+    assert warning.startswith("train: ")
+
+
+def test_a_feed_is_true_whether_it_has_batches_or_a_length(mesh: Mesh) -> None:
+    with RemoteFeed(make_memory, mesh, global_batch_size=16, num_epochs=None) as endless:
+        with pytest.raises(TypeError, match="repeats forever"):
+            len(endless)
+        assert endless
+    with RemoteFeed(make_memory, mesh, global_batch_size=104) as empty:
+        assert len(empty) == 0
+        assert empty
+
+
 def test_after_close(mesh: Mesh) -> None:
-    feed = RemoteFeed(make_memory, mesh, global_batch_size=16)
+    feed = RemoteFeed(make_memory, mesh, global_batch_size=16, name="train")
     next(feed)
     state = feed.get_state()
     feed.close()
     feed.close()
     assert feed.get_state() == state
-    with pytest.raises(meshfeed.MeshfeedError, match="closed"):
-        next(feed)
+    assert repr(feed) == "<meshfeed.remote.RemoteFeed 'train': step=1, position=16, closed>"
+    remedy = r"train is closed\. To continue, pass its get_state\(\) to set_state of a new feed"
+    for call in (feed.__next__, feed.start, lambda: feed.set_weights({"a": 1}), lambda: feed.reshard(mesh)):
+        with pytest.raises(meshfeed.MeshfeedError, match=remedy):
+            call()
+
+
+def test_a_feed_that_could_not_be_made_can_be_shown() -> None:
+    assert repr(object.__new__(RemoteFeed)) == "<meshfeed.remote.RemoteFeed: not made>"
 
 
 def test_a_state_of_another_stream_changes_nothing(mesh: Mesh) -> None:
@@ -289,8 +353,35 @@ def test_what_cannot_travel_is_refused_in_the_constructor(mesh: Mesh) -> None:
         with pytest.raises(meshfeed.SettingsError, match="make_source cannot be sent") as caught:
             RemoteFeed(factory, mesh, global_batch_size=16)
         assert caught.value.setting == "make_source"
-    with pytest.raises(meshfeed.SettingsError, match="takes a function"):
+    with pytest.raises(meshfeed.SettingsError, match="takes a function") as caught:
         RemoteFeed(make_memory(), mesh, global_batch_size=16)  # pyright: ignore[reportArgumentType]
+    assert caught.value.setting == "make_source"
+
+    class OddError(Exception):
+        lock = threading.Lock()
+
+    with pytest.raises(
+        meshfeed.SettingsError, match=r"^settings cannot be sent .* Expected values that can be"
+    ) as caught:
+        RemoteFeed(make_memory, mesh, global_batch_size=16, retry=meshfeed.Retry(on=(OddError,)))
+    assert caught.value.setting == "settings"
+
+
+def test_devices_without_cpus_of_this_process_beside_them_are_refused(
+    mesh: Mesh, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def too_few(mesh: Mesh) -> Mesh:
+        raise ValueError("2 accelerators and 1 CPU device")
+
+    monkeypatch.setattr(colocated_python, "colocated_cpu_devices", too_few)
+    with pytest.raises(meshfeed.SettingsError, match=r"beside them: 2 accel.* and 1 .*jax_num_cpu_devices") as caught:
+        RemoteFeed(make_memory, mesh, global_batch_size=16)
+    assert caught.value.setting == "sharding"
+    monkeypatch.setattr(NamedSharding, "addressable_devices", frozenset())
+    monkeypatch.setattr(colocated_python, "colocated_cpu_devices", lambda mesh: mesh)
+    with pytest.raises(meshfeed.SettingsError, match="no device of the mesh belongs to this process") as caught:
+        RemoteFeed(make_memory, mesh, global_batch_size=16)
+    assert caught.value.setting == "sharding"
 
 
 def test_settings_are_checked_before_anything_travels(mesh: Mesh) -> None:
@@ -300,8 +391,9 @@ def test_settings_are_checked_before_anything_travels(mesh: Mesh) -> None:
         RemoteFeed(make_memory, mesh, global_batch_sise=1)  # pyright: ignore[reportCallIssue]
     other = jax.make_mesh((8,), ("data",), axis_types=AUTO[:1])
     two = {"x": NamedSharding(mesh, P("data")), "weird": NamedSharding(other, P("data"))}
-    with pytest.raises(meshfeed.SettingsError, match="2 meshes"):
+    with pytest.raises(meshfeed.SettingsError, match="2 meshes") as caught:
         RemoteFeed(make_memory, two, global_batch_size=16)
+    assert caught.value.setting == "sharding"
 
 
 def test_errors_of_the_host_are_raised_here_with_their_message(mesh: Mesh) -> None:
@@ -378,6 +470,18 @@ def test_answers_keep_their_value(value: Any) -> None:
     back = decode_answer(encode_answer(value))
     assert type(back) is type(value)
     jax.tree.map(np.testing.assert_array_equal, back, value)
+
+
+def test_arrays_arrive_contiguous_writable_and_in_native_order() -> None:
+    value = {
+        "a": np.arange(6, dtype=">i4").reshape(2, 3).T,
+        "b": (np.full((), 2.5, np.float32), np.zeros((0, 4), bool)),
+    }
+    back = decode_answer(encode_answer(value))
+    jax.tree.map(np.testing.assert_array_equal, back, value)
+    leaves = jax.tree.leaves(back)
+    assert [leaf.dtype for leaf in leaves] == [np.int32, np.float32, np.bool_]
+    assert all(leaf.flags.c_contiguous and leaf.flags.writeable for leaf in leaves)
 
 
 def test_headers_hold_64_bit_numbers_on_every_device(mesh: Mesh) -> None:

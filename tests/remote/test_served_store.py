@@ -244,6 +244,28 @@ def test_nothing_is_answered_without_the_token(server: _Server) -> None:
     connection.close()
 
 
+def test_the_client_has_the_methods_of_jaxs_client_and_no_others(server: _Server) -> None:
+    client = StoreClient(server.address)
+    client.key_value_set("/jobs//a/", "1")
+    client.key_value_set("jobs/a/b", "2")
+    client.key_value_set("jobs2", "3")
+    assert client.key_value_increment("n", 3) == 3
+    assert client.key_value_increment("n", 4) == 7
+    assert client.key_value_try_get("jobs/a") == "1"
+    assert client.key_value_dir_get("jobs") == [["jobs/a", "1"], ["jobs/a/b", "2"]]
+    with pytest.raises(LookupError, match=r"^ALREADY_EXISTS: jobs/a$"):
+        client.key_value_set("jobs/a", "4")
+    client.key_value_set("jobs/a", "5", allow_overwrite=True)
+    assert client.blocking_key_value_get("jobs/a", 1) == "5"
+    with pytest.raises(LookupError, match=r"^DEADLINE_EXCEEDED: none$"):
+        client.blocking_key_value_get("none", 1)
+    client.key_value_delete("jobs")
+    assert client.key_value_try_get("jobs2") == "3"
+    with pytest.raises(LookupError, match=r"^NOT_FOUND: jobs/a$"):
+        client.key_value_try_get("jobs/a")
+    assert not hasattr(client, "shutdown")
+
+
 def test_what_is_no_request_ends_its_connection_without_a_word(
     server: _Server, capsys: pytest.CaptureFixture[str]
 ) -> None:
