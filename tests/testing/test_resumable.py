@@ -69,8 +69,11 @@ def test_given_save_points_are_joined_by_the_first_and_the_last() -> None:
         check_resumable(Counter, save_points=[3, 9])
     with pytest.raises(SettingsError, match=r"make_feed=.*a function that makes a new feed"):
         check_resumable(Counter())
-    with pytest.raises(SettingsError, match="max_steps=0"):
-        check_resumable(Counter, max_steps=0)
+    for wrong in (0, True, 2.5):
+        with pytest.raises(SettingsError, match=f"max_steps={wrong}") as error:
+            check_resumable(Counter, max_steps=wrong)  # type: ignore[arg-type]
+        assert error.value.setting == "max_steps"
+    assert check_resumable(Counter, max_steps=1) == 2
 
 
 def test_batches_of_random_keys_pass() -> None:
@@ -245,6 +248,7 @@ class NoState:
             r"batch 0 differs\. Its structure is PyTreeDef\(\(\*, \*\)\), expected PyTreeDef\(\[\*, \*\]\)",
         ),
         (OneBit, r"batch 5 differs. Leaf \"\['x'\]\", row 2 is the first of 1 rows .* The row is not in the uninter"),
+        (OtherKeys, r"Leaf '' is key<rbg>\[4, 4\] at .*, expected key<fry>\[4, 2\] at "),
         (NegativeZero, r"batch 0 differs. Leaf \"\['y'\]\", row 0 is the first of 1 rows"),
         (EndsEarly, r"it ended before batch 5; the uninterrupted run has 6 batches"),
         (
@@ -260,6 +264,41 @@ class NoState:
 def test_every_fault_is_found_and_named(kind: type, message: str) -> None:
     with pytest.raises(AssertionError, match=message):
         check_resumable(kind)
+
+
+def test_faults_of_an_endless_feed_are_found() -> None:
+    """It is reset while it runs, and compared with the steps that were asked for."""
+    for kind, message in (
+        (BadReset, r"^reset while it was running: batch 0 differs\. .* row 0 of batch 1 of the uninterrupted run"),
+        (
+            Skips,
+            r"^set to step 2 while it was running behind step 0: batch 2 differs\. .* row 0 of batch 3 of the uninter",
+        ),
+    ):
+        with pytest.raises(AssertionError, match=message):
+            check_resumable(lambda kind=kind: kind(None), max_steps=4)
+
+
+class OtherShards(Jax):
+    """Its rows lie on other devices once it was restored."""
+
+    resumed = False
+
+    def set_state(self, state: Any) -> None:
+        super().set_state(state)
+        self.resumed = True
+
+    def make(self, k: int) -> Any:
+        batch = super().make(k)
+        if not self.resumed:
+            return batch
+        mesh = jax.make_mesh((2,), ("data",), axis_types=(AxisType.Auto,), devices=jax.devices()[:2])
+        return jax.device_put(batch, NamedSharding(mesh, PartitionSpec("data")))
+
+
+def test_other_numbers_of_shards_are_a_difference() -> None:
+    with pytest.raises(AssertionError, match=r"batch 0 differs\. Leaf \"\['x'\]\" has 2 shards here, expected 4"):
+        check_resumable(OtherShards)
 
 
 def test_jax_arrays_are_compared_shard_by_shard() -> None:

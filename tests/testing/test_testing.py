@@ -202,6 +202,17 @@ def test_start_hosts_gives_a_handle_to_kill_with_and_closes_clean() -> None:
 
 
 @pytest.mark.multihost
+def test_a_host_that_does_not_start_in_time_is_an_error() -> None:
+    with (
+        testing.HostPool(1, 1, start_timeout_seconds=0.05) as pool,
+        pytest.raises(testing.HostRunError, match=r"host 0: TimeoutError: host 0 had no result after 0 s") as raised,
+    ):
+        pool.start(_helper, 1)
+    (result,) = raised.value.results
+    assert result.returncode == -signal.SIGKILL
+
+
+@pytest.mark.multihost
 def test_hosts_die_with_their_parent() -> None:
     script = (
         "import os, signal, time\n"
