@@ -179,6 +179,27 @@ def test_feeds_of_a_process_share_one_thread_that_ends_with_the_last(monkeypatch
     assert store.keys == []
 
 
+def test_a_job_after_a_resize_has_a_heartbeat_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each feed asks for a store over JAX's client, which an in-process resize replaces."""
+    stores = [CountingStore(), CountingStore()]
+    clients = [object(), object()]
+    monkeypatch.setattr(jax_internals, "_substitutes", current := clients[:1])
+    _stub(monkeypatch, None)
+    monkeypatch.setattr(coordination, "key_value_store", lambda: CountingStore(stores[clients.index(current[0])]))
+    before = [Member([0, 1]) for _ in range(2)]
+    assert heartbeat._hearts[0].members == before
+    _wait(lambda: stores[0].keys)
+    assert not stores[1].keys
+    current[:] = clients[1:]
+    after = Member([0, 1])
+    assert heartbeat._hearts[0].members == [after]
+    _wait(lambda: stores[1].keys)
+    for member in (*before, after):
+        member.leave()
+    assert not heartbeat._hearts
+    assert not stores[1].keys
+
+
 def test_a_feed_that_is_collected_while_another_joins_hangs_neither(monkeypatch: pytest.MonkeyPatch) -> None:
     store = CountingStore()
     _stub(monkeypatch, store)

@@ -139,6 +139,18 @@ def test_iter_goes_on_after_the_last_delivered_batch_of_what_is_read_once(mesh: 
         next(loader)
 
 
+def test_what_is_read_once_goes_back_to_the_last_delivered_batch_and_no_further(mesh: Mesh) -> None:
+    loader = MultiHostDataLoadIterator((batch_of(number) for number in range(4)), mesh)
+    assert numbers(loader) == [0, 1, 2, 3]
+    for batches in (0, 1, 2):  # nobody has kept the batches after these
+        with pytest.raises(meshfeed.StateMismatchError, match="It can be read only once"):
+            loader.local_iterator.set_state({"batches": batches})
+    loader.local_iterator.set_state({"batches": 3})
+    assert numbers([next(loader)]) == [3]
+    with pytest.raises(meshfeed.StateMismatchError, match="It can be read only once"):
+        loader.local_iterator.set_state({"batches": 5})
+
+
 def test_what_can_be_read_only_once_says_so_before_it_is_saved(mesh: Mesh) -> None:
     for source in (Restartable(2), WithState(2), [batch_of(0)]):
         with MultiHostDataLoadIterator(source, mesh) as loader:
