@@ -411,6 +411,17 @@ def test_what_the_template_refuses_is_an_error_with_its_words() -> None:
         TokenizeChat(BPE)({"messages": CHAT})
 
 
+def test_a_file_that_is_no_tokenizer_is_named(tmp_path: pathlib.Path) -> None:
+    path = tmp_path / "tokenizer.json"
+    for content in (b"{}", b"not JSON", b"\xff"):
+        path.write_bytes(content)
+        with pytest.raises(meshfeed.SettingsError) as error:
+            TokenizeChat(path, chat_template=CHATML)
+        assert str(error.value).startswith(f"{path} is not a tokenizer of Hugging Face tokenizers: ")
+        assert str(error.value).endswith(f": {error.value.__cause__}. Give a tokenizer.json.")
+        assert error.value.setting == "tokenizer"
+
+
 @pytest.mark.parametrize(
     ("settings", "words"),
     [

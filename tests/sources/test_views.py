@@ -90,6 +90,34 @@ def test_the_threads_that_a_stream_asks_for_read_it_through_a_shuffle_buffer() -
     assert hooks.read_threads(ShuffleBuffer(Stream(lambda lane, lanes: iter(())), 4)) == 1
 
 
+class OfText:
+    """Its files say that its records have no array form; none may be read."""
+
+    def __len__(self) -> int:
+        return 8
+
+    def __getitem__(self, record_id: int) -> Any:
+        raise AssertionError(f"record {record_id} was read")
+
+    def check_records(self) -> None:
+        raise SourceError("column 'text' holds string")
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda source: Subset(source, range(8)),
+        lambda source: Sample(source, 8),
+        lambda source: Concat([OTHERS, source]),
+        lambda source: Zip({"a": OTHERS, "b": source}),
+        lambda source: Subset(Concat([OTHERS, source]), range(8)),
+    ],
+)
+def test_records_without_an_array_form_are_refused_when_a_feed_is_made_over_a_view(make: Callable[[Any], Any]) -> None:
+    with pytest.raises(SourceError, match="column 'text' holds string"):
+        feed_of(make(OfText()))
+
+
 def values(source: Any) -> list[int]:
     """The records of a source, by a batch, several and one at a time, which must agree."""
     ids = np.arange(len(source))
