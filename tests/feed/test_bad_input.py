@@ -497,6 +497,15 @@ def test_read_takes_record_ids_and_nothing_that_only_looks_like_them(record_ids:
     assert info.value.setting == "record_ids"
 
 
+@pytest.mark.parametrize("step", [1.5, "1", True, None])
+@pytest.mark.parametrize("method", ["record_ids", "replay"])
+def test_a_step_is_an_int(method: str, step: Any) -> None:
+    with make_feed() as feed, pytest.raises(meshfeed.SettingsError) as info:
+        getattr(feed, method)(step)
+    assert str(info.value).startswith(f"{method}({step!r}); it takes an int of at least 0.")
+    assert info.value.setting == "step"
+
+
 def test_settings_may_be_numpy_numbers() -> None:
     options: dict[str, Any] = {
         "global_batch_size": np.int64(16),

@@ -127,8 +127,10 @@ def test_exporters_refuse_what_they_cannot_export(feed: meshfeed.Feed, tmp_path:
     (tmp_path / "file").write_text("")
     with pytest.raises(meshfeed.SettingsError, match="cannot be written"):
         meshfeed.monitoring.log(feed, tmp_path / "file")
-    with pytest.raises(meshfeed.SettingsError, match="Expected a positive number of seconds"):
-        meshfeed.monitoring.log(feed, tmp_path, seconds=0)
+    for seconds in (0, -1.5, True, "1"):
+        with pytest.raises(meshfeed.SettingsError, match="Expected a positive number of seconds") as error:
+            meshfeed.monitoring.log(feed, tmp_path, seconds=seconds)  # type: ignore[arg-type]
+        assert error.value.setting == "seconds"
     with pytest.raises(meshfeed.SettingsError, match=r"is not a meshfeed\.Feed\. For a RemoteFeed, call its stats"):
         meshfeed.monitoring.log([1, 2], tmp_path)
     pytest.importorskip("tensorboardX")

@@ -17,7 +17,7 @@ import meshfeed
 from meshfeed._src.base.stats import FeedStats, Sample
 from meshfeed._src.cli import main
 from meshfeed._src.pictures.drawing import Bar, bar_chart, line_chart, nice_ticks
-from meshfeed._src.pictures.report import HostLog, report_figures, report_page
+from meshfeed._src.pictures.report import HostLog, duration_text, report_figures, report_page
 
 
 def host_log(host: int, *, late: bool = False, batches: int = 10, cache: bool = False, feed: str = "train") -> HostLog:
@@ -69,6 +69,25 @@ class Page(html.parser.HTMLParser):
 
     def handle_data(self, data: str) -> None:
         self.words.append(data)
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"),
+    [
+        (0.0, "0 s"),
+        (-1.0, "0 s"),
+        (5e-6, "5 µs"),
+        (0.0025, "2.5 ms"),
+        (1.0, "1 s"),
+        (119.0, "119 s"),
+        (120.0, "2 min"),
+        (5400.0, "90 min"),
+        (7200.0, "2 h"),
+        (90_000.0, "25 h"),
+    ],
+)
+def test_durations_are_in_the_unit_that_reads_best(seconds: float, text: str) -> None:
+    assert duration_text(seconds) == text
 
 
 def test_figures_of_several_hosts() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import logging
 from collections.abc import Callable, Iterator
@@ -16,6 +17,7 @@ import meshfeed
 from meshfeed._src.base.errors import SourceError, StateMismatchError
 from meshfeed._src.base.exact_json import ALLOWED
 from meshfeed._src.base.rng import philox
+from meshfeed._src.state import state as feed_state
 from meshfeed._src.streams import lane as lane_module
 from meshfeed._src.streams.lane import Lane, LaneEntry, LaneSettings
 
@@ -266,6 +268,21 @@ def test_batches_shrink_to_one_record_after_a_failure_and_grow_again() -> None:
     assert source.requested == [4, 20, 4, 1, 2, 4, 8, 5]
     assert lane.take(16).tree.tolist() == list(range(24, 40))
     assert source.requested[8:] == [16]
+
+
+def test_an_entry_of_a_state_is_read_back_or_its_field_is_named() -> None:
+    entry = LaneEntry(records=30, epoch=1, taken=25, skip=25, ended=True)
+    saved = dataclasses.asdict(entry)
+    assert LaneEntry.from_json(feed_state.seal(saved), 3) == entry
+    for changes, field, current in (
+        ({"ended": 1}, "lanes.3.ended", "true or false"),
+        ({"skip": -1}, "lanes.3.skip", None),
+        ({"more": 0}, "lanes.3", sorted(saved)),
+    ):
+        with pytest.raises(meshfeed.StateMismatchError) as caught:
+            LaneEntry.from_json(feed_state.seal({**saved, **changes}), 3)
+        assert caught.value.field == field
+        assert current in (None, caught.value.current)
 
 
 def test_lanes_whose_records_end_early_are_no_shorter_lanes() -> None:
