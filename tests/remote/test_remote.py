@@ -164,6 +164,15 @@ def test_the_whole_interface(mesh: Mesh, tmp_path: pathlib.Path) -> None:
             remote.read([1.5])
 
 
+def test_what_can_be_read_only_once_says_so_before_it_is_saved(mesh: Mesh) -> None:
+    def make_batches() -> Any:
+        return ({"x": np.full(16, number, np.int32)} for number in range(3))
+
+    with RemoteFeed(make_batches, mesh) as remote, meshfeed.Feed(make_batches(), mesh) as local:
+        assert remote.cannot_resume == local.cannot_resume is not None
+        assert remote.cannot_resume.startswith("the batches come from a generator, which can be read only once")
+
+
 def test_no_public_name_of_a_local_feed_is_missing() -> None:
     missing = set(dir(meshfeed.Feed)) - set(dir(RemoteFeed))
     assert not {name for name in missing if name[0] not in "_x"}  # x: what a run of scripts/mutate adds
