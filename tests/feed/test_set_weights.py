@@ -298,7 +298,7 @@ def second_run(kind: str, folder: pathlib.Path, devices: Any, state: str) -> lis
 
 
 def values(step: dict[int, str]) -> list[int]:
-    return [int(step[row].removeprefix("tokens=[").removesuffix("];")) for row in sorted(step)]
+    return [int(step[row].partition("tokens=[")[2].removesuffix("];")) for row in sorted(step)]
 
 
 # ---------------------------------------------------------------------- rules
@@ -512,16 +512,16 @@ def test_after_the_end_new_weights_may_continue(folder: pathlib.Path) -> None:
 PADDED = {"num_epochs": 1, "end": "pad", "mask_key": "mask"}
 
 
+CHANGES = [
+    (WEIGHTS, [(26, {"code": 1})]),  # which has been read in full: the lanes end there
+    ({"web": 0, "code": 0, "books": 1}, [(4, {"web": 1})]),  # in step 3 a lane has ended, which others go beyond
+    ({"web": 0, "code": 0, "books": 1}, [(3, {"books": 2}), (4, {"web": 1}), (6, {"books": 1, "code": 1})]),
+    (WEIGHTS, [(3, {"books": 1}), (5, {"code": 1}), (9, {"web": 1, "books": 1})]),
+]
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("given", "changes"),
-    [
-        (WEIGHTS, [(26, {"code": 1})]),  # which has been read in full: the lanes end there
-        ({"web": 0, "code": 0, "books": 1}, [(4, {"web": 1})]),  # in step 3 a lane has ended, which others go beyond
-        ({"web": 0, "code": 0, "books": 1}, [(3, {"books": 2}), (4, {"web": 1}), (6, {"books": 1, "code": 1})]),
-        (WEIGHTS, [(3, {"books": 1}), (5, {"code": 1}), (9, {"web": 1, "books": 1})]),
-    ],
-)
+@pytest.mark.parametrize(("given", "changes"), CHANGES)
 @pytest.mark.parametrize("end", ["pad", "drop"])
 def test_past_steps_are_replayed_as_they_were_delivered(
     given: Weights, changes: list[tuple[int, Weights]], end: str, folder: pathlib.Path
@@ -544,6 +544,65 @@ def test_past_steps_are_replayed_as_they_were_delivered(
                 assert rows(feed.replay(number, state=state)) == batch, number
         feed.set_state(feed.get_state())
         assert [rows(feed.replay(number)) for number in range(len(found))] == found
+
+
+@pytest.mark.parametrize(("given", "changes"), CHANGES)
+@pytest.mark.parametrize("end", ["pad", "drop"])
+def test_a_reset_plays_again_what_was_delivered_with_other_weights(
+    given: Weights, changes: list[tuple[int, Weights]], end: str, folder: pathlib.Path
+) -> None:
+    options = {**PADDED, "end": end, "mask_key": "mask" if end == "pad" else None}
+    with make_feed("lanes", given, folder, **options) as feed:
+        found: list[list[int]] = []
+        for step, weights in changes:
+            found += [rows(batch) for batch in itertools.islice(feed, step - feed.step)]
+            feed.set_weights(weights)
+        before = json.loads(json.dumps(feed.get_state()))
+        found += [rows(batch) for batch in feed]
+        feed.reset()
+        assert rows(feed.replay(len(found) - 1)) == found[-1]
+        if before["step"] < len(found):
+            assert rows(feed.replay(len(found) - 1, state=before)) == found[-1]
+        assert [rows(batch) for batch in itertools.islice(feed, 3)] == found[:3]
+        state = json.loads(json.dumps(feed.get_state()))
+        assert state["meshfeed"] == 3
+        feed.reset()
+        assert [rows(batch) for batch in feed] == found
+        assert feed.get_state()["meshfeed"] == 1, "all has been delivered again"
+        feed.reset()
+        feed.set_weights(given)
+        assert [rows(batch) for batch in feed] == from_start("lanes", [(0, given)], folder, 200, **options)
+    with make_feed("lanes", given, folder, **options) as feed:
+        feed.set_state(state)
+        assert [rows(batch) for batch in feed] == found[3:]
+        damaged = {**state, "before_reset": {**state["before_reset"], "step": 1}}
+        with pytest.raises(StateMismatchError, match=r"before_reset\.digest"):
+            feed.set_state(damaged)
+
+
+def test_after_a_reset_each_host_knows_the_ends_of_its_lanes(folder: pathlib.Path) -> None:
+    given = {"web": 0, "code": 0, "books": 1}
+    states: dict[int, Any] = {}
+    both = threading.Barrier(2, timeout=60)
+
+    def on_host(devices: Any) -> list[dict[int, str]]:
+        with make_feed("lanes", given, folder, devices=devices, **PADDED) as feed:
+            steps = [source_jobs.rows_of(batch) for batch in itertools.islice(feed, 4)]
+            feed.set_weights({"web": 1})
+            steps += [source_jobs.rows_of(batch) for batch in feed]
+            feed.set_state(feed.get_state())  # of this host alone
+            feed.reset()
+            assert [source_jobs.rows_of(batch) for batch in itertools.islice(feed, 2)] == steps[:2]
+            states[devices[0].client.process_index()] = feed.get_state()
+            both.wait()
+            feed.set_state(meshfeed.merge_states(list(states.values())))
+            assert [source_jobs.rows_of(batch) for batch in feed] == steps[2:]
+            return steps
+
+    expected = [values(step) for step in source_jobs.join(play(2, 4, on_host))]
+    with make_feed("lanes", given, folder, **PADDED) as feed:
+        feed.set_state(meshfeed.merge_states(list(states.values())))
+        assert [rows(batch) for batch in feed] == expected[2:]
 
 
 def test_a_replay_from_a_state_of_other_weights_is_refused(folder: pathlib.Path) -> None:

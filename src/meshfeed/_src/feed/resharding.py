@@ -23,7 +23,7 @@ from meshfeed._src.base.settings import FeedSettings
 from meshfeed._src.base.types import JsonValue, PyTree
 from meshfeed._src.feed.parts import FeedPlace, take_place
 from meshfeed._src.plan.plan import normalize_sharding, participants
-from meshfeed._src.state.state import Ledgers, flatten, parse_state
+from meshfeed._src.state.state import Ledgers, flatten, join_before_reset, parse_state
 from meshfeed._src.streams.lane_moves import furthest_entries
 from meshfeed._src.streams.protocol import AnyStream, Cursor
 
@@ -120,7 +120,10 @@ def conclude(offers: Mapping[int, JsonValue]) -> dict[str, JsonValue]:
     lanes = None if base.lanes is None else furthest_entries(handed_over.lanes_before(past), base)
     skipped = max((states[host].num_skipped or 0 for host in there), default=0)
     ledgers = _merge_ledgers(handed_over.ledgers_of(past), step)
-    state = dataclasses.replace(base, lanes=lanes, num_skipped=skipped or None, **ledgers.state_fields())
+    before_reset = join_before_reset(states.values())
+    state = dataclasses.replace(
+        base, lanes=lanes, num_skipped=skipped or None, before_reset=before_reset, **ledgers.state_fields()
+    )
     return {"state": state.to_json(), "steps": steps}
 
 

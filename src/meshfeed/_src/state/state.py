@@ -8,13 +8,14 @@ Layout::
 and ``lanes`` {lane index: entry}, host batches have ``hosts`` {process index: entry}. After the first replacement of a
 bad record, the state has ``skipped`` {process index: ledger} and ``num_skipped``, the count over all hosts; once a
 ledger is full, also ``num_unlisted`` {process index: count}. Every lane and host entry contains its own digest, which
-detects manual edits.
+detects manual edits. ``before_reset`` is what a feed with stages of weights that it added had delivered before a reset
+(:class:`meshfeed._src.streams.lane_reader.Delivered`).
 
 A ledger lists the ids, reasons and steps of the records that one host replaced, and is bounded in size.
 
 ``meshfeed`` is the lowest version that can read the state. Version 2 added ``num_unlisted``, and entries with the key
-``__meshfeed__`` (see :mod:`meshfeed._src.base.exact_json`). States without them are still written as version 1, which
-an older meshfeed can read after a rollback.
+``__meshfeed__`` (see :mod:`meshfeed._src.base.exact_json`); version 3 added ``before_reset``. States without them are
+still written as version 1, which an older meshfeed can read after a rollback.
 """
 
 from __future__ import annotations
@@ -32,8 +33,8 @@ from meshfeed._src.base.exact_json import OTHER
 from meshfeed._src.base.identities import FOUR_RECORDS, as_saved
 from meshfeed._src.base.types import MAX_POSITION, JsonValue, public
 
-VERSION = 2
-_OF_VERSION_2 = (f'"{OTHER}"', '"num_unlisted"')
+VERSION = 3
+_MARKS = {3: ('"before_reset"',), 2: (f'"{OTHER}"', '"num_unlisted"')}  # version → texts of which a state of it has one
 _SHOWN_CHARACTERS = 80  # of a value in a message
 KINDS = ("random_access", "lanes", "host_batches")
 
@@ -47,7 +48,7 @@ _MERGE = "Merge states that the hosts took after the same step of one feed."
 _REQUIRED: dict[str, type] = {"kind": str, "position": int, "segments": list, "fingerprint": dict}
 _OPTIONAL: dict[str, type] = {
     "step": int, "num_lanes": int, "lanes": dict, "hosts": dict, "skipped": dict, "num_skipped": int,
-    "num_unlisted": dict,
+    "num_unlisted": dict, "before_reset": dict,
 }  # fmt: skip
 
 _REMEDIES = {
@@ -114,6 +115,7 @@ class FeedState:
     skipped: dict[str, JsonValue] | None = None
     num_skipped: int | None = None
     num_unlisted: dict[str, int] | None = None
+    before_reset: dict[str, JsonValue] | None = None
 
     def to_json(self) -> dict[str, JsonValue]:
         """Returns the state as a new JSON value."""
@@ -123,7 +125,7 @@ class FeedState:
 
 def _needed_version(text: str) -> int:
     """The lowest version that can read a state with this JSON text."""
-    return 2 if any(mark in text for mark in _OF_VERSION_2) else 1
+    return next((version for version, marks in _MARKS.items() if any(mark in text for mark in marks)), 1)
 
 
 def parse_state(state: JsonValue) -> FeedState:
@@ -393,6 +395,15 @@ def _join(part: str, states: Sequence[FeedState]) -> dict[str, JsonValue] | None
     return dict(sorted(joined.items(), key=lambda item: int(item[0]))) if found else None
 
 
+def join_before_reset(states: Iterable[FeedState]) -> dict[str, JsonValue] | None:
+    """Merges what hosts had delivered before a reset: each knows at least the ends of its own lanes."""
+    found = [unseal(state.before_reset, "before_reset") for state in states if state.before_reset is not None]
+    if not found:
+        return None
+    ended = {lane: length for one in found for lane, length in one["ended"].items()}
+    return seal({**max(found, key=lambda one: one["step"]), "ended": ended})
+
+
 @public("meshfeed")
 def merge_states(states: Iterable[Mapping[str, JsonValue]]) -> dict[str, JsonValue]:
     """Merges the states of several hosts, taken after the same step, into one.
@@ -432,7 +443,8 @@ def merge_states(states: Iterable[Mapping[str, JsonValue]]) -> dict[str, JsonVal
     # A host outside of the mesh does not learn of replaced records. Counts only grow, so the largest is complete.
     num_skipped = max((state.num_skipped for state in parsed if state.num_skipped is not None), default=None)
     joined = {part: _join(part, parsed) for part in _ENTRIES}
-    return dataclasses.replace(first, num_skipped=num_skipped, **joined).to_json()
+    before_reset = join_before_reset(parsed)
+    return dataclasses.replace(first, num_skipped=num_skipped, before_reset=before_reset, **joined).to_json()
 
 
 MAX_LISTED = 16_384  # over all hosts; keeps a state with all ledgers below 1 MB

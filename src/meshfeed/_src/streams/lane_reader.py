@@ -6,24 +6,64 @@ import dataclasses
 import logging
 import time
 from collections.abc import Mapping, Sequence
+from typing import cast
 
 import numpy as np
 
 from meshfeed._src.base import hooks, trees
-from meshfeed._src.base.errors import SourceError
+from meshfeed._src.base.errors import DAMAGED_STATE, SourceError, StateMismatchError
 from meshfeed._src.base.settings import FeedSettings
-from meshfeed._src.base.types import PyTree, StreamSource
+from meshfeed._src.base.types import JsonValue, PyTree, StreamSource
+from meshfeed._src.order.steps import parse_segments
 from meshfeed._src.plan.plan import HostRows
 from meshfeed._src.reading.host_batch import add_mask, spec_of_batch
 from meshfeed._src.reading.reads import AutoReads
 from meshfeed._src.reading.stacking import RecordSpec
 from meshfeed._src.reading.structure import check_spec
+from meshfeed._src.state.state import check_counts, seal, unseal
 from meshfeed._src.streams.lane import LaneEntry, LaneSettings, Taken
 from meshfeed._src.streams.lane_group import LaneRows
 from meshfeed._src.streams.lane_places import LanePlaces
 from meshfeed._src.streams.protocol import EMPTY_STREAM, Cursor, HostBatch, HostReader
 
 _log = logging.getLogger("meshfeed.lanes")
+
+
+@dataclasses.dataclass(frozen=True)
+class Delivered:
+    """What a feed had delivered when it was reset; stages of a mixture that it had added must not change that.
+
+    Attributes:
+      step: the next step at that time.
+      segments: batch sizes of the steps before it, as a state has them.
+      ended: lane → length in records, for the lanes that had ended.
+    """
+
+    step: int
+    segments: JsonValue
+    ended: Mapping[int, int]
+
+    def to_json(self) -> dict[str, JsonValue]:
+        """Returns the sealed JSON that a state contains."""
+        ended = {str(lane): length for lane, length in sorted(self.ended.items())}
+        return seal({"step": self.step, "segments": self.segments, "ended": ended})
+
+    @staticmethod
+    def from_json(value: JsonValue) -> Delivered:
+        """Parses what a state contains.
+
+        Raises:
+          StateMismatchError: it was changed or damaged after it was saved.
+        """
+        bare = unseal(value, "before_reset")
+        check_counts(bare, ("step",), "before_reset")
+        parse_segments(bare.get("segments"))
+        given = bare.get("ended")
+        ended = cast("dict[str, int]", given) if isinstance(given, dict) else {"": 0}
+        if not all(lane.isdecimal() for lane in ended):
+            raise StateMismatchError("before_reset.ended", given, "lengths of lanes", DAMAGED_STATE)
+        check_counts(ended, ended, "before_reset.ended")
+        return Delivered(bare["step"], bare["segments"], {int(lane): length for lane, length in ended.items()})
 
 
 @dataclasses.dataclass(frozen=True)
@@ -36,12 +76,14 @@ class LaneCursor(Cursor):
       entries: lane → its state.
       ended: lane → length in records, for the lanes of all hosts known to have ended before ``step``.
       cut: the version of the rule that divides the records into lanes; see :class:`meshfeed._src.base.hooks.CutsLanes`.
+      before_reset: what was delivered before a reset, until that step has been reached again; only with added stages.
     """
 
     source: StreamSource
     entries: Mapping[str, LaneEntry]
     ended: Mapping[int, int] = dataclasses.field(default_factory=dict[int, int])
     cut: int = 1
+    before_reset: Delivered | None = None
 
     def records_after(self, step: int, ended: Mapping[int, int]) -> int:
         """Returns the records up to and including ``step``, from the lengths of the ended lanes."""
@@ -199,6 +241,7 @@ class LaneReader(HostReader[LaneCursor]):
         each = (position + size) // cursor.num_lanes
         # Of lanes read ahead, others end later; with weights that are set before that, they may go on.
         before = {lane: length for lane, length in ended.items() if length < each}
+        before_reset = cursor.before_reset
         return LaneCursor(
             cursor.step_schedule,
             batch.step + 1,
@@ -207,6 +250,7 @@ class LaneReader(HostReader[LaneCursor]):
             batch.entries,
             {**cursor.ended, **before} if before else cursor.ended,
             cursor.cut,
+            before_reset if before_reset is not None and before_reset.step > batch.step + 1 else None,
             num_lanes=cursor.num_lanes,
             skipped=cursor.skipped.after(batch.bad, batch.step) if batch.bad else cursor.skipped,
             num_skipped=num_skipped,

@@ -27,7 +27,7 @@ from meshfeed._src.reading.stacking import RecordSpec
 from meshfeed._src.state.state import FeedState, Ledgers, count_skipped
 from meshfeed._src.streams.lane import Lane, LaneEntry, LaneSettings
 from meshfeed._src.streams.lane_moves import read_forward
-from meshfeed._src.streams.lane_reader import LaneCursor, LaneReader, needed_lanes
+from meshfeed._src.streams.lane_reader import Delivered, LaneCursor, LaneReader, needed_lanes
 from meshfeed._src.streams.protocol import FeedStream, HostBatch, check_fingerprint, required_schedule
 
 _log = logging.getLogger("meshfeed.lanes")
@@ -125,12 +125,15 @@ class LaneStream(FeedStream[LaneCursor]):
         step: int,
         added: StagedWeights = (),
         ended: Mapping[int, int] | None = None,
+        before_reset: Delivered | None = None,
     ) -> StreamSource:
         """The source of lanes that have delivered the steps before ``step``, or have ended: lane → length."""
         source = self.source if self._cuts is None else self._cuts.with_cut(cut)
         staged = find(source, hooks.StagedStream)
         if staged is None:
             return source
+        if before_reset is not None:
+            step, ended = max(step, before_reset.step), {**before_reset.ended, **(ended or {})}
         staged = cast("hooks.StagedStream", cast("hooks.TakesWeights", staged).with_added(added))
         settings = self._settings
         return staged.bind(
@@ -148,8 +151,16 @@ class LaneStream(FeedStream[LaneCursor]):
     def _start_under(self, step_schedule: StepSchedule, like: LaneCursor | None) -> LaneCursor:
         num_lanes, cut = (self.num_lanes, self._cut) if like is None else (like.num_lanes, like.cut)
         entries = {str(lane): LaneEntry() for lane in range(num_lanes)}
-        source = self._source_under(step_schedule, cut, 0, () if like is None else _added_to(like))
-        return LaneCursor(step_schedule, 0, 0, source, entries, cut=cut, num_lanes=num_lanes)
+        added = () if like is None else _added_to(like)
+        before_reset = None if like is None or not added else _under(step_schedule, self._delivered_by(like))
+        source = self._source_under(step_schedule, cut, 0, added, before_reset=before_reset)
+        return LaneCursor(step_schedule, 0, 0, source, entries, {}, cut, before_reset, num_lanes=num_lanes)
+
+    def _delivered_by(self, cursor: LaneCursor) -> Delivered | None:
+        """What a feed at a cursor has delivered, also before a reset; None if its lanes do not end."""
+        if self._settings.num_epochs is None or cursor.before_reset is not None or not cursor.step:
+            return cursor.before_reset
+        return Delivered(cursor.step, cursor.step_schedule.delivered_json(cursor.step), cursor.ended)
 
     def with_stage(self, cursor: LaneCursor, from_step: object, weights: object) -> LaneCursor:
         """See :class:`meshfeed._src.streams.protocol.FeedStream`."""
@@ -157,9 +168,8 @@ class LaneStream(FeedStream[LaneCursor]):
         if mixture is None:
             raise not_a_mixture(kind_of(self.source))
         added = add_stage(_added_to(cursor), cursor.step, from_step, mixture.check_weights(weights))
-        return dataclasses.replace(
-            cursor, source=self._source_under(cursor.step_schedule, cursor.cut, cursor.step, added)
-        )
+        source = self._source_under(cursor.step_schedule, cursor.cut, cursor.step, added)
+        return dataclasses.replace(cursor, source=source, before_reset=None)
 
     def restore(self, state: FeedState) -> LaneCursor:
         """Returns the state's cursor, with the lanes that the state contains."""
@@ -180,9 +190,13 @@ class LaneStream(FeedStream[LaneCursor]):
         added, mixed = parse_added(mixture), find(self.source, hooks.TakesWeights)
         if mixed is not None:
             check_added(added, mixed.check_weights)
-        source = self._source_under(step_schedule, cut, state.step, added)
+        source, before_reset = self._source_under(step_schedule, cut, state.step, added), None
         if self._staged is not None:
-            cast("hooks.StagedStream", source).check_saved(mixture, nominal, state.step)
+            staged = cast("hooks.StagedStream", source)
+            staged.check_saved(mixture, nominal, state.step)
+            if state.before_reset is not None and staged.mixture_config()["stages"] == mixture["stages"]:
+                before_reset = _under(step_schedule, Delivered.from_json(state.before_reset))
+                source = self._source_under(step_schedule, cut, state.step, added, before_reset=before_reset)
         return LaneCursor(
             step_schedule,
             state.step,
@@ -191,6 +205,7 @@ class LaneStream(FeedStream[LaneCursor]):
             entries,
             {int(key): entry.records for key, entry in entries.items() if entry.ended},
             cut,
+            before_reset,
             num_lanes=num_lanes,
             skipped=Ledgers.of_state(state),
             num_skipped=count_skipped(state),
@@ -219,9 +234,11 @@ class LaneStream(FeedStream[LaneCursor]):
         """Returns the cursor of ``state``, which must contain all lanes, or of the beginning."""
         delivered = current.step_schedule  # past steps have the batch sizes and weights of their delivery
         cursor = self._start_under(delivered, current) if state is None else self.restore(state)
-        if cursor.step <= current.step and delivered.at(cursor.step)[0] == cursor.step_schedule.at(cursor.step)[0]:
+        known = current.step if current.before_reset is None else current.before_reset.step
+        if cursor.step <= known and delivered.at(cursor.step)[0] == cursor.step_schedule.at(cursor.step)[0]:
             self._check_ends_known(current)
-            source = self._source_under(delivered, cursor.cut, current.step, _added_to(current), current.ended)
+            past = current.step, _added_to(current), current.ended, current.before_reset
+            source = self._source_under(delivered, cursor.cut, *past)
             if state is not None and self._staged is not None:  # whose stages by set_weights may be others
                 _check_same_past(cast("hooks.StagedStream", source), state, delivered.position_of_step(cursor.step))
             cursor = dataclasses.replace(cursor, step_schedule=delivered, source=source)
@@ -248,9 +265,9 @@ class LaneStream(FeedStream[LaneCursor]):
     def state(self, cursor: LaneCursor) -> FeedState:
         """Returns the state; it contains only this host's lanes."""
         lanes = {lane: entry.to_json() for lane, entry in sorted(cursor.entries.items(), key=lambda item: int(item[0]))}
-        return cursor.to_state(
-            self.kind, self.fingerprint(cursor), step=cursor.step, num_lanes=cursor.num_lanes, lanes=lanes
-        )
+        before_reset = None if cursor.before_reset is None else cursor.before_reset.to_json()
+        fields = {"step": cursor.step, "num_lanes": cursor.num_lanes, "lanes": lanes, "before_reset": before_reset}
+        return cursor.to_state(self.kind, self.fingerprint(cursor), **fields)
 
     def records_after(self, cursor: LaneCursor, step: int, ended: Mapping[int, int]) -> int:
         """See :meth:`LaneCursor.records_after`."""
@@ -281,7 +298,8 @@ class LaneStream(FeedStream[LaneCursor]):
             )
         # Other hosts know of lanes here that have ended, although the last known states are from before.
         ended = {lane: length for lane, length in current.ended.items() if length < records}
-        source = self._source_under(cursor.step_schedule, cursor.cut, cursor.step, _added_to(cursor), ended)
+        past = cursor.step, _added_to(cursor), ended, cursor.before_reset
+        source = self._source_under(cursor.step_schedule, cursor.cut, *past)
         settings, num_threads = self.lane_settings(cursor.num_lanes), self._settings.threads or 1
         after = read_forward(source, settings, entries, records, num_threads)
         ended |= {lane: entry.records for lane, entry in after.items() if entry.ended}
@@ -366,6 +384,12 @@ class LaneStream(FeedStream[LaneCursor]):
         """Records delivered so far of each lane of this host."""
         entries: Mapping[str, LaneEntry] = batch.entries
         return {"lanes": {lane: entry.records for lane, entry in entries.items()}}
+
+
+def _under(step_schedule: StepSchedule, delivered: Delivered | None) -> Delivered | None:
+    """What was delivered, unless the steps have other batch sizes now, so that stages begin at other records."""
+    same = delivered is not None and delivered.segments == step_schedule.delivered_json(delivered.step)
+    return delivered if same else None
 
 
 def _weights_of(cursor: LaneCursor) -> JsonValue:
