@@ -218,3 +218,12 @@ def test_a_ledger_from_before_a_state_does_not_count(host: Host) -> None:
     host.publish(later, batch(2, bad=[(11, 0, "empty")]))
     found = HandedOver.read(host.store, {SCOPE: {1, 2}}).ledgers_of(past_at(3))
     assert found == [Ledgers({"3": [[11, 0, "empty", 2]]})]
+
+
+def test_what_was_published_before_a_new_generation_is_deleted(host: Host) -> None:
+    """Lanes that were read ahead may end elsewhere, or later, with weights that were set since."""
+    one = host.start({"a": 0})
+    for step in range(4):
+        host.publish(one, batch(step, a=step + 1, bad=[(step, 0, "empty")]), later=1.0)
+    host.publish(host.start({"a": 2}, step=2), batch(2, a=3))
+    assert set(host.published) == {"first"}

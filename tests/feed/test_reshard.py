@@ -432,6 +432,50 @@ def test_what_was_published_before_other_weights_does_not_belong_to_the_stream(m
         assert job.run(host_job)[0] == expected[11:]
 
 
+def test_ends_that_were_read_ahead_before_other_weights_do_not_belong_to_the_stream(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(lane, "_CHEAP_SECONDS", 1e9)
+    settings = {**settings_of(KINDS["mixture of uneven streams"]), "prefetch": 4}
+    lengths = [*[40] * 7, 12, *[40] * 4]
+
+    def make() -> Any:
+        parts = {"a": meshfeed.sources.Stream(Numbers(lengths).open, fingerprint="a"), "b": memory(240, 1 << 20)}
+        return meshfeed.sources.Mixture(parts, {"a": 1, "b": 0}, 8)
+
+    def play(feed: meshfeed.Feed) -> Iterator[Any]:
+        yield from (rows_of(next(feed)) for _ in range(10))
+        both.wait()
+        monkeypatch.setattr(handover, "_PAUSE_SECONDS", 1e9)  # so that what was published before stays
+        feed.set_weights({"b": 1}, from_step=20)  # all lanes read "b" before they end
+        yield from (rows_of(next(feed)) for _ in range(12))
+        both.wait()
+
+    def whole(host: int) -> list[Any]:
+        with meshfeed.Feed(make(), job.mesh(0, [0]), **settings) as feed:
+            return [*play(feed), *(rows_of(batch) for batch in feed)]
+
+    both = threading.Barrier(1)
+    with job_of(1) as job:
+        expected = job.run(whole)[0]
+    monkeypatch.setattr(handover, "_PAUSE_SECONDS", 0.0)
+    both = threading.Barrier(2, timeout=60)
+    with job_of(2) as job:
+
+        def host_job(host: int) -> list[Any]:
+            feed = meshfeed.Feed(make(), job.mesh(host, [0, 1]), **settings)
+            for _ in play(feed):
+                pass
+            if host == 1:
+                job.kill(host, feed)
+                return []
+            feed.reshard(job.mesh(host, [0]))
+            with feed:
+                return [rows_of(batch) for batch in feed]
+
+        assert job.run(host_job)[0] == expected[22:]
+
+
 def test_bad_records_of_a_lost_host_stay_in_the_ledger(monkeypatch: pytest.MonkeyPatch) -> None:
     def decode(record: Any) -> Any:
         if int(record["id"]) % 17 == 5:

@@ -11,7 +11,8 @@ the reports on windows, below keys of their own, which no host reads before :met
 A host delivers a step only after all hosts have published the window of that step, and none reads further ahead than two
 windows and ``prefetch``. The slots reach back further than that. So for each lane of a lost host there is a state at or
 before the step at which the others continue, and not long before it. Lanes are published at most every half second, which
-keeps the requests few, and not if they are larger than a megabyte; then the start of the generation has to do.
+keeps the requests few, and not if they are larger than a megabyte; then the start of the generation has to do. What was
+published in the generation before is deleted.
 """
 
 from __future__ import annotations
@@ -101,6 +102,8 @@ class Handover:
 
     def publish(self, window: Sequence[HostBatch]) -> None:
         """Publishes what others need if this host is lost after it has published the report on ``window``."""
+        if self._start is not None:  # all hosts are here; under weights set since, lanes read ahead may have other ends
+            self._store.delete(self._key)
         self._publish_bad(window)
         if self._start is not None:
             start, self._start = self._start, None
