@@ -271,3 +271,19 @@ def test_a_host_that_leaves_after_a_meeting_without_a_result_takes_back_that_it_
     hosts.job.on(0, hosts.meetings[0].leave)
     assert not hosts.keys("-calls/")
     hosts.job.on(1, hosts.meetings[1].leave)  # which has never come
+
+
+def test_what_a_host_came_for_before_is_no_reason_not_to_wait_for_it(
+    hosts: Hosts, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """After the loss of one more host, the others take their time to find out which are left."""
+    monkeypatch.setattr(meeting, "_GRACE_SECONDS", 0.3)
+    assert [type(error) for error in hosts.meet(hosts=[0, 1], seconds=0.3)] == [StalledError] * 2
+    found = list[Any]()
+    waiting = threading.Thread(target=lambda: found.extend(hosts.meet([0, 1], hosts=[0])))
+    waiting.start()
+    time.sleep(1.5)
+    (joined,) = hosts.meet([0, 1], hosts=[1])
+    waiting.join()
+    assert found == [joined]
+    assert not hosts.keys("-calls/")

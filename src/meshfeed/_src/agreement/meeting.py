@@ -138,6 +138,7 @@ class Meetings:
                 with contextlib.suppress(Exception):  # must not mask the error
                     # After a timeout, the reducer must not name this host among those that did not come.
                     self._leave_note(reduction, {"gone": True} if isinstance(error, StalledError) else None)
+                    calls.publish(gone=True)
             raise
         if here in participants:
             calls.retract()
@@ -318,22 +319,33 @@ def _exception(failure: Failure) -> Exception:
 
 
 class _Calls:
-    """For which participants each host has come."""
+    """For which participants each host has come.
+
+    A host that has gone without a result leaves its own, for hosts that wait for others. For one that comes later it means
+    nothing, as the host may come again.
+    """
 
     def __init__(self, store: KeyValueStore, scope: str, participants: Sequence[int], host: int) -> None:
         self._store, self._key, self._host = store, f"meshfeed/{scope}-calls", host
         self._participants = sorted(participants)
         self._grace = Grace(_GRACE_SECONDS)
+        self._gone = {host: text for host, text in self._found().items() if json.loads(text)["gone"]}
 
-    def publish(self) -> None:
-        self._store.set(f"{self._key}/{self._host}", json.dumps(self._participants), overwrite=True)
+    def _found(self) -> dict[int, str]:
+        return {int(host): text for host, text in self._store.directory(self._key).items()}
+
+    def publish(self, *, gone: bool = False) -> None:
+        text = json.dumps({"hosts": self._participants, "gone": gone})
+        self._store.set(f"{self._key}/{self._host}", text, overwrite=True)
 
     def retract(self) -> None:
         self._store.delete(f"{self._key}/{self._host}")
 
     def check(self) -> None:
         """Raises AgreementError once a participant has come for others than this host for some time."""
-        found = {int(host): json.loads(text) for host, text in self._store.directory(self._key).items()}
+        texts = self._found()
+        self._gone = {host: text for host, text in self._gone.items() if texts.get(host) == text}
+        found = {host: json.loads(text)["hosts"] for host, text in texts.items() if host not in self._gone}
         other = next((host for host in found if host in self._participants and found[host] != self._participants), None)
         if self._grace.is_over(other is not None) and other is not None:
             raise AgreementError(
