@@ -35,6 +35,26 @@ class Stateful(Plain):
         (self.at,) = state["at"]
 
 
+class Live(Stateful):
+    """Its state is an object that it goes on to change."""
+
+    def __init__(self, n):
+        super().__init__(n)
+        self.state = {"at": 0}
+
+    def __next__(self):
+        self.at = self.state["at"]
+        record = super().__next__()
+        self.state["at"] = self.at
+        return record
+
+    def get_state(self):
+        return self.state
+
+    def set_state(self, state):
+        self.state = state
+
+
 class Stacked(Stateful):
     """The same, up to 5 at a time."""
 
@@ -53,7 +73,7 @@ class Source:
         return shuffle_windows(self.kind(self.n), self.window, (3, 0, lane_index))
 
 
-@pytest.mark.parametrize("kind", [Plain, Stateful, Stacked])
+@pytest.mark.parametrize("kind", [Plain, Stateful, Live, Stacked])
 @pytest.mark.parametrize(("n", "window"), [(0, 4), (1, 4), (23, 8), (24, 8), (10, 100), (7, 1)])
 def test_each_record_once_and_resume_at_every_point(kind, n, window):
     (ids,) = check_lanes(Source(kind, n, window), 1, range(n))

@@ -17,6 +17,7 @@ from meshfeed._src.base.hooks import find
 from meshfeed._src.base.ownership import own_batch, own_record, returns_fresh
 from meshfeed._src.base.types import JsonValue, PyTree, Record
 from meshfeed._src.reading.host_batch import join_batches, num_rows
+from meshfeed._src.sources.host_batches import copy_state
 from meshfeed._src.sources.stream import drop, ended_early
 
 
@@ -82,7 +83,7 @@ class WindowShuffle:
                 "Pass the shuffle_buffer that the state was saved with.",
             )
         if self._stateful:
-            self._lane.set_state(state["start"])
+            self._lane.set_state(copy_state(state["start"]))  # which the lane may keep, and change
         elif self._records is not None or self._error is not None:
             raise SourceError(
                 f"a shuffled {type(self._lane).__name__} has no state, so it cannot return to a record after it was "
@@ -134,7 +135,7 @@ class WindowShuffle:
 
     def _lane_state(self) -> JsonValue:
         with refuse_stop_iteration(f"get_state of a {type(self._lane).__name__}, which is shuffled,"):
-            return self._lane.get_state() if self._stateful else None
+            return copy_state(self._lane.get_state()) if self._stateful else None
 
     def _read_records(self) -> tuple[Any, int]:
         parts: list[Any] = []
