@@ -57,7 +57,7 @@ def Mixture(
       shuffle: order of random-access components that are read as lanes, like the feed's ``shuffle`` (which streams do
         not support). Not for random-access mixtures, which use the feed's.
       take: name → the records of a component that are used, from its first: an int, or a float up to 1.0 for a fraction
-        of a random-access component.
+        of a random-access component. Of a :class:`ShuffleBuffer`, those that it gives first, which are others in each epoch.
       repeat: name → how often a component is read per epoch of the mixture; 1 if not named. It determines when the
         mixture ends, and the weights how often records are drawn. A float such as 1.5, for random access, reads a
         :func:`Sample` of that size.
