@@ -9,7 +9,7 @@ import pytest
 from store_servers import S3, SECRET, Hub, forget_clients, running
 
 import meshfeed
-from meshfeed._src.base.retry import without_signatures
+from meshfeed._src.base.errors import without_signatures
 from meshfeed._src.convert.run import convert, run_here
 from meshfeed._src.convert.writers import Settings
 from meshfeed._src.sources.files import paths

@@ -35,6 +35,7 @@ import inspect
 import json
 import os
 import pathlib
+import re
 from collections.abc import Callable, Generator, Mapping
 from types import FrameType, TracebackType
 from typing import Any, TypeVar, cast
@@ -58,11 +59,22 @@ _EXAMPLES = os.path.join(_ROOT, "_examples") + os.sep  # user code, which the de
 _CARRIERS = ("concurrent.futures.", "contextlib.")
 _MADE = ("<string>", "<dynamic-code>")  # by dataclasses, and by cloudpickle in a worker; in the module's namespace
 _DELIBERATE = "meshfeed_deliberate"
+_PASSWORD = re.compile(r"(?<=://)[^\s/@:'\"<>]*:[^\s/@'\"<>]*@")
+_QUERY = re.compile(r"(https?://[^\s'\"<>?]*)\?[^\s'\"<>]*[^\s'\"<>.,:;)]")  # without what ends a sentence
 
 
 @public("meshfeed")
 class MeshfeedError(Exception):
-    """Base of every exception that meshfeed raises on purpose."""
+    """Base of every exception that meshfeed raises on purpose.
+
+    Its text has no signature of a URL: it is printed, logged, sent to other hosts and stored in states.
+    """
+
+    def __str__(self) -> str:
+        return without_signatures(super().__str__())
+
+    def __repr__(self) -> str:
+        return without_signatures(super().__repr__())
 
 
 @public("meshfeed")
@@ -221,7 +233,7 @@ class Failure:
         """Describes ``error`` in at most 2,000 characters, including its notes."""
         notes = getattr(error, "__notes__", ())
         message = f"{text_of(error)} ({'; '.join(notes)})".lstrip() if notes else text_of(error)
-        return cls(type(error).__name__, message[:_MAX_MESSAGE], host)
+        return cls(type(error).__name__, without_signatures(message)[:_MAX_MESSAGE], host)
 
     @classmethod
     def exact(cls, error: BaseException) -> Failure:
@@ -310,6 +322,11 @@ def shorten(text: str, limit: int) -> str:
     return text if len(text) <= limit else f"{text[: limit - 3]}..."
 
 
+def without_signatures(text: str) -> str:
+    """Removes from URLs in text what grants access to the store: the query, which may be a signature, and a password."""
+    return _QUERY.sub(r"\1?…", _PASSWORD.sub("…@", text))
+
+
 def text_of(error: BaseException) -> str:
     """Returns ``str(error)``, or what Python's tracebacks show if the user's class raises there."""
     try:
@@ -320,7 +337,7 @@ def text_of(error: BaseException) -> str:
 
 def reason_of(error: Exception) -> str:
     """Returns why a record is bad, for the ledger, in at most 200 characters."""
-    return f"{type(error).__name__}: {text_of(error)}"[:_MAX_REASON]
+    return without_signatures(f"{type(error).__name__}: {text_of(error)}")[:_MAX_REASON]
 
 
 def _is_json(value: object) -> bool:

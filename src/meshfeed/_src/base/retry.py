@@ -4,17 +4,15 @@ from __future__ import annotations
 
 import logging
 import random
-import re
 import sys
 import time
 from collections.abc import Callable
 from typing import TypeVar
 
-from meshfeed._src.base.errors import text_of
+from meshfeed._src.base.errors import text_of, without_signatures
 from meshfeed._src.base.settings import Retry
 
 _log = logging.getLogger("meshfeed.retry")
-_QUERY = re.compile(r"(https?://[^\s'\"<>?]*)\?[^\s'\"<>]*")
 T = TypeVar("T")
 
 # module → names of its transient exceptions; resolved only if the library is already imported
@@ -24,11 +22,6 @@ _TRANSIENT = {
     "fsspec.exceptions": ("FSTimeoutError",),
     "requests": ("ConnectionError", "Timeout"),
 }
-
-
-def without_signatures(text: str) -> str:
-    """Removes the queries of URLs from text: the query of a signed URL grants access to the store."""
-    return _QUERY.sub(r"\1?…", text)
 
 
 def transient_errors(retry: Retry) -> tuple[type[BaseException], ...]:

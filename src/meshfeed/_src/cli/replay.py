@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 from etils import epath
 
-from meshfeed._src.base.errors import CheckpointError, MeshfeedError, SettingsError
+from meshfeed._src.base.errors import CheckpointError, MeshfeedError, SettingsError, without_signatures
 from meshfeed._src.base.settings import BatchSchedule
 from meshfeed._src.base.types import RecordIds
 from meshfeed._src.checkpoint.store_steps import is_committed
@@ -153,7 +153,7 @@ def describe_records(state: feed_state.FeedState, paths: list[str], record_ids: 
         return [
             {
                 "record_id": int(record_id),
-                "file": file_of(source, int(record_id)),
+                "file": without_signatures(file_of(source, int(record_id)) or ""),
                 "bytes": len(record),
                 "begins": repr(bytes(record[:_SHOWN_BYTES]))[2:-1],
             }

@@ -34,7 +34,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 import numpy as np
 
-from meshfeed._src.base.errors import MeshfeedError, SettingsError, SourceError
+from meshfeed._src.base.errors import MeshfeedError, SettingsError, SourceError, without_signatures
 from meshfeed._src.convert.destination import JOB, destination_of, replacing, sync, temporary
 from meshfeed._src.convert.example import feature_kinds
 from meshfeed._src.convert.formats import FORMATS, download, remote_files
@@ -247,7 +247,7 @@ class Conversion:
             ) from error
         except (OSError, ValueError) as error:
             if isinstance(error, ValueError) or error.filename is None:
-                error.add_note(f"while reading {path}")
+                error.add_note(f"while reading {without_signatures(path)}")
             raise
 
     def missing_scans(self) -> list[int]:

@@ -14,7 +14,7 @@ from typing import cast
 import numpy as np
 
 from meshfeed._src.base import hooks, trees
-from meshfeed._src.base.errors import SourceError
+from meshfeed._src.base.errors import SourceError, without_signatures
 from meshfeed._src.base.hooks import accepts_keyword, find
 from meshfeed._src.base.ownership import declared_with, own_leaves, returns_fresh
 from meshfeed._src.base.rng import philox
@@ -91,7 +91,7 @@ def checked_lengths(source: RandomAccessSource, found: object) -> np.ndarray:
 def describe_record(source: object, record_id: int) -> str:
     """Returns what an error calls a record."""
     path = file_of(source, record_id)
-    return f"record {record_id}" + (f" of {path}" if path else "")
+    return f"record {record_id}" + (f" of {without_signatures(path)}" if path else "")
 
 
 Undecoded = Sequence[bytes] | np.ndarray

@@ -17,6 +17,7 @@ from meshfeed._src.base.types import ColumnSlices, JsonValue, PyTree, Record, Re
 from meshfeed._src.reading.identity import digest_tree, probe_digest
 from meshfeed._src.sources.checks import as_run, check_ids, check_lengths, is_count
 from meshfeed._src.sources.files.formats import reader_hint
+from meshfeed._src.sources.files.paths import without_signature
 
 _STRICT_DRIVERS = ("zarr", "zarr2", "zarr3", "n5", "neuroglancer_precomputed")
 # Status codes of storage that is unreachable, which a retry may fix; any other code means damaged data.
@@ -187,7 +188,7 @@ def _where(spec: Any) -> str:
     if isinstance(kvstore, Mapping):
         bucket = f"{kvstore.get('driver')}://{kvstore['bucket']}/" if "bucket" in kvstore else ""
         kvstore = bucket + str(kvstore.get("path", kvstore))
-    return kvstore.rstrip("/")
+    return without_signature(kvstore).rstrip("/")
 
 
 def _code(error: BaseException) -> str:

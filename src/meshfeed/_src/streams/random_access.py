@@ -14,7 +14,7 @@ from typing import cast
 import numpy as np
 
 from meshfeed._src.base import hooks
-from meshfeed._src.base.errors import DAMAGED_STATE, SettingsError, SourceError, StateMismatchError
+from meshfeed._src.base.errors import DAMAGED_STATE, SettingsError, SourceError, StateMismatchError, without_signatures
 from meshfeed._src.base.hooks import find
 from meshfeed._src.base.settings import BatchSchedule, FeedSettings, ShardShuffle, default_num_lanes, shard_shuffle
 from meshfeed._src.base.types import JsonValue, PyTree, RandomAccessSource, RecordIds, RecordOrder
@@ -291,7 +291,7 @@ class RandomAccessStream(FeedStream[RandomAccessCursor]):
         """Record ids of this host's rows, and the files that contain them."""
         ids: list[int] = [] if batch.record_ids is None else batch.record_ids.tolist()
         paths = dict.fromkeys(file_of(self.source, record_id) for record_id in ids)
-        return {"record_ids": ids, "files": [path for path in paths if path]}
+        return {"record_ids": ids, "files": [without_signatures(path) for path in paths if path]}
 
     def record_spec(self, cursor: RandomAccessCursor | None = None) -> RecordSpec:
         """Returns the structure of the first record, or of the next step if the source has records of several shapes."""

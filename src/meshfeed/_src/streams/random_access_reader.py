@@ -12,6 +12,7 @@ from typing import NamedTuple
 import numpy as np
 
 from meshfeed._src.base import hooks, trees
+from meshfeed._src.base.errors import without_signatures
 from meshfeed._src.base.hooks import find
 from meshfeed._src.base.settings import FeedSettings
 from meshfeed._src.base.types import ColumnSlices, PyTree, RecordIds, RecordOrder
@@ -301,7 +302,7 @@ class RandomAccessReader(HostReader[RandomAccessCursor]):
         if not record_ids.size:
             return f"padding step {step}"
         paths = [file_of(self._records.source, int(record_id)) for record_id in record_ids[:_NAMED]]
-        known = list(dict.fromkeys(path for path in paths if path))
+        known = list(dict.fromkeys(without_signatures(path) for path in paths if path))
         how = "waiting for workers to read" if self._reads.num_workers else "reading"
         ids = ", ".join(map(str, record_ids[:_NAMED]))
         more = f", … ({record_ids.size} in all)" if record_ids.size > _NAMED else ""

@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 import numpy as np
 
-from meshfeed._src.base.errors import CorruptDataError, SettingsError, SourceError
+from meshfeed._src.base.errors import CorruptDataError, SettingsError, SourceError, without_signatures
 from meshfeed._src.base.types import JsonValue
 from meshfeed._src.sources.files import paths as file_paths
 from meshfeed._src.sources.files.direct import RemoteBytes, SparseFile, identify, sparse_files
@@ -375,7 +375,9 @@ def check(file: ShardFile, cache: ShardCache | None, pool: ShardPool) -> tuple[O
             direct = open_direct(pool.descriptor(file, cache), file.num_records)
     if direct is None:
         library()  # raises if the file is damaged
-    _logger.debug("%s is read %s", file.path, "directly" if direct else "by the array_record library")
+    _logger.debug(
+        "%s is read %s", without_signatures(file.path), "directly" if direct else "by the array_record library"
+    )
     return OpenFile(path, status, library, direct), 0 if direct is None else direct.index.nbytes // 8
 
 
@@ -575,7 +577,7 @@ def _explain(reader: Any, file: ShardFile, rows: list[int], first_record_id: int
             row, message = candidate, str(single)
             break
     if "read()" in message and "failed" in message:  # a failed pread() is an I/O error, not corruption
-        return OSError(f"{file.path}: {message}")
+        return OSError(f"{without_signatures(file.path)}: {message}")
     record_id = None if row is None else first_record_id + row
     which = "a record" if row is None else f"record {record_id} (row {row} of the file)"
     return CorruptDataError(

@@ -23,8 +23,8 @@ from typing import Any, NamedTuple, Protocol, TypeAlias, cast
 import numpy as np
 import xxhash
 
-from meshfeed._src.base.errors import MeshfeedError
-from meshfeed._src.base.retry import call_with_retry, without_signatures
+from meshfeed._src.base.errors import MeshfeedError, without_signatures
+from meshfeed._src.base.retry import call_with_retry
 from meshfeed._src.base.settings import Retry
 from meshfeed._src.sources.files import paths as file_paths
 
@@ -107,7 +107,7 @@ class RemoteBytes:
             change = file_paths.describe_change((self.num_bytes, self.version), (num_bytes, version))
             files, inner = file_paths.open_file_system(self.url, self.source)
             files.invalidate_cache(inner)  # or a new source would take the listing from before the change
-            raise file_paths.changed(f"{self.source}: {without_signatures(self.url)}", change, self._manifest)
+            raise file_paths.changed(f"{self.source}: {self.url}", change, self._manifest)
 
 
 # Field of a version → header of an answer.
@@ -192,7 +192,8 @@ def _look_up_with(url: str, source: str, part: slice) -> _FirstAnswer | None:
         headers, content = answer
         return _parse_first(headers, content, _LOOK_UP_FIELDS[protocol], part)
     except Exception as error:
-        _log.debug("%s does not answer a look-up by range: %s: %s", url, type(error).__name__, error)
+        what = without_signatures(f"{url} does not answer a look-up by range: {type(error).__name__}: {error}")
+        _log.debug("%s", what)
         return None
 
 

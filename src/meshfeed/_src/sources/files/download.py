@@ -18,7 +18,8 @@ import urllib.parse
 from collections.abc import Callable
 from typing import Any
 
-from meshfeed._src.base.retry import call_with_retry, without_signatures
+from meshfeed._src.base.errors import without_signatures
+from meshfeed._src.base.retry import call_with_retry
 from meshfeed._src.base.settings import Retry
 from meshfeed._src.base.threads import Background
 from meshfeed._src.base.wake_up import WakeUp

@@ -22,8 +22,8 @@ from typing import Any, NamedTuple, TypeAlias, cast
 
 import xxhash
 
-from meshfeed._src.base.errors import MeshfeedError, SourceError
-from meshfeed._src.base.retry import call_with_retry, count_attempts, without_signatures
+from meshfeed._src.base.errors import MeshfeedError, SourceError, without_signatures
+from meshfeed._src.base.retry import call_with_retry, count_attempts
 from meshfeed._src.base.settings import Retry
 from meshfeed._src.base.stores import (
     MESSAGE_CHARACTERS,
@@ -157,7 +157,7 @@ def expand_paths(paths: Paths, *, source: str) -> list[str]:
             _log.warning(
                 "%s: %s matches several of the paths, so its records come several times in an epoch. Name each file once.",
                 source,
-                again,
+                without_signatures(again),
             )
     return files
 
@@ -311,7 +311,7 @@ def _expand_url(name: str, source: str) -> list[str]:
     if "/." not in path[root:]:  # as on a disk, where it also matches nothing in hidden folders
         files = [file for file in files if "/." not in file[root:]]
     if not files:
-        raise SourceError(f"{source}: no file matches {without_signatures(name)!r}. Check the pattern and the bucket.")
+        raise SourceError(f"{source}: no file matches {name!r}. Check the pattern and the bucket.")
     return [file_system.unstrip_protocol(match) for match in files]
 
 
@@ -346,8 +346,7 @@ def _list_http(folder: str, root: str, name: str, source: str) -> list[tuple[str
         if folder == root:
             return []
         raise SourceError(
-            f"{source}: {without_signatures(name)!r} cannot be expanded: the server lists the folder {folder}, but has no "
-            "such folder."
+            f"{source}: {name!r} cannot be expanded: the server lists the folder {folder}, but has no such folder."
         ) from error
     found = [(str(item["name"]).rstrip("/"), item["type"] == "directory") for item in listed]
     return [(path, is_directory) for path, is_directory in found if path.startswith(f"{folder}/")]

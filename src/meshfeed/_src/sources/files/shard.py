@@ -11,7 +11,6 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar, Self, TypeVar
 
 from meshfeed._src.base.errors import CorruptDataError, SettingsError, SourceError
-from meshfeed._src.base.retry import without_signatures
 from meshfeed._src.base.types import JsonValue
 from meshfeed._src.sources.files import paths as file_paths
 from meshfeed._src.sources.files.direct import RemoteBytes
@@ -159,7 +158,7 @@ def _check_unchanged(shard: Shard, path: str, status: os.stat_result, version: s
 
 def changed(shard: Shard, path: str) -> SourceError:
     """Returns the error for a file that is no longer the one that the source was created with."""
-    what = f"the {shard.source} file {without_signatures(shard.path)}"
+    what = f"the {shard.source} file {shard.path}"
     return file_paths.changed(what, shard.describe_change(path), shard.manifest)
 
 
@@ -177,9 +176,9 @@ def need_cache(names: Sequence[str], cache: ShardCache | None, *, source: str) -
     if packed and cache is None:
         hint = reader_hint(packed[0], unless=source)
         if hint:
-            raise SourceError(f"{source} got the compressed file {without_signatures(packed[0])!r}.{hint}")
+            raise SourceError(f"{source} got the compressed file {packed[0]!r}.{hint}")
         raise SettingsError(
-            f"{source} got the compressed file {without_signatures(packed[0])!r} and no cache. Compressed files cannot be "
+            f"{source} got the compressed file {packed[0]!r} and no cache. Compressed files cannot be "
             "read at random: pass "
             "cache=meshfeed.ShardCache(directory, max_bytes=…), which keeps decompressed copies, or decompress the files.",
             setting="cache",

@@ -36,9 +36,8 @@ from typing import Any
 
 import xxhash
 
-from meshfeed._src.base.errors import CorruptDataError, SettingsError, SourceError, StalledError
+from meshfeed._src.base.errors import CorruptDataError, SettingsError, SourceError, StalledError, without_signatures
 from meshfeed._src.base.fork import finalize
-from meshfeed._src.base.retry import without_signatures
 from meshfeed._src.base.settings import Retry, local_path
 from meshfeed._src.base.stats import CACHES
 from meshfeed._src.base.types import public
@@ -457,7 +456,8 @@ class ShardCache:
         listed = dict(checksums)
         for url in [url for url, checksum in checksums.items() if not is_checksum(checksum)]:
             _log.warning(
-                "%s is not verified: its checksum is %r, whose algorithm is not known here", url, listed.pop(url)
+                "%s is not verified: its checksum is %r, whose algorithm is not known here",
+                *(without_signatures(url), listed.pop(url)),
             )
         before, files = self.listed, set(urls)
         self.listed = {url: checksum for url, checksum in before.items() if url not in files} | listed

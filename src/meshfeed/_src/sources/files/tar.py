@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 import xxhash
 
-from meshfeed._src.base.errors import CorruptDataError, MeshfeedError, SourceError
+from meshfeed._src.base.errors import CorruptDataError, MeshfeedError, SourceError, without_signatures
 from meshfeed._src.sources.files.direct import RemoteBytes
 from meshfeed._src.sources.files.formats import compression_in, reader_hint
 from meshfeed._src.sources.files.open_files import Descriptor
@@ -258,7 +258,7 @@ def _files(archive: Descriptor | RemoteBytes, path: str) -> Iterator[tuple[str, 
         _log.warning(
             "%s: %d links are left out, the first from %r: a sample may lack a part, or be missing. Write the archive again "
             "with tar's --dereference --hard-dereference to store them in full.",
-            *(path, len(links), links[0]),
+            *(without_signatures(path), len(links), links[0]),
         )
     # tarfile takes a damaged header, and the end of the file, for the end of the archive.
     rest = archive.read(end, min(end + _MAX_PADDING, archive.num_bytes))
