@@ -269,3 +269,15 @@ def test_errors_of_a_cache_leave_signatures_out(store: Store, tmp_path: pathlib.
     cache.renew([store.url(f"b.bin?{SIGNED}")], {})
     with pytest.raises(meshfeed.SourceError, match=r"b\.bin\?… has changed since the source was made"):
         first_tokens(source)
+
+
+def test_the_index_of_a_new_source_is_that_of_its_tokens(store: Store, tmp_path: pathlib.Path) -> None:
+    cache = ShardCache(tmp_path / "cache")
+    for lengths in ([10, 30], [20, 20]):  # of the same sizes
+        documents = [np.arange(length, dtype=np.uint16) for length in lengths]
+        write_megatron(tmp_path / "a", [[document] for document in documents])
+        for extension in ("bin", "idx"):
+            store.put(f"a.{extension}", (tmp_path / f"a.{extension}").read_bytes())
+        source = Tokens.documents(store.url("a.bin"), cache=cache)
+        assert source.lengths().tolist() == lengths
+        assert [record["tokens"].tolist() for record in source] == [document.tolist() for document in documents]

@@ -79,7 +79,9 @@ def find_files(paths: file_paths.Paths, cache: ShardCache | None, form: FileForm
     found = given or _beside(names, form.source)
     listed = {entry.path: (entry, one.path) for one in found for entry in one.files}
     if cache is not None:
-        cache.renew(names, {path: entry.digest for path, (entry, _) in listed.items() if entry.digest and is_url(path)})
+        digests = {path: entry.digest for path, (entry, _) in listed.items() if entry.digest and is_url(path)}
+        # The indexes of Megatron are read through the cache too.
+        cache.renew([*names, *(f"{name[:-4]}.idx" for name in names if name.endswith(".bin"))], digests)
     return _find_each(names, listed, form, cache), [one.path for one in found]
 
 
