@@ -21,6 +21,8 @@ from hypothesis import strategies as st
 
 import meshfeed
 from meshfeed import CorruptDataError, SettingsError, SourceError
+from meshfeed._src.sources import webdataset
+from meshfeed._src.sources.files import lookup
 from meshfeed._src.sources.files.tar import split_name
 from meshfeed.sources import WebDataset
 
@@ -344,6 +346,24 @@ def test_over_a_store_and_compressed(tmp_path: pathlib.Path) -> None:
     )  # counted from the indexes
     assert not list(cache.directory.glob("meshfeed_*"))
     store.rm("/tars", recursive=True)
+
+
+def test_an_archive_that_another_host_has_looked_at(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    url, other = "memory://seen/a.tar.gz", meshfeed.ShardCache(tmp_path / "other")
+
+    def looked_at_there(names: list[str], *unused: object) -> list[Any]:
+        shards = [webdataset.inspect(name, other) for name in names]
+        return [
+            [one.num_bytes, one.num_records, one.version, list(other.looked_up(one.path) or ()), {}] for one in shards
+        ]
+
+    monkeypatch.setattr(lookup, "look_together", looked_at_there)
+    for files in ({"1.txt": b"one", "2.txt": b"two"}, {"3.txt": b"three", "4.txt": b"four"}):
+        content = gzip.compress(write_tar(tmp_path / "a.tar", files).read_bytes())
+        pytest.importorskip("fsspec").filesystem("memory").pipe("/seen/a.tar.gz", content)
+        other.renew([url], {})
+        source = WebDataset(url, cache=meshfeed.ShardCache(tmp_path / "mine"))
+        assert [record["txt"] for record in source] == list(files.values())
 
 
 @pytest.mark.parametrize("kind", [tarfile.LNKTYPE, tarfile.SYMTYPE])

@@ -237,7 +237,8 @@ def _listed(entry: FileEntry, version: str, manifest: str, cache: ShardCache | N
     if not shard.is_cached:
         stamp, places = _local_places(entry.path, entry.num_bytes, version, cache)
         return dataclasses.replace(shard, index=next(filter(os.path.exists, places), places[-1]), stamp=stamp)
-    stamp = f"{entry.path}, {entry.num_bytes} bytes, {entry.digest}"
+    # Without a manifest, another host has looked at the archive, and its version is known in place of a digest.
+    stamp = f"{entry.path}, {entry.num_bytes} bytes, {entry.digest or version}"
     if cache is None:
         return dataclasses.replace(shard, index=next(iter(_temporary(stamp)), None), stamp=stamp)
     return dataclasses.replace(shard, index=_in_cache(cache, stamp), stamp=stamp)
