@@ -518,6 +518,15 @@ def test_a_folder_has_its_files_in_order_of_path(tmp_path: pathlib.Path) -> None
         Folder(moved)[len(names)]
 
 
+def test_a_folder_may_have_braces_in_its_name(tmp_path: pathlib.Path) -> None:
+    for folder in ("{a,b}", "run[1]-{0..2}"):
+        (tmp_path / folder / "in").mkdir(parents=True)
+        for name in ("x.jpg", "in/y.png", "in/z.txt"):
+            (tmp_path / folder / name).write_bytes(name.encode())
+        assert [record["path"] for record in Folder(tmp_path / folder)] == ["in/y.png", "in/z.txt", "x.jpg"]
+        assert [record["path"] for record in Folder(tmp_path / folder, "**/*.{jpg,png}")] == ["in/y.png", "x.jpg"]
+
+
 def test_a_folder_that_is_none_is_refused(tmp_path: pathlib.Path) -> None:
     with pytest.raises(meshfeed.SourceError, match="there is no folder"):
         Folder(tmp_path / "lost")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import glob
 import io
 import json
 import os
@@ -63,12 +64,15 @@ def test_names_with_brackets(tmp_path: pathlib.Path) -> None:
 
 
 def test_names_with_braces(tmp_path: pathlib.Path) -> None:
-    make_files(tmp_path, *(f"s-{number:03}.x" for number in range(12)), "en/a1.x", "de/a1.x", "de/a2.x", "{1,2}/b.x")
+    make_files(tmp_path, *(f"s-{number:03}.x" for number in range(12)), "en/a1.x", "de/a1.x", "de/a2.x")
+    make_files(tmp_path, "{1,2}/b.x", "{1,2}/c.x", "[3]/{4,5}/d.x")
     assert found(tmp_path, "s-{000..002}.x") == ["s-000.x", "s-001.x", "s-002.x"]
     assert found(tmp_path, "s-{009..011}.x") == ["s-009.x", "s-010.x", "s-011.x"]
     assert found(tmp_path, "{en,de}/a{1..1}.x") == ["en/a1.x", "de/a1.x"]
     assert found(tmp_path, "{en,de}/*.x") == ["en/a1.x", "de/a1.x", "de/a2.x"]
-    assert found(tmp_path, "{1,2}/*.x") == ["{1,2}/b.x"]  # a folder of that name
+    assert found(tmp_path, "{1,2}/*.x") == ["{1,2}/b.x", "{1,2}/c.x"]  # a folder of that name
+    assert found(tmp_path, "{1,2}/{c,b}.x") == ["{1,2}/c.x", "{1,2}/b.x"]
+    assert found(tmp_path, f"{glob.escape('[3]')}/{{4,5}}/{{d,d}}.x") == ["[3]/{4,5}/d.x"] * 2
     with pytest.raises(SourceError, match=r"no file '.*s-012\.x'"):
         found(tmp_path, "s-{010..012}.x")
     with pytest.raises(SourceError, match=r"no file '.*s-{a\.\.b}\.x'"):

@@ -43,6 +43,7 @@ Paths: TypeAlias = "str | os.PathLike[str] | Iterable[str | os.PathLike[str]]"
 _log = logging.getLogger("meshfeed.sources")
 _BRACES = re.compile(r"\{([^{}]*)\}")
 _MAGIC = re.compile(r"[*?\[]")
+_ESCAPED = re.compile(r"\[([*?[])\]")  # by glob.escape
 _MERGED_SLASHES = re.compile(r"^([a-z][a-z0-9+.-]+):/(?!/)")
 _HTTP_QUERY = re.compile(r"\?[^?]*=.*", re.DOTALL)  # and not the ? of a pattern such as part-?.bin
 _PART = re.compile(r"\.[0-9a-f]{16}\.part\Z")  # of indexes and manifests
@@ -169,16 +170,16 @@ def _forget_listings(names: Iterable[str], source: str) -> None:
         open_file_system(name, source)[0].invalidate_cache()
 
 
-def _expand_braces(name: str, source: str) -> list[str]:
-    """Expands ``{000..127}`` and ``{a,b}`` as a shell does, except in a name that exists."""
-    first = next((braces for braces in _BRACES.finditer(name) if _alternatives(braces[1])), None)
+def _expand_braces(name: str, source: str, start: int = 0) -> list[str]:
+    """Expands ``{000..127}`` and ``{a,b}`` from ``start`` on as a shell does, except in a file or folder that exists."""
+    first = next((braces for braces in _BRACES.finditer(name, start) if _alternatives(braces[1])), None)
     if first is None:
         return [name]
     literal = name[: first.end()] + name[first.end() :].partition("/")[0]  # up to the file or folder with the braces
-    if exists(literal, source=source) if is_url(name) else os.path.lexists(literal):
-        return [name]
-    texts = [""]
-    for number, part in enumerate(_BRACES.split(name)):  # text, content of braces, text, …
+    if exists(literal, source=source) if is_url(name) else os.path.lexists(_ESCAPED.sub(r"\1", literal)):
+        return _expand_braces(name, source, len(literal))
+    texts = [name[:start]]
+    for number, part in enumerate(_BRACES.split(name[start:])):  # text, content of braces, text, …
         parts = (_alternatives(part) or [f"{{{part}}}"]) if number % 2 else [part]
         texts = [text + part for text in texts for part in parts]
     return texts
