@@ -32,6 +32,7 @@ UNDOCUMENTED = (
 # Private-looking names that belong to no other library's objects, or are documented.
 ALLOWED = {
     "_exit": "os",
+    "_get_kwargs_from_urls": "fsspec, which describes it for those who write file systems",
     "_is_protocol": "Python's typing",
     "_fields": "named tuples",
     "_replace": "named tuples",

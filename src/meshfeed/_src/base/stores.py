@@ -165,22 +165,23 @@ def open_store(url: str, error: MakeError = RefusedError) -> tuple[Any, str]:
         from fsspec.core import strip_protocol
 
         with store_errors(url, error):
-            file_system = _file_system(url.partition("://")[0], _family(url), os.getpid())
+            file_system = _file_system("/".join(url.split("/", 3)[:3]), _family(url), os.getpid())
     except ImportError as problem:
         raise error(f"{url}: {problem}. {how_to_install(url)}.") from problem
     return file_system, strip_protocol(url)
 
 
 @functools.lru_cache(maxsize=64)
-def _file_system(scheme: str, family: str, process: int) -> Any:
-    # By process: the event loop of a client does not survive a fork.
+def _file_system(place: str, family: str, process: int) -> Any:
+    # By place: a URL may name an account or a host before its path. By process: the event loop of a client does not survive
+    # a fork.
     import fsspec
 
     try:
-        kind = fsspec.get_filesystem_class(scheme)
+        kind = fsspec.get_filesystem_class(place.partition("://")[0])
     except ValueError as problem:  # an unknown protocol
         raise ImportError(str(problem)) from problem
-    return kind(use_listings_cache=False, **_OPTIONS.get(family, {}))
+    return kind(use_listings_cache=False, **kind._get_kwargs_from_urls(place), **_OPTIONS.get(family, {}))
 
 
 def ask(

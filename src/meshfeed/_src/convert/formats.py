@@ -43,6 +43,7 @@ from meshfeed._src.sources.files.paths import (
     open_file_system,
     read_file,
     remote_errors,
+    url_of,
     version_of,
     without_query,
 )
@@ -268,7 +269,8 @@ def remote_files(url: str) -> dict[str, RemoteInput]:
         found = file_system.find(folder, detail=True)
     start = len(folder.rstrip("/")) + 1
     files = {
-        path[start:]: _remote_input(file_system.unstrip_protocol(path), found[path]) for path in sorted(map(str, found))
+        path[start:]: _remote_input(url_of(path, file_system, url, folder), found[path])
+        for path in sorted(map(str, found))
     }
     # Some stores list a folder as an object without content.
     files = {name: file for name, file in files.items() if file.num_bytes or name[-1:] not in ("", "/")}

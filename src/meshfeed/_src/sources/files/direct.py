@@ -292,19 +292,24 @@ def _join(ranges: Sequence[ByteRange]) -> tuple[list[ByteRange], list[int]]:
 
 def _read_joined(ranges: Sequence[ByteRange]) -> list[bytes]:
     found: list[bytes] = []
+    stores: dict[str, Any] = {}
+
+    def store_of(one: ByteRange) -> Any:
+        # Not by protocol: abfs://container@account/… and ftp://host/… name what only a file system of its own reads.
+        place = "/".join(one.file.url.split("/", 3)[:3])
+        if place not in stores:
+            stores[place] = _file_system(one.file.url, one.file.source)[0]
+        return stores[place]
+
     while len(found) < len(ranges):
         wave, num_bytes = [], 0
         for one in ranges[len(found) :]:
             num_bytes += one.stop - one.start
-            if wave and (num_bytes > _IN_FLIGHT_BYTES or _protocol(one) != _protocol(wave[0])):
+            if wave and (num_bytes > _IN_FLIGHT_BYTES or store_of(one) is not store_of(wave[0])):
                 break
             wave.append(one)
         found += _read_wave(wave)
     return found
-
-
-def _protocol(one: ByteRange) -> str:
-    return one.file.url.partition("://")[0]
 
 
 def _read_wave(ranges: Sequence[ByteRange]) -> list[bytes]:

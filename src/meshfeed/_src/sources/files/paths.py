@@ -313,7 +313,18 @@ def _expand_url(name: str, source: str) -> list[str]:
         files = [file for file in files if "/." not in file[root:]]
     if not files:
         raise SourceError(f"{source}: no file matches {name!r}. Check the pattern and the bucket.")
-    return [file_system.unstrip_protocol(match) for match in files]
+    return [url_of(match, file_system, name, path) for match in files]
+
+
+def url_of(found: str, file_system: Any, url: str, path: str) -> str:
+    """Returns the URL of the path ``found`` in the file system of ``url``, whose path there is ``path``."""
+    named = file_system.unstrip_protocol(found)
+    if file_system._get_kwargs_from_urls(named) == file_system._get_kwargs_from_urls(url):
+        return named
+    # The URL names an account or a host before its path, as in abfs://container@account/…, which clients leave out.
+    url, path = url.rstrip("/"), path.rstrip("/")
+    same = len(os.path.commonprefix([url[::-1], path[::-1]]))  # noqa: RUF071 (of characters)
+    return url[: len(url) - same] + found[len(path) - same :]
 
 
 def _matching_http(pattern: str, name: str, source: str) -> Iterator[str]:
