@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 import meshfeed
 from meshfeed import ShardShuffle
-from meshfeed._src.simulation.hosts import Cache, Run, SimulatedFile, Store, run_hosts_together
+from meshfeed._src.simulation.hosts import Cache, Run, SimulatedFile, SimulatedHost, Store, run_hosts_together
 from meshfeed.testing import simulate
 
 fsspec = pytest.importorskip("fsspec")
@@ -82,6 +82,20 @@ def test_ahead_no_fewer_than_possible_and_no_waits_for_what_is_fetched_ahead(use
     assert fewest(tuple(uses), size) <= run.hosts[0].downloads_of_batch.sum() <= len(uses)
     assert run.hosts[0].disk_bytes <= size + size // 4 + 1
     assert all(host.num_read == len(uses) for host in run.hosts)
+
+
+def test_a_batch_of_more_files_than_the_cache_holds_takes_few_looks_for_room(monkeypatch: pytest.MonkeyPatch) -> None:
+    looks = []
+    reserve = SimulatedHost._reserve
+
+    def counted(host: SimulatedHost, file: SimulatedFile, next_use: float | None) -> bool:
+        looks.append(file)
+        return reserve(host, file, next_use)
+
+    monkeypatch.setattr(SimulatedHost, "_reserve", counted)
+    run = play([range(300)] * 2, Cache(1000, 0), Store(1e6), [1000] * 300)
+    assert run.hosts[0].downloads_of_batch.sum() >= 599
+    assert len(looks) < 5 * 600
 
 
 def test_seconds_follow_from_bandwidth_latency_and_the_step() -> None:

@@ -184,9 +184,7 @@ class SimulatedHost:
                 pass
         if self._waiting:
             under_way = {download.file for download in self._downloads}
-            for file in files:
-                if file in self._waiting and file not in under_way:
-                    self._demand(file, now)
+            self._demand([file for file in files if file in self._waiting and file not in under_way], now)
         if batch:
             self._fetch_ahead(now)
 
@@ -207,11 +205,17 @@ class SimulatedHost:
             self._open_bytes -= oldest.num_bytes
         return True
 
-    def _demand(self, file: SimulatedFile, now: float) -> None:
-        if self._reserve(file, None):
-            self._start(file, now, on_demand=True)
-        else:
-            self._without_room.append(file)
+    def _demand(self, files: Sequence[SimulatedFile], now: float) -> None:
+        too_large = math.inf
+        for file in files:
+            # A file without room has evicted all copies, so that none of its size has any now.
+            if file.num_bytes >= too_large:
+                self._without_room.append(file)
+            elif self._reserve(file, None):
+                self._start(file, now, on_demand=True)
+            else:
+                too_large = file.num_bytes
+                self._without_room.append(file)
 
     # ------------------------------------------------------------------ the cache
 
@@ -285,8 +289,7 @@ class SimulatedHost:
 
     def _retry(self, now: float) -> None:
         files, self._without_room = self._without_room, []
-        for file in files:
-            self._demand(file, now)
+        self._demand(files, now)
 
     def _notice(self, file: SimulatedFile, now: float) -> None:
         """Lets the read that waits for a file continue."""
@@ -295,7 +298,7 @@ class SimulatedHost:
         if self._opens(file, now):
             self._waiting.discard(file)
         elif not any(download.file is file for download in self._downloads):  # evicted meanwhile
-            self._demand(file, now)
+            self._demand([file], now)
 
     # ------------------------------------------------------------------ downloads
 
