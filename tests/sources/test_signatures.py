@@ -8,6 +8,7 @@ import json
 import logging
 import pathlib
 import pickle
+import tempfile
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -162,6 +163,20 @@ def test_an_array_under_another_signature_is_the_same(store: Store, tmp_path: pa
             found.append((source.fingerprint(), source.file_of(0)))
     assert found == [found[0]] * 4
     assert "SECRET" not in str(found)
+
+
+def test_the_index_of_an_archive_is_found_under_another_signature(
+    store: Store, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    tar(tmp_path / "a.tar")
+    sources = [
+        WebDataset(store.put(f"a.tar?X-Amz-Signature={text}", (tmp_path / "a.tar").read_bytes()))
+        for text in ("SECRET", "OTHER")
+    ]
+    assert sources[0][3] == sources[1][3]
+    (index,) = tmp_path.glob("meshfeed-*/*")
+    assert "SECRET" not in str(np.load(index.open("rb"))["stamp"])
 
 
 def test_what_grants_access_is_left_out_of_text() -> None:

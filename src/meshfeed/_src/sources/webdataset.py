@@ -175,7 +175,8 @@ def inspect(name: str, cache: ShardCache | None) -> TarShard:
         if isinstance(opened, Descriptor):
             stamp, places = _local_places(name, num_bytes, version, cache)
         else:
-            stamp = f"{name}, {num_bytes} bytes, {version}"
+            # Another signature is the same archive. Without a version, the query may be what distinguishes two.
+            stamp = f"{file_paths.without_signature(name) if version else name}, {num_bytes} bytes, {version}"
             # Without a version, the stamp does not distinguish an archive that was uploaded again.
             places = _temporary(stamp)
             for place in places:
@@ -238,7 +239,9 @@ def _listed(entry: FileEntry, version: str, manifest: str, cache: ShardCache | N
         stamp, places = _local_places(entry.path, entry.num_bytes, version, cache)
         return dataclasses.replace(shard, index=next(filter(os.path.exists, places), places[-1]), stamp=stamp)
     # Without a manifest, another host has looked at the archive, and its version is known in place of a digest.
-    stamp = f"{entry.path}, {entry.num_bytes} bytes, {entry.digest or version}"
+    content = entry.digest or version
+    name = file_paths.without_signature(entry.path) if content else entry.path
+    stamp = f"{name}, {entry.num_bytes} bytes, {content}"
     if cache is None:
         return dataclasses.replace(shard, index=next(iter(_temporary(stamp)), None), stamp=stamp)
     return dataclasses.replace(shard, index=_in_cache(cache, stamp), stamp=stamp)
