@@ -24,6 +24,7 @@ from meshfeed import CorruptDataError, SettingsError, SourceError
 from meshfeed._src.sources import webdataset
 from meshfeed._src.sources.files import lookup
 from meshfeed._src.sources.files.tar import split_name
+from meshfeed._src.sources.manifest import make_manifest
 from meshfeed.sources import WebDataset
 
 TARS = FOLDER / "tar"
@@ -346,6 +347,19 @@ def test_over_a_store_and_compressed(tmp_path: pathlib.Path) -> None:
     )  # counted from the indexes
     assert not list(cache.directory.glob("meshfeed_*"))
     store.rm("/tars", recursive=True)
+
+
+@pytest.mark.parametrize("cached", [False, True])
+def test_a_remote_archive_with_other_samples_than_in_its_manifest(tmp_path: pathlib.Path, cached: bool) -> None:
+    store = pytest.importorskip("fsspec").filesystem("memory")
+    store.pipe("/listed/a.tar", write_tar(tmp_path / "a.tar", {"1.txt": b"one", "2.txt": b"two"}).read_bytes())
+    make_manifest(["memory://listed/a.tar"], digests=False)
+    store.pipe("/listed/a.tar", write_tar(tmp_path / "a.tar", {"1.txt": b"one"}).read_bytes())  # of the same size
+    source = WebDataset("memory://listed/a.tar", cache=meshfeed.ShardCache(tmp_path / "cache") if cached else None)
+    with pytest.raises(
+        SourceError, match=r"a\.tar has changed since the manifest .*: 2 samples then, 1 now\. Write the man"
+    ):
+        source[0]
 
 
 def test_an_archive_that_another_host_has_looked_at(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:

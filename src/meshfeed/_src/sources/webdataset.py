@@ -32,7 +32,7 @@ from meshfeed._src.sources.files.formats import compression_of
 from meshfeed._src.sources.files.lookup import FileFormat, find_shards, look_at
 from meshfeed._src.sources.files.manifest import FileEntry
 from meshfeed._src.sources.files.open_files import Descriptor
-from meshfeed._src.sources.files.shard import Shard, changed
+from meshfeed._src.sources.files.shard import Shard
 from meshfeed._src.sources.files.shard_reader import Checked, OpenFile, ShardReader
 
 if TYPE_CHECKING:
@@ -280,7 +280,8 @@ def _check(shard: TarShard, open_file: OpenFile, _cache: object) -> tuple[tar.Ta
     places = [] if shard.index is None else [shard.index]
     index, _ = _find_or_make(places, shard.stamp, lambda: _make(open_file(), shard.path))
     if index.num_samples != shard.num_records:
-        raise changed(shard, shard.path)
+        change = f"{shard.num_records:,} samples then, {index.num_samples:,} now"
+        raise file_paths.changed(f"the WebDataset archive {shard.path}", change, shard.manifest)
     return index, index.num_entries
 
 
