@@ -176,7 +176,7 @@ def inspect(name: str, cache: ShardCache | None) -> TarShard:
             stamp, places = _local_places(name, num_bytes, version, cache)
         else:
             # Another signature is the same archive. Without a version, the query may be what distinguishes two.
-            stamp = f"{file_paths.without_signature(name) if version else name}, {num_bytes} bytes, {version}"
+            stamp = f"{file_paths.without_signing(name) if version else name}, {num_bytes} bytes, {version}"
             # Without a version, the stamp does not distinguish an archive that was uploaded again.
             places = _temporary(stamp)
             for place in places:
@@ -240,7 +240,7 @@ def _listed(entry: FileEntry, version: str, manifest: str, cache: ShardCache | N
         return dataclasses.replace(shard, index=next(filter(os.path.exists, places), places[-1]), stamp=stamp)
     # Without a manifest, another host has looked at the archive, and its version is known in place of a digest.
     content = entry.digest or version
-    name = file_paths.without_signature(entry.path) if content else entry.path
+    name = file_paths.without_signing(entry.path) if content else entry.path
     stamp = f"{name}, {entry.num_bytes} bytes, {content}"
     if cache is None:
         return dataclasses.replace(shard, index=next(iter(_temporary(stamp)), None), stamp=stamp)

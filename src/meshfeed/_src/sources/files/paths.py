@@ -48,6 +48,11 @@ _MERGED_SLASHES = re.compile(r"^([a-z][a-z0-9+.-]+):/(?!/)")
 _HTTP_QUERY = re.compile(r"\?[^?]*=.*", re.DOTALL)  # and not the ? of a pattern such as part-?.bin
 _PART = re.compile(r"\.[0-9a-f]{16}\.part\Z")  # of indexes and manifests
 _SIGNED = re.compile(r"^https?://.*[?&](X-Amz-Signature|X-Goog-Signature|Signature|sig)=", re.IGNORECASE)
+_SIGNING = re.compile(  # parameters of S3, Google, CloudFront and Azure
+    "(X-Amz-.*|X-Goog-.*|Signature|Expires|Policy|Key-Pair-Id|AWSAccessKeyId|GoogleAccessId|"
+    "sig|s[eiprstv]|srt|spr|sip|sdd|ses|scid|sk[estv]|(sko|skt|sao|suo)id)=",
+    re.IGNORECASE,
+)
 _RETRY = Retry()
 ONCE = Retry(attempts=1)
 # With the 10 s in which a store may answer another request, and the import of its client, less than a minute.
@@ -105,6 +110,15 @@ def without_query(path: str) -> str:
 def without_signature(path: str) -> str:
     """Returns a signed URL without its query; any other path or URL as it is."""
     return without_query(path) if _SIGNED.search(path) else path
+
+
+def without_signing(path: str) -> str:
+    """Returns a signed URL without the parameters that sign it; others may be what distinguishes two files."""
+    if not _SIGNED.search(path):
+        return path
+    bare, _, query = path.partition("?")
+    kept = "&".join(part for part in query.split("&") if not _SIGNING.match(part))
+    return f"{bare}?{kept}" if kept else bare
 
 
 def without_part(path: str) -> str:

@@ -63,7 +63,7 @@ from meshfeed._src.sources.files.paths import (
     StoredFile,
     look_up,
     without_query,
-    without_signature,
+    without_signing,
 )
 
 _log = logging.getLogger("meshfeed.sources.shard_cache")
@@ -555,7 +555,7 @@ class ShardCache:
             size, version, stored_checksum = found
             name = without_query(url).rstrip("/").rsplit("/", 1)[-1]
             # Another signature is the same file. Without a version, the query may be what distinguishes two.
-            unsigned = without_signature(url) if version else url
+            unsigned = without_signing(url) if version else url
             key = xxhash.xxh3_128_hexdigest(f"{unsigned}\n{size}\n{version}{compression or ''}".encode())
             given = self._checksums.get(url) or self._checksums.get(name)
             checksum = given or self.listed.get(url) or stored_checksum
