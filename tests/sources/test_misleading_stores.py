@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import gzip
 import hashlib
 import os
@@ -11,16 +12,20 @@ from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 from http_store import Store
+from test_webdataset import write_tar
 from token_files import write_megatron
 
 import meshfeed
 from meshfeed import ShardCache
 from meshfeed._src.base.settings import Retry
+from meshfeed._src.sources import parquet
 from meshfeed._src.sources.files import paths
 from meshfeed._src.sources.manifest import make_manifest
-from meshfeed.sources import Tokens
+from meshfeed.sources import Parquet, Tokens, WebDataset
 
 fsspec = pytest.importorskip("fsspec")
 aiohttp = pytest.importorskip("aiohttp")
@@ -305,3 +310,39 @@ def test_the_index_of_a_new_source_is_that_of_its_tokens(store: Store, tmp_path:
         source = Tokens.documents(store.url("a.bin"), cache=cache)
         assert source.lengths().tolist() == lengths
         assert [record["tokens"].tolist() for record in source] == [document.tolist() for document in documents]
+
+
+@pytest.mark.parametrize("name", ["a.parquet", "a.parquet.gz", "a.tar", "a.tar.gz"])
+def test_copies_that_an_earlier_process_left_damaged_are_fetched_again(
+    store: Store, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    """On a file system without attributes, and so without digests, only the format shows the damage."""
+
+    def refused(*arguments: Any) -> None:
+        raise OSError(95, "Operation not supported")
+
+    monkeypatch.setattr(os, "setxattr", refused)
+    monkeypatch.setattr(os, "getxattr", refused)
+    table = pa.table({"n": [1, 2, 3]})
+    pq.write_table(table, tmp_path / "a.parquet")
+    write_tar(tmp_path / "a.tar", {"1.txt": b"one", "2.txt": b"two", "3.txt": b"three"})
+    content = (tmp_path / name.removesuffix(".gz")).read_bytes()
+    content = gzip.compress(content) if name.endswith(".gz") else content
+    urls = [store.put(f"{number}-{name}", content) for number in range(2)]
+    cache = tmp_path / "cache"
+
+    def read() -> str:
+        monkeypatch.setattr(parquet, "_decoded", parquet._DecodedGroups(1 << 20))  # as in another process
+        opened = (Parquet if "parquet" in name else WebDataset)(urls, cache=ShardCache(cache))
+        with contextlib.closing(opened) as source:
+            return str(source.__getitems__(range(6)))
+
+    wanted = read()
+    for copy in cache.iterdir():
+        if copy.name.endswith(".meshfeed-index"):
+            copy.unlink()
+        else:
+            damaged = bytearray(copy.read_bytes())
+            damaged[-40:] = bytes(byte ^ 255 for byte in damaged[-40:])
+            copy.write_bytes(damaged)
+    assert read() == wanted

@@ -32,7 +32,7 @@ from meshfeed._src.sources.files.formats import compression_of
 from meshfeed._src.sources.files.lookup import FileFormat, find_shards, look_at
 from meshfeed._src.sources.files.manifest import FileEntry
 from meshfeed._src.sources.files.open_files import Descriptor
-from meshfeed._src.sources.files.shard import Shard
+from meshfeed._src.sources.files.shard import Shard, read_copy
 from meshfeed._src.sources.files.shard_reader import Checked, OpenFile, ShardReader
 
 if TYPE_CHECKING:
@@ -164,10 +164,14 @@ def archives(names: Sequence[str]) -> list[str]:
 def inspect(name: str, cache: ShardCache | None) -> TarShard:
     """Counts the samples of an archive from its index, which is made if there is none."""
     compression = compression_of(name)
+
+    def scan(copy: str) -> tar.TarIndex:
+        return tar.scan(Descriptor(copy), name)
+
     if cache is not None and (compression is not None or file_paths.is_url(name)):
         num_bytes, version = cache.identify(name)
         stamp, places = f"version {version}", [cache.directory / f"{version}{tar.SUFFIX}"]
-        index, place = _find_or_make(places, stamp, lambda: _scan_copy(name, compression, cache))
+        index, place = _find_or_make(places, stamp, lambda: read_copy(name, compression, cache, scan))
         num_bytes = 0 if compression is not None else num_bytes  # the size of the copy is known once it is there
     else:
         opened, version = look_at(name, None, source="WebDataset")
@@ -184,11 +188,6 @@ def inspect(name: str, cache: ShardCache | None) -> TarShard:
                     place.unlink(missing_ok=True)
         index, place = _find_or_make(places, stamp, lambda: _make(opened, name))
     return TarShard(name, num_bytes, version, index.num_samples, place, stamp, compression=compression)
-
-
-def _scan_copy(name: str, compression: str | None, cache: ShardCache) -> tar.TarIndex:
-    with cache.open(name, compression=compression) as copy:
-        return tar.scan(Descriptor(str(copy)), name)
 
 
 def _make(archive: Descriptor | RemoteBytes, path: str) -> tar.TarIndex:

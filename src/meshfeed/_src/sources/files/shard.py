@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from meshfeed._src.sources.files.shard_cache import ShardCache
 
 S = TypeVar("S", bound="Shard")
+T = TypeVar("T")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -137,14 +138,29 @@ def local_copy(shard: Shard, cache: ShardCache | None) -> Iterator[tuple[str, os
         ) from error
 
 
+def read_copy(name: str, compression: str | None, cache: ShardCache, read: Callable[[str], T]) -> T:
+    """Returns ``read(path)`` of the copy of a file; if the copy is damaged, fetches the file again and retries once."""
+
+    def attempt() -> T:
+        with cache.open(name, compression=compression) as copy:
+            try:
+                return read(str(copy))
+            except CorruptDataError as error:
+                raise CorruptDataError(str(error).replace(str(copy), name), path=name) from error
+
+    try:
+        return attempt()
+    except CorruptDataError as error:
+        if not isinstance(error.__cause__, CorruptDataError):  # the cache has fetched it twice
+            raise
+    cache.discard(name, compression=compression)
+    return attempt()
+
+
 def inspect_copy(name: str, cache: ShardCache, inspect: Callable[[str], S]) -> S:
     """Describes a compressed file, given its path or URL, by what ``inspect`` returns of its decompressed copy."""
     compression = compression_of(name)
-    with cache.open(name, compression=compression) as copy:
-        try:
-            found = inspect(str(copy))
-        except CorruptDataError as error:
-            raise CorruptDataError(str(error).replace(str(copy), name), path=name) from error
+    found = read_copy(name, compression, cache, inspect)
     # 0 bytes, because neither a manifest nor a host that did not look at the file has the size of the copy.
     return dataclasses.replace(found, path=name, num_bytes=0, version=cache.identify(name)[1], compression=compression)
 

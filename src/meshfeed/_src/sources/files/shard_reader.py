@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import dataclasses
 import functools
@@ -187,9 +188,14 @@ class ShardSource(Generic[S]):
 
     def _fetch_together(self, files: Sequence[S], open_file: Callable[[S], object]) -> None:
         """Opens the files of a batch that are not open yet, in parallel if a cache has to fetch them."""
+
         # Otherwise each file would wait for the download of the one before.
+        def fetch(file: S) -> None:
+            with contextlib.suppress(CorruptDataError):  # perhaps only of the copy, which the read fetches again
+                open_file(file)
+
         if self._cache is not None and len(files) > 1:
-            file_paths.in_threads(open_file, [file for file in files if not self._pool.is_open(file)])
+            file_paths.in_threads(fetch, [file for file in files if not self._pool.is_open(file)])
 
     def _read_again_if_damaged(self, read: Callable[[], T], file: S) -> T:
         """Returns ``read()``; if a cached copy is damaged, fetches the file again and retries, once per process."""
