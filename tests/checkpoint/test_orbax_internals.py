@@ -10,6 +10,7 @@ import numpy as np
 import orbax.checkpoint as ocp
 import pytest
 from checkpoint_trees import make_mesh, place, registered
+from orbax.checkpoint._src.futures import signaling_client, synchronization
 
 from meshfeed._src.checkpoint import orbax_internals
 from meshfeed.checkpoint import ArrayHandler, Checkpointer
@@ -24,7 +25,23 @@ def test_the_names_are_there(tmp_path, caplog: pytest.LogCaptureFixture) -> None
     assert orbax_internals.sharding_writer() is not None
     module, _, name = orbax_internals.JSON_HANDLER.rpartition(".")
     assert getattr(importlib.import_module(module), name).__name__ == "JsonHandler"
+    assert callable(signaling_client.get_signaling_client.cache_clear)
+    number = orbax_internals.operation_number()
+    orbax_internals.count_operations(number + 2)
+    orbax_internals.count_operations(number + 1)
+    assert orbax_internals.operation_number() == number + 2
     assert caplog.records == []
+
+
+def test_without_its_signals_orbax_saves_as_it_can(tmp_path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with monkeypatch.context() as patch:
+        patch.delattr(signaling_client.get_signaling_client(), "_client", raising=False)
+        patch.delattr(synchronization, "OperationIdGenerator")
+        assert orbax_internals.operation_number() == 0
+        orbax_internals.count_operations(3)
+    with monkeypatch.context() as patch:
+        patch.delattr(signaling_client, "get_signaling_client")
+        orbax_internals.follow_job()
 
 
 def test_without_the_writer_of_shardings_orbax_writes_those_of_the_slices(

@@ -204,3 +204,63 @@ def fail_after_all_have_written(directory: str):
     # Host 0 may still have the note that it saves there.
     left = sorted({path.name for path in pathlib.Path(directory, "commit").iterdir()} - {".writer.json"})
     return messages, lines, left
+
+
+def save_and_restore_twice(directory: str, first: int) -> list[int]:
+    """Saves two steps, the second while the first is written, and restores the newest; gives the steps."""
+    import jax
+
+    from meshfeed.checkpoint import Checkpointer
+
+    mesh = checkpoint_trees.make_mesh(jax.device_count(), 1)
+    tree, feed = checkpoint_trees.mixed_tree(mesh), checkpoint_feeds.LaneFeed(lanes(), NUM_LANES)
+    with Checkpointer(directory, save_interval_steps=1, timeout_seconds=60) as ckpt:
+        for step in (first, first + 1):
+            next(feed)
+            ckpt.save(step, tree, feed)
+    with Checkpointer(directory, timeout_seconds=60) as ckpt:
+        step, restored = ckpt.restore(checkpoint_trees.abstract(tree), feed)
+    assert step == first + 1
+    checkpoint_trees.assert_same(tree, restored)
+    return ckpt.steps()
+
+
+def save_after_host_0_has_saved_alone(directory: str) -> list[int]:
+    """Orbax has counted more operations on host 0, which is slow to make the folder of a step."""
+    import asyncio
+
+    import jax
+    import orbax.checkpoint as ocp
+    from orbax.checkpoint._src.path import atomicity
+
+    make = atomicity._create_tmp_directory
+
+    async def make_later(*args, **keywords):
+        await asyncio.sleep(1)
+        return await make(*args, **keywords)
+
+    if jax.process_index() == 0:
+        alone = ocp.options.MultiprocessingOptions(
+            primary_host=0, active_processes={0}, barrier_sync_key_prefix="alone"
+        )
+        handler = ocp.JsonCheckpointHandler(multiprocessing_options=alone)
+        with ocp.Checkpointer(handler, multiprocessing_options=alone) as exporter:
+            exporter.save(f"{directory}/export", args=ocp.args.JsonSave({"a": 1}))
+        atomicity._create_tmp_directory = make_later
+    try:
+        return save_and_restore_twice(f"{directory}/run", 1)
+    finally:
+        atomicity._create_tmp_directory = make
+
+
+def save_in_the_next_job(directory: str, port: int) -> list[int]:
+    """Orbax keeps the client of the first job of a process."""
+    import jax
+    from jax.extend.backend import clear_backends
+
+    save_and_restore_twice(directory, 1)
+    host, hosts, address = jax.process_index(), jax.process_count(), f"127.0.0.1:{port}"
+    jax.distributed.shutdown()
+    clear_backends()
+    jax.distributed.initialize(address, hosts, host, coordinator_bind_address=None if host else address)
+    return save_and_restore_twice(directory, 3)

@@ -14,11 +14,14 @@ from checkpoint_jobs import (
     fail_before_a_save,
     lanes,
     restore_elsewhere,
+    save_after_host_0_has_saved_alone,
     save_and_restore,
+    save_in_the_next_job,
     stored_bytes,
 )
 
-from meshfeed.testing import HostPool
+from meshfeed._src.testing.hosts import free_port
+from meshfeed.testing import HostPool, run_hosts
 
 pytestmark = pytest.mark.multihost
 
@@ -492,3 +495,14 @@ def test_exact_read_once_and_agreed_on_several_hosts(tmp_path):
             assert "4 host(s) saved this iterator, each its own state, and there are 2 now" in result.value
     # one process of eight devices
     restore_elsewhere(str(tmp_path), "4x2", (8, 1))
+
+
+def test_hosts_on_which_orbax_has_counted_other_operations(tmp_path):
+    """Steps were committed without what other hosts wrote before host 0 had made their folder."""
+    for result in run_hosts(save_after_host_0_has_saved_alone, str(tmp_path), devices_per_host=2):
+        assert result.value == [1, 2]
+
+
+def test_the_next_job_of_the_same_processes(tmp_path):
+    for result in run_hosts(save_in_the_next_job, str(tmp_path / "run"), free_port(), devices_per_host=2):
+        assert result.value == [2, 3, 4]

@@ -62,7 +62,7 @@ from meshfeed._src.checkpoint.handlers import (
 from meshfeed._src.checkpoint.leaves import encode_tree
 from meshfeed._src.checkpoint.manager_options import manager_options
 from meshfeed._src.checkpoint.options import RestoreOptions, naming, short
-from meshfeed._src.checkpoint.orbax_internals import discard_errors
+from meshfeed._src.checkpoint.orbax_internals import count_operations, discard_errors, follow_job, operation_number
 from meshfeed._src.checkpoint.restore import open_item
 from meshfeed._src.checkpoint.saves import (
     CapturedState,
@@ -327,6 +327,7 @@ class Checkpointer(NotCopied):
             with Agreement(doing, self._timeout_seconds, kind=f"saving a step{_beside(feed)}") as agreement:
                 save, items = agreement.attempt(lambda: self._captured(step, train_state, feed))
                 check_same(agreement, save.identity, items[ARRAYS].encoded)
+                count_operations(max(agreement.collect(operation_number()).values()))
         self._saves += 1
         self._saving = save
         self._open.begin(step)
@@ -334,6 +335,7 @@ class Checkpointer(NotCopied):
             self._barrier.points = save.points
         try:
             # Forced, because save() has checked the interval, and the last step of a run need not be on it.
+            follow_job()
             with without_callers_settings():  # for Orbax's own transfers
                 saved = bool(self._manager.save(step, args=ocp.args.Composite(**items), force=True))
         except BaseException as error:

@@ -9,6 +9,7 @@ from typing import Any
 
 import orbax.checkpoint as ocp
 
+from meshfeed._src.base.jax_internals import coordination_client
 from meshfeed._src.base.threads import SingleCall
 
 _log = logging.getLogger("meshfeed.checkpoint")
@@ -42,6 +43,45 @@ def sharding_writer() -> Callable[..., Coroutine[Any, Any, None]] | None:
         )
         return None
     return _async_serialize_shardings
+
+
+def follow_job() -> None:
+    """Has Orbax signal through the coordination service of this job: it keeps the first client that it has used.
+
+    That of an earlier job, which ``jax.distributed.shutdown()`` ended, has no service any more. Without these private names,
+    a save in the second job of a process fails, and its error says to restart the job.
+    """
+    with contextlib.suppress(ImportError, AttributeError):
+        from orbax.checkpoint._src.futures import signaling_client
+
+        cached = signaling_client.get_signaling_client
+        if getattr(cached(), "_client", None) is not coordination_client():
+            cached.cache_clear()
+
+
+def _operations() -> Any | None:
+    try:
+        from orbax.checkpoint._src.futures.synchronization import OperationIdGenerator
+    except ImportError:
+        return None
+    return OperationIdGenerator
+
+
+def operation_number() -> int:
+    """Returns the number of Orbax's last operation in this process, under which it signals; 0 if that cannot be found."""
+    operations = _operations()
+    return 0 if operations is None else int(operations.get_current_operation_id())
+
+
+def count_operations(number: int) -> None:
+    """Raises the number of Orbax's last operation in this process to the highest of all hosts.
+
+    Each process counts its own. A host with another number, such as one that has joined the job later or has saved alone,
+    does not wait for the folder of a step. What it writes before the folder is made is removed then, and the step committed.
+    """
+    operations = _operations()
+    while operations is not None and operation_number() < number:
+        operations.next_operation_id()
 
 
 def discard_errors(manager: Any) -> None:
