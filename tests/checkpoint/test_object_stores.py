@@ -329,6 +329,28 @@ def test_only_the_first_step_of_an_empty_folder_is_off_the_interval(memory, monk
         assert ckpt.steps() == [1]
 
 
+def test_a_step_that_is_uploaded_is_not_due_again(memory, monkeypatch):
+    """Or a host that already knows that it is committed would leave the others waiting in a save."""
+    ask, may_commit = store_path.ask, threading.Event()
+
+    def slow(url, method, *arguments, **keywords):
+        if method == "pipe_file" and url.endswith("2/commit_success.txt"):
+            assert may_commit.wait(60)
+        return ask(url, method, *arguments, **keywords)
+
+    monkeypatch.setattr(store_path, "ask", slow)
+    state = {"a": np.arange(3)}
+    with Checkpointer("memory://bucket/again", save_interval_steps=1) as ckpt:
+        for step in (1, 2):
+            assert ckpt.save(step, state)
+        for step in (1, 2):
+            assert not ckpt.save(step, state)
+        may_commit.set()
+        ckpt.wait()
+        assert not ckpt.save(2, state)
+        assert ckpt.steps() == [1, 2]
+
+
 def test_a_bucket_that_does_not_exist(s3, mesh):
     with Checkpointer("s3://nowhere/run") as ckpt:
         ckpt.save(0, {"a": np.arange(3)})

@@ -84,6 +84,39 @@ def save_and_fail(url: str, directory: str):
     return messages, steps, os.listdir(tempfile.gettempdir())
 
 
+def fail_before_anything_is_written(url: str, directory: str):
+    """Host 1 cannot make its folder for temporary files at one step; the other learns of it at once."""
+    import time
+
+    import jax
+
+    from meshfeed._src.checkpoint import store_manager
+    from meshfeed.checkpoint import Checkpointer
+
+    own_folder(directory)
+    mesh, messages, make = checkpoint_trees.make_mesh(4, 2), [], store_manager.os.mkdir
+
+    def fail(path, *mode):
+        if "/meshfeed-" in str(path):
+            raise OSError(28, "No space left on device")
+        make(path, *mode)
+
+    with Checkpointer(url, save_interval_steps=1) as ckpt:
+        for step in (1, 2, 3):
+            started = time.monotonic()
+            if step == 2 and jax.process_index() == 1:
+                store_manager.os.mkdir = fail
+            try:
+                ckpt.save(step, state_of(step, mesh))
+                ckpt.wait()
+            except Exception as error:
+                messages.append(f"{type(error).__name__}: {error}")
+            finally:
+                store_manager.os.mkdir = make
+            assert time.monotonic() - started < 20
+    return messages, ckpt.steps()
+
+
 def restore_on_four(url: str, rows: int, barrier: str):
     """Restores on four hosts; for the count of bytes, nothing but the restore happens after the barrier."""
     from jax.experimental import multihost_utils
@@ -119,6 +152,12 @@ def test_two_hosts_save_and_four_read_each_byte_once(tmp_path):
                 assert "Connection reset by peer" in messages[0]
                 assert (steps, left) == ([1, 3], [])
             assert sorted(path.name for path in StorePath(url).iterdir()) == ["1", "3", "4"]
+            for result in pool.run(fail_before_anything_is_written, f"{BUCKET}/early", str(tmp_path)):
+                (message,), steps = result.value
+                assert "saving step 2 failed" in message
+                assert "host 1" in message
+                assert "No space left on device" in message
+                assert steps == [1, 3]
             pool.run(save_large, f"{BUCKET}/large", rows)
         stored = sum(StorePath(f"{BUCKET}/large").sizes().values())
         with HostPool(4, 2, timeout_seconds=120) as pool:

@@ -63,10 +63,11 @@ class StoreManager:
         self._directory, self._handlers, self._options, self._writer = directory, handlers, options, writer
         self._steps = sorted(steps)  # of the store, without a request at every training step
         self._saving: SingleCall[None] | None = None
+        self._begun: set[int] = set()  # the step that is saved, until the save is waited for
 
     def all_steps(self) -> list[int]:
-        """Returns the committed steps."""
-        return list(self._steps)
+        """Returns the committed steps and, as in Orbax, the one that is saved: hosts learn of its end at different times."""
+        return sorted({*self._steps, *self._begun})
 
     def reload(self) -> None:
         """Reads the committed steps again."""
@@ -89,14 +90,20 @@ class StoreManager:
         self.wait_until_finished()
         items: dict[str, Any] = dict(args.items())
         save: StepSave = items[ARRAYS].step_save
-        staging, started = _empty_folder(self._directory), time.time_ns()
+        staging, started = _staging_folder(self._directory), time.time_ns()
         futures: list[orbax_future.Future] = []
-        for name, item in items.items():
-            (staging / name).mkdir()
-            if name == ARRAYS:
-                (staging / name / _MADE_BY_HOST_0).mkdir()
-            futures += run_coroutine(self._handlers[name].async_save(staging / name, item), "meshfeed-save") or []
+        name = ARRAYS
+        try:
+            _make_empty(staging, self._directory)
+            for name, item in items.items():
+                (staging / name).mkdir()
+                if name == ARRAYS:
+                    (staging / name / _MADE_BY_HOST_0).mkdir()
+                futures += run_coroutine(self._handlers[name].async_save(staging / name, item), "meshfeed-save") or []
+        except Exception as error:  # the other hosts wait for this one in the background, and learn of it there
+            futures += save.begin(name, [save.failed(error)])
         self._saving = SingleCall(lambda: self._write(save, staging, list(items), futures, started), "meshfeed-save")
+        self._begun = {save.step}
         self._saving.start()
         return True
 
@@ -171,7 +178,7 @@ class StoreManager:
         """Waits for the save in the background, and raises its error."""
         if (saving := self._saving) is not None:
             saving.wait()  # hosts do not wait for each other for ever, nor do requests
-            self._saving = None
+            self._saving, self._begun = None, set()
             saving.result()
 
     def close(self) -> None:
@@ -185,15 +192,20 @@ def _preempted(step: int) -> bool:
         return False
 
 
-def _empty_folder(directory: StorePath) -> epath.Path:
-    """Returns an empty folder for what this process saves in ``directory``; removes those of processes that were killed."""
+def _staging_folder(directory: StorePath) -> epath.Path:
+    """Returns the path of the folder for what this process saves in ``directory``."""
     digest = hashlib.sha256(str(directory).encode()).hexdigest()[:16]
-    start = os.path.join(tempfile.gettempdir(), f"meshfeed-{os.getuid()}-{digest}-{process_index()}-")
+    name = f"meshfeed-{os.getuid()}-{digest}-{process_index()}-{os.getpid()}"
+    return epath.Path(os.path.join(tempfile.gettempdir(), name))
+
+
+def _make_empty(path: epath.Path, directory: StorePath) -> None:
+    """Makes a staging folder, which is empty then; removes those of processes that were killed."""
+    start = os.fspath(path).removesuffix(str(os.getpid()))
     for left in glob.glob(f"{glob.escape(start)}*"):
         pid = left.removeprefix(start)
         if not pid.isdecimal() or int(pid) == os.getpid() or not _is_running(int(pid)):
             shutil.rmtree(left, ignore_errors=True)
-    path = f"{start}{os.getpid()}"
     try:
         os.mkdir(path, 0o700)
     except OSError as error:
@@ -201,7 +213,6 @@ def _empty_folder(directory: StorePath) -> epath.Path:
             f"{path}: cannot be created: {error}. Steps are written there before they are uploaded to {directory}; set "
             "TMPDIR to a folder with room for this host's part of a step."
         ) from error
-    return epath.Path(path)
 
 
 def _is_running(pid: int) -> bool:
