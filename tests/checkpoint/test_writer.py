@@ -109,6 +109,24 @@ def test_checkpointers_of_one_process_do_not_replace_each_other(directory):
     assert first.steps() == [1, 2, 3]
 
 
+def test_a_save_that_failed_is_told_by_its_own_checkpointer(directory, monkeypatch):
+    """Though another one of this process has waited for it."""
+    first, second = (Checkpointer(directory, save_interval_steps=1) for _ in range(2))
+    join = handlers.join_parts
+
+    def fail_once(*_):
+        monkeypatch.setattr(handlers, "join_parts", join)
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(handlers, "join_parts", fail_once)
+    first.save(1, STATE)
+    assert second.save(2, STATE)
+    second.close()
+    with pytest.raises(CheckpointError, match=r"saving step 1 failed.*No space left"):
+        first.wait()
+    first.close()
+
+
 @pytest.mark.parametrize("content", ["", "{", "[]", "\xff", None])  # "": as if it were gone; \xff: it cannot be read
 def test_a_note_that_is_damaged_or_removed(directory, content):
     note = make_path(directory) / ".writer.json"

@@ -35,6 +35,7 @@ class OpenSaves:
     owner: Owner = dataclasses.field(default_factory=Owner)
     saving: int | None = None  # the step that may be unfinished
     skipped: int | None = None  # the newest step that the interval skipped, which close will save
+    error: Exception | None = None  # of the save, if another checkpointer has waited for it
     seen: int | None = None  # how many saves this process had begun in the folder when others were waited for last
 
     def register(self) -> None:
@@ -52,6 +53,13 @@ class OpenSaves:
         _begun[self.directory] += 1
         self.seen = _begun[self.directory]
 
+    def result(self) -> None:
+        """Waits for the save in the background, and raises its error."""
+        self.wait()
+        error, self.error = self.error, None
+        if error is not None:
+            raise error
+
     def wait_for_others(self) -> bool:
         """Waits for saves of other checkpointers of this process in the folder, whose steps Orbax would take for rubbish.
 
@@ -61,8 +69,10 @@ class OpenSaves:
         saving = (one for one in list(_open.values()) if one.saving is not None and one.owner.is_here)
         for one in saving:
             if one is not self and one.directory == self.directory:
-                with contextlib.suppress(Exception):  # it raises its errors itself
+                try:
                     one.wait()
+                except Exception as error:  # which is raised only once
+                    one.error = error
         before, self.seen = self.seen, _begun[self.directory]
         return before != self.seen
 
@@ -74,7 +84,7 @@ class OpenSaves:
         skipped, self.skipped = self.skipped, None
         if saving is not None:
             try:
-                self.wait()
+                self.result()
             except BaseException as error:  # including Ctrl-C: the program ends in any case
                 _log.error(_LOST, saving, self.directory, type(error).__name__, error)
         if skipped is not None:

@@ -237,16 +237,16 @@ class Checkpointer(NotCopied):
                 if isinstance(self._directory, StorePath):
                     steps = agreement.publish(lambda: find_steps(self._directory))
                     self._manager = StoreManager(self._directory, handlers, chosen, steps, self._writer)
-                    self._wait = self._manager.wait_until_finished
+                    wait = self._manager.wait_until_finished
                 else:
                     self._manager = _open_manager(self._directory, chosen, handlers)
-                    self._wait = functools.partial(wait_until_finished, self._manager)
+                    wait = functools.partial(wait_until_finished, self._manager)
             # A random token per job and a counter make each save's id unique without communication per save.
             self._job_id = agreement.publish(lambda: secrets.token_hex(8))
         self._owner = Owner()
         self._saves = 0
         self._last: SkippedStep | None = None  # the newest step that the interval skipped since the last save
-        self._open = OpenSaves(self._wait, self._writer.end, self._directory)
+        self._open = OpenSaves(wait, self._writer.end, self._directory)
         self._damaged: dict[int, str] = {}  # step → its stamp on host 0
         self._warned = False
         self._without_feed: int | None = None  # the step that was restored last, if without a feed
@@ -529,7 +529,7 @@ class Checkpointer(NotCopied):
                     wait_until_begun(self._directory, self._torn.step)
                 self._settle(self._torn)
                 self._torn = None
-            self._wait()
+            self._open.result()
             self._end(self._saving)
         except Exception as error:
             self._failed, self._open.saving = True, None
@@ -671,6 +671,11 @@ class Checkpointer(NotCopied):
             self.wait()  # an earlier save that failed does not keep this step from being saved
         except Exception as error:
             failed = error
+        # Also if this one has not saved yet: it would take an unfinished step of another one for rubbish, and remove it.
+        if self._open.wait_for_others():
+            self._manager.reload()
+            if last.step <= max(self._manager.all_steps(), default=-1):
+                return
         # Saving is collective, so all hosts save or none does.
         with self._leaving(min(_CLOSE_SECONDS, self._timeout_seconds)) as agreement:
             found = agreement.collect(last.problem())
