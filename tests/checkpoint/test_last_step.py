@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import logging
+import threading
 
 import jax
 import numpy as np
 import pytest
-from checkpoint_feeds import CountingFeed
+from checkpoint_feeds import CountingFeed, OtherIterator
 from checkpoint_trees import assert_same, make_mesh, place
 
 from meshfeed._src.base.errors import CheckpointError, SettingsError
@@ -208,3 +209,43 @@ def test_a_restore_forgets_the_step_that_was_skipped_before_it(tmp_path):
         assert not ckpt.save(5, state_at(5))
         ckpt.restore(state_at(0), step=1)
     assert ckpt.steps() == [1]
+
+
+def test_an_iterator_that_changes_its_own_state(tmp_path, caplog):
+    """And whose ``step`` is a method: what is no number is no count."""
+
+    class Iterator(OtherIterator):
+        def step(self):
+            self.state["next"] += 1
+
+    iterator = Iterator({"next": 0})
+    with caplog.at_level(logging.WARNING, "meshfeed"), Checkpointer(tmp_path, save_interval_steps=10) as ckpt:
+        for step in (1, 2):
+            iterator.step()
+            ckpt.save(step, state_at(step), iterator)
+        iterator.step()
+    assert "the feed has moved on" in caplog.text
+    with Checkpointer(tmp_path) as ckpt:
+        assert ckpt.restore(state_at(0), iterator)[0] == 1
+    assert iterator.state == {"next": 1}
+
+
+@pytest.mark.parametrize("url", [None, "memory://bucket/beside"])
+def test_it_waits_for_the_save_of_another_checkpointer(tmp_path, monkeypatch, memory, url):
+    """Whose unfinished step it would remove, if it had not saved yet."""
+    finalize, may_end = handlers.ArraysHandler.finalize, threading.Event()
+
+    def finalize_later(handler, directory):
+        assert may_end.wait(60)
+        finalize(handler, directory)
+
+    first, last = (Checkpointer(url or tmp_path / "c", save_interval_steps=steps) for steps in (5, 50))
+    first.save(1, state_at(1))
+    first.wait()
+    assert not last.save(3, state_at(3))
+    monkeypatch.setattr(handlers.ArraysHandler, "finalize", finalize_later)
+    first.save(5, state_at(5))
+    threading.Timer(0.3, may_end.set).start()
+    last.close()
+    first.close()
+    assert first.steps() == [1, 5]

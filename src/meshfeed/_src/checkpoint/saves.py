@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import copy
 import dataclasses
 import functools
 import json
@@ -270,7 +271,7 @@ class HasState(Protocol):
 def number_of(feed: HasState | None, name: str) -> int | None:
     """Returns an attribute of a feed as an int, or None if the feed is None or has no such number."""
     value = getattr(feed, name, None)
-    return None if value is None else int(value)
+    return int(value) if isinstance(value, int | np.integer) else None
 
 
 def _feed_marker(feed: HasState | None) -> JsonValue:
@@ -278,7 +279,8 @@ def _feed_marker(feed: HasState | None) -> JsonValue:
     if feed is None:
         return None
     numbers = (number_of(feed, "step"), number_of(feed, "position"))
-    return feed.get_state() if numbers == (None, None) else numbers
+    # A copy, since the iterator may change its own.
+    return copy.deepcopy(feed.get_state()) if numbers == (None, None) else numbers
 
 
 class SkippedStep:
