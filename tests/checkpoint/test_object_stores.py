@@ -24,6 +24,7 @@ from meshfeed._src.base import store_path, stores
 from meshfeed._src.base.errors import CheckpointError
 from meshfeed._src.base.store_path import StorePath, make_path
 from meshfeed._src.checkpoint import step as checkpoint_step
+from meshfeed._src.checkpoint import store_manager
 from meshfeed.checkpoint import Checkpointer, IteratorHandler, restore_once, verify
 
 BUCKET = "s3://bucket"
@@ -349,6 +350,18 @@ def test_a_step_that_is_uploaded_is_not_due_again(memory, monkeypatch):
         ckpt.wait()
         assert not ckpt.save(2, state)
         assert ckpt.steps() == [1, 2]
+
+
+def test_jax_learns_of_every_step_to_choose_one_before_a_preemption(memory, monkeypatch):
+    """Also of those on the interval: a step that has passed already would be chosen, and nothing saved there."""
+    asked = []
+    with Checkpointer("memory://bucket/preempted", save_interval_steps=2) as ckpt:
+        ckpt.save(1, {"a": np.arange(3)})
+        ckpt.wait()
+        monkeypatch.setattr(store_manager, "process_count", lambda: 2)
+        monkeypatch.setattr(store_manager, "_preempted", lambda step: asked.append(step) or step == 5)
+        assert [step for step in range(2, 8) if ckpt._manager.should_save(step)] == [2, 4, 5, 6]
+    assert asked == [*range(2, 8)]
 
 
 def test_a_bucket_that_does_not_exist(s3, mesh):

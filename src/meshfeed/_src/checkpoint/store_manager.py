@@ -76,14 +76,11 @@ class StoreManager:
     def should_save(self, step: int) -> bool:
         """Returns whether the interval includes a step; as in Orbax, also for the first step and before a preemption."""
         interval, chosen = self._options.save_interval_steps, self._options.save_on_steps or ()
+        # Asked at every step: from the steps that hosts ask about, JAX chooses the one before a preemption.
+        preempted = process_count() > 1 and _preempted(step)
         # Not by the steps alone while one is saved: they change in the background, at another time on each host.
         is_first = self._saving is None and not self._steps
-        return (
-            is_first
-            or step in chosen
-            or (bool(interval) and step % interval == 0)
-            or (process_count() > 1 and _preempted(step))
-        )
+        return preempted or is_first or step in chosen or (bool(interval) and step % interval == 0)
 
     def save(self, step: int, args: ocp.args.Composite, force: bool = False) -> bool:
         """Captures a step, and begins to write it; ``force`` is for Orbax's manager, since the caller asks what is due."""
