@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 
 import numpy as np
 import pytest
@@ -54,6 +55,24 @@ def test_verify_reads_every_byte(folder):
     sharding = folder / "1/arrays/_sharding"
     sharding.write_text(sharding.read_text().replace("data", "dota", 1))
     assert "_sharding" in checkpoint_step.verify_as_json(folder, 1)["steps"][0]["problems"][0]
+
+
+def test_a_step_that_the_running_job_removes_meanwhile_is_not_damaged(folder, monkeypatch):
+    read_step = checkpoint_step.read_step
+
+    def remove_before(directory, step):
+        if step == 1:
+            shutil.rmtree(folder / "1", ignore_errors=True)
+        return read_step(directory, step)
+
+    monkeypatch.setattr(checkpoint_step, "read_step", remove_before)
+    found = checkpoint_step.verify_as_json(folder)
+    assert [(row["step"], row["intact"]) for row in found["steps"]] == [(2, True)]
+    shutil.copytree(folder / "2", folder / "1")
+    assert [row["step"] for row in checkpoint_step.inspect(folder)["steps"]] == [2]
+    shutil.copytree(folder / "2", folder / "1")
+    (row,) = checkpoint_step.verify_as_json(folder, 1)["steps"]
+    assert "step 1 is not in" in row["problems"][0]
 
 
 def test_diff(folder):

@@ -264,7 +264,8 @@ def verify(directory: epath.PathLike, step: int | None = None) -> list[Finding]:
         raise CheckpointError(f"{directory}: no such folder. Pass a Checkpointer's folder, or a step's.")
     directory, steps, step = _steps(directory, step)
     if steps:
-        return [_verify_step(directory, number) for number in (steps if step is None else [step])]
+        findings = [_verify_step(directory, number) for number in (steps if step is None else [step])]
+        return [one for one in findings if one.intact or one.step == step or _is_there(directory, one.step)]
     if (directory / "_METADATA").exists() or (directory / FOLDER).exists():
         return [_verify_arrays(directory, None, [])]
     if state_files.state_paths(directory):
@@ -286,6 +287,11 @@ def _steps(directory: epath.PathLike, step: int | None) -> tuple[epath.Path, lis
     if step is not None and step not in steps:
         read_step(path, step)  # absent is not damaged: raises and lists the existing steps
     return path, steps, step
+
+
+def _is_there(directory: epath.Path, step: int | None) -> bool:
+    """Whether a step that was listed still exists: a job that saves here removes its older steps."""
+    return is_committed(directory / str(step))
 
 
 def _problems(check: Callable[[], object]) -> tuple[str, ...]:
@@ -352,8 +358,9 @@ def inspect(directory: epath.PathLike, step: int | None = None) -> dict[str, Jso
     if not steps:
         what = "contains no steps" if path.exists() else "no such folder"
         raise CheckpointError(f"{path}: {what}. Pass a Checkpointer's folder.")
-    chosen = steps if step is None else [step]
-    return {"directory": str(path), "steps": [_inspect_step(path, number, number == step) for number in chosen]}
+    rows = [_inspect_step(path, number, number == step) for number in (steps if step is None else [step])]
+    rows = [row for row in rows if row["intact"] or row["step"] == step or _is_there(path, row["step"])]
+    return {"directory": str(path), "steps": rows}
 
 
 def _inspect_step(directory: epath.Path, step: int, with_leaves: bool) -> dict[str, JsonValue]:
