@@ -365,3 +365,14 @@ def test_a_replica_axis_that_no_mesh_has_is_refused_on_both_sides(saved, state, 
 def test_a_feed_without_a_state_is_refused_by_the_synchronous_save_too(tmp_path: pathlib.Path) -> None:
     with pytest.raises(SettingsError, match="IteratorSave"):
         IteratorHandler().save(tmp_path, IteratorSave(object()))
+
+
+def test_dtypes_without_a_cast_between_them(tmp_path):
+    with Checkpointer(tmp_path) as ckpt:
+        ckpt.save(1, {"q": np.zeros(4, jnp.int4)})
+        ckpt.wait()
+        with pytest.raises(
+            CheckpointError, match="leaf 'q' is stored as int4, but uint4 was requested: numpy has no cast"
+        ):
+            ckpt.restore({"q": np.zeros(4, jnp.uint4)})
+        assert ckpt.restore({"q": np.zeros(4, np.int32)})[0] == 1

@@ -53,6 +53,11 @@ def check_cast(where: str, stored: DTypeLike, wanted: DTypeLike) -> None:
             f"{where} is stored as {stored.name}, but {wanted.name} was requested: {names[0]} values are not cast to "
             f"{names[1]}. Request {stored.name}, and convert the result if that is intended."
         )
+    if not np.can_cast(stored, wanted, "unsafe"):  # as between some narrow dtypes
+        raise CheckpointError(
+            f"{where} is stored as {stored.name}, but {wanted.name} was requested: numpy has no cast between them. Request "
+            f"{stored.name}, and convert the result."
+        )
 
 
 def check_python(where: str, stored: type, wanted: type) -> None:
