@@ -11,7 +11,8 @@ import pytest
 from jax.sharding import AxisType
 
 import meshfeed
-from meshfeed.sources import Padded, Stream
+from meshfeed._src.base.rng import philox
+from meshfeed.sources import Concat, Map, Memory, Mixture, Padded, Stream, Subset, Zip
 from meshfeed.testing import check_resumable
 
 RNG = np.random.default_rng(0)
@@ -127,3 +128,55 @@ def test_wrong_settings_and_records() -> None:
         Padded([{"a": np.zeros(2)}], {"a": 3, "b": 3})[0]  # type: ignore[index]
     with pytest.raises(meshfeed.SourceError, match="have the leaf 'b_mask' already"):
         Padded([{"a": np.zeros(2), "b": np.zeros(2), "b_mask": 1}], {"a": 3, "b": 3})[0]  # type: ignore[index]
+
+
+class Decoded:
+    """Numbers that a decoder makes documents of, with random numbers."""
+
+    def __len__(self) -> int:
+        return 40
+
+    def read_raw(self, record_ids: Any) -> list[bytes]:
+        return [bytes([record_id]) for record_id in record_ids]
+
+    def __getitem__(self, record_id: int) -> bytes:
+        return bytes([record_id])
+
+    def decode(self, record: bytes, rng: np.random.Generator) -> dict[str, np.ndarray]:
+        return {"tokens": rng.integers(1, 99, record[0] % 5, np.int32)}
+
+
+def some_of(record: dict[str, Any], rng: np.random.Generator) -> dict[str, Any]:
+    return {"tokens": record["tokens"][: rng.integers(4)]}
+
+
+def changed_in_place(record: dict[str, Any]) -> dict[str, Any]:
+    record["tokens"] += 1
+    return record
+
+
+DOCUMENTS = Memory({"tokens": np.arange(160, dtype=np.int32).reshape(40, 4)})
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: Map(DOCUMENTS, some_of),
+        lambda: Map(Map(DOCUMENTS, some_of), changed_in_place),
+        lambda: Map(Subset(Map(DOCUMENTS, some_of), slice(None, None, -1)), some_of),
+        lambda: Map(Mixture({"a": Map(DOCUMENTS, some_of), "b": DOCUMENTS}, {"a": 1, "b": 1}, 8), changed_in_place),
+        lambda: Concat([Map(Map(DOCUMENTS, lambda record: {"tokens": record["tokens"][:1]}), some_of), Decoded()]),
+        lambda: Map(Zip({"a": Map(DOCUMENTS, some_of), "b": DOCUMENTS}), lambda record: record["a"]),
+        Decoded,
+    ],
+)
+def test_records_of_random_lengths(make: Any) -> None:
+    before = DOCUMENTS.read_batch(range(40))["tokens"]
+    source: Any = Padded(make(), 4)
+    with feed_of(source) as feed:
+        for step in range(5):  # of the first epoch
+            batch = next(feed)
+            for row, record_id in enumerate(feed.record_ids(step).tolist()):  # as if it were read alone
+                for name, leaf in source.read_batch([record_id], [philox(0, 0, record_id)]).items():
+                    np.testing.assert_array_equal(np.asarray(batch[name])[row], leaf[0])
+    np.testing.assert_array_equal(DOCUMENTS.read_batch(range(40))["tokens"], before)

@@ -27,6 +27,7 @@ from meshfeed._src.base.types import (
     Record,
     RecordIds,
     RecordOrder,
+    Rngs,
     StreamSource,
 )
 
@@ -124,6 +125,14 @@ class ItemsReader(Protocol):
     """Reads several records with one call."""
 
     def __getitems__(self, record_ids: list[int], /) -> Sequence[Record]: ...
+
+
+class DrawnItemsReader(Protocol):
+    """Reads several records whose decoders or functions draw random numbers, and which may differ in shape."""
+
+    def read_drawn(self, record_ids: RecordIds, rngs: Rngs) -> Sequence[Record]:
+        """Returns the records in memory that only the caller can write; ``rngs`` are one generator per record."""
+        ...
 
 
 class DeclaresRng(Protocol):

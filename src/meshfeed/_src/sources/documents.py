@@ -11,15 +11,15 @@ from typing import Any, TypeVar, cast
 import numpy as np
 import xxhash
 
-from meshfeed._src.base import hooks
+from meshfeed._src.base import hooks, trees
 from meshfeed._src.base.errors import SettingsError, SourceError
 from meshfeed._src.base.ownership import own_record, returns_fresh
 from meshfeed._src.base.progress import Dropping
 from meshfeed._src.base.retry import call_with_retry
 from meshfeed._src.base.settings import Retry
-from meshfeed._src.base.types import RandomAccessSource, Record
+from meshfeed._src.base.types import RandomAccessSource, Record, Rngs
 from meshfeed._src.reading.items import get_item, get_items
-from meshfeed._src.reading.records import checked_lengths, describe_record, wants_rng
+from meshfeed._src.reading.records import SourceReader, checked_lengths, describe_record, wants_rng
 from meshfeed._src.reading.stacking import check_unmasked
 from meshfeed._src.reading.structure import RAGGED
 from meshfeed._src.sources.host_batches import HostBatches
@@ -125,6 +125,26 @@ def read_items(source: RandomAccessSource, ids: np.ndarray) -> Sequence[Record]:
         return [own_record(get_item(source, record_id, name)) for record_id in ids.tolist()]
     records = get_items(reader, ids.tolist(), name)
     return records if returns_fresh(source, "__getitems__") else [own_record(record) for record in records]
+
+
+def read_drawn(
+    source: RandomAccessSource, ids: np.ndarray, rngs: Rngs, reader: SourceReader | None = None
+) -> Sequence[Record]:
+    """As :func:`read_items`, but with random numbers, and in memory that only the caller can write.
+
+    ``reader`` is that of the source, if there is one. What a source itself stacks has one shape.
+    """
+    if not wants_rng(source):
+        return [own_record(record) for record in read_items(source, ids)]
+    if (drawn := hooks.find(source, hooks.DrawnItemsReader)) is not None:
+        return drawn.read_drawn(ids, rngs)
+    reader = reader or SourceReader(source)
+    if hooks.find(source, hooks.RawReader) is None or reader.decodes_batches:
+        batch = reader.read(ids, rngs)
+        return [trees.map_leaves(lambda leaf, row=row: leaf[row], batch) for row in range(len(ids))]
+    raw, ones = reader.read_undecoded(ids, as_rows=False), [slice(row, row + 1) for row in range(len(ids))]
+    decoded = (reader.decode(raw[one], ids[one], rngs[one]) for one in ones)
+    return [trees.map_leaves(lambda leaf: leaf[0], record) for record in decoded]
 
 
 def leaves_by_name(record: object, key: str) -> Mapping[str, object]:

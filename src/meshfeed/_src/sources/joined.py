@@ -19,7 +19,7 @@ from meshfeed._src.reading.items import decode_each
 from meshfeed._src.reading.records import SourceReader, checked_lengths, file_of, reads_columns, wants_rng
 from meshfeed._src.reading.stacking import RecordSpec, check_unmasked
 from meshfeed._src.sources.built import BuiltRecords
-from meshfeed._src.sources.documents import read_items
+from meshfeed._src.sources.documents import read_drawn, read_items
 
 Part = tuple[str, np.ndarray[Any, Any], PyTree]
 """Name of a source, its rows of the batch (int64[k], ascending), and its records, a pytree of arrays ``[k, ...]``."""
@@ -196,6 +196,13 @@ class SeveralSources(BuiltRecords):
         """Several records, in the order of ``record_ids``; they may differ in shape."""
         numbers, ids = self._located(record_ids)
         return self._in_order(numbers, lambda source, rows: read_items(source, ids[rows]))
+
+    def read_drawn(self, record_ids: RecordIds, rngs: Rngs) -> list[Record]:
+        """See :class:`meshfeed._src.base.hooks.DrawnItemsReader`."""
+        numbers, ids = self._located(record_ids)
+        return self._in_order(
+            numbers, lambda source, rows: read_drawn(source, ids[rows], [rngs[row] for row in rows.tolist()])
+        )
 
     def cached_files(self, record_ids: RecordIds) -> list[hooks.CachedFile] | None:
         """The files that hold these records and are read through a cache; None if no source has one."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import functools
+import itertools
 import operator
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Self, SupportsIndex, cast
@@ -33,7 +34,7 @@ from meshfeed._src.reading.records import SourceReader, describe_record, wants_r
 from meshfeed._src.reading.stacking import RecordStack
 from meshfeed._src.sources.built import BuiltRecords, SameHooks
 from meshfeed._src.sources.checks import stopped
-from meshfeed._src.sources.documents import RowError, in_record, read_items
+from meshfeed._src.sources.documents import RowError, in_record, read_drawn, read_items
 from meshfeed._src.sources.host_batches import HostBatches
 from meshfeed._src.sources.recognize import as_source
 from meshfeed._src.sources.stream import drop
@@ -175,14 +176,26 @@ class MappedRecords(_Mapped, BuiltRecords):
           Any exception of the source or the function.
         """
         ids = np.asarray(record_ids, np.int64)
-        records = self._records(ids, rngs)
-        own = [_own_rng(rng) for rng in rngs] if rngs is not None and self._passes_rng else None
+        records, own = self._drawn(ids, rngs)
         if self._batched:
             return self._apply_to(ids, records, own)
         stack = RecordStack(len(ids))
         for row, record in enumerate(records):
             stack.add(self._one(record, int(ids[row]), None if own is None else own[row]), int(ids[row]))
         return stack.take()[0]
+
+    def read_drawn(self, record_ids: RecordIds, rngs: Rngs) -> list[Record]:
+        """See :class:`meshfeed._src.base.hooks.DrawnItemsReader`."""
+        records, own = self._drawn(record_ids, rngs)
+        if self._batched:
+            return _rows(self._apply_to(record_ids, records, own))
+        of_each = zip(records, record_ids.tolist(), own or itertools.repeat(None), strict=False)
+        return [own_record(self._one(*one)) for one in of_each]
+
+    def _drawn(self, ids: RecordIds, rngs: Rngs | None) -> tuple[Sequence[Record], Rngs | None]:
+        """The records of the source, and the generators for the function if it takes them."""
+        records = self._records(ids, rngs)
+        return records, [_own_rng(rng) for rng in rngs] if rngs is not None and self._passes_rng else None
 
     def _apply_to(self, record_ids: RecordIds | Sequence[int], records: Sequence[Record], rngs: Rngs | None) -> PyTree:
         try:
@@ -223,7 +236,7 @@ class MappedRecords(_Mapped, BuiltRecords):
         if not len(ids):
             return []
         if rngs is not None and self._source_rng:
-            return _rows(self._reader.read(ids, rngs))
+            return read_drawn(source, ids, rngs, self._reader)
         # Single records first: they may differ in shape, and read_batch would raise.
         if hooks.find(source, hooks.ItemsReader) is None and hooks.find(source, hooks.BatchReader) is not None:
             return _rows(own_batch(source.read_batch(ids), source, "read_batch"))

@@ -195,7 +195,8 @@ class View(SameHooks):
 
     fresh_arrays = True  # each read owns what the source returns
     read_batch = _ByIds(owned=True)
-    read_raw, cached_files, ask_disk, row_lengths, shard_costs, shape_index, read_slices = (_ByIds() for _ in range(7))
+    read_raw, cached_files, ask_disk, row_lengths, shard_costs = (_ByIds() for _ in range(5))
+    shape_index, read_slices, read_drawn = (_ByIds() for _ in range(3))
     _same_hooks = (
         *("decode", "decode_batch", "reads_columns", "read_threads", "file_names", "check_records", "element_shapes"),
         "num_sequence_shards",

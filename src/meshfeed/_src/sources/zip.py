@@ -18,7 +18,7 @@ from meshfeed._src.reading.identity import source_identity
 from meshfeed._src.reading.records import SourceReader, file_of, reads_columns, wants_rng
 from meshfeed._src.sources.built import AllRecords
 from meshfeed._src.sources.checks import check_ids, check_lengths
-from meshfeed._src.sources.documents import read_items
+from meshfeed._src.sources.documents import read_drawn, read_items
 from meshfeed._src.sources.joined import caching
 from meshfeed._src.sources.lists import plain_records
 from meshfeed._src.sources.recognize import describe_source
@@ -83,6 +83,14 @@ class Zip(AllRecords):
         ids = np.asarray(record_ids, np.int64)
         check_ids(ids, len(self))
         columns = [read_items(source, ids) for source in self._sources.values()]
+        return [dict(zip(self._sources, record, strict=True)) for record in zip(*columns, strict=True)]
+
+    def read_drawn(self, record_ids: RecordIds, rngs: Rngs) -> list[dict[str, Record]]:
+        """See :class:`meshfeed._src.base.hooks.DrawnItemsReader`."""
+        check_ids(record_ids, len(self))
+        columns = [
+            read_drawn(source, record_ids, self._own_rngs(name, rngs) or ()) for name, source in self._sources.items()
+        ]
         return [dict(zip(self._sources, record, strict=True)) for record in zip(*columns, strict=True)]
 
     def element_shapes(self) -> PyTree:
