@@ -198,6 +198,28 @@ def test_an_added_component_and_a_changed_batch_size_keep_begun_stages_where_the
     np.testing.assert_array_equal(split_ids(resumed.record_ids(2))[1], past[48:72, 1])
 
 
+@pytest.mark.parametrize("times", [1, 2])
+def test_a_component_may_be_added_below_functions(times):
+    def over(mixture, added=1):
+        for _ in range(times):
+            mixture = Map(mixture, lambda record: {**record, "value": record["value"] + added})
+        return mixture
+
+    first = feed(over(random_mixture()), num_epochs=None)
+    next(first)
+    state = json.loads(json.dumps(first.get_state()))
+    names, stages = ("web", "code", "books", "new"), [(0, WEIGHTS), (4, {"new": 1})]
+    whole, resumed = (feed(over(random_mixture(stages, names)), num_epochs=None) for _ in range(2))
+    resumed.set_state(state)
+    np.testing.assert_array_equal(rows(resumed, 5), rows(whole, 6)[24:])
+    changed = Mixture({"web": memory("web"), "code": memory("code", 91), "books": memory("books")}, WEIGHTS, 30)
+    others = {"mixture.components.code.records": over(changed), "source.content": over(random_mixture(), 2)}
+    for field, other in others.items():
+        with pytest.raises(StateMismatchError) as raised:
+            feed(other, num_epochs=None).set_state(state)
+        assert raised.value.field.endswith(field)
+
+
 @pytest.mark.parametrize(
     ("change", "field"),
     [

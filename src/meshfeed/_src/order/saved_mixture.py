@@ -44,6 +44,15 @@ def check_stages(saved: JsonValue, current: JsonValue, position: int, *, step: i
     _check_components(used, saved_components, current["components"])
 
 
+def same_components(saved: JsonValue, current: JsonValue) -> bool:
+    """Whether a saved mixture, which may be damaged, has the components of the current one, read or not."""
+    try:
+        then, now = ({entry[0]: entry[1] for entry in mixture["components"]} for mixture in (saved, current))
+    except (TypeError, KeyError, IndexError):
+        return True  # check_stages refuses it
+    return as_saved(now, then) == then
+
+
 _Numbered = Mapping[str, tuple[int, JsonValue, JsonValue]]  # component → number, identity, digest of shards or None
 
 

@@ -16,6 +16,7 @@ from meshfeed._src.base import hooks
 from meshfeed._src.base.errors import SettingsError
 from meshfeed._src.base.settings import BatchSchedule, FeedSettings
 from meshfeed._src.base.types import JsonValue, PyTree, RecordIds
+from meshfeed._src.order.saved_mixture import same_components
 from meshfeed._src.order.steps import StepSchedule
 from meshfeed._src.plan.plan import HostRows
 from meshfeed._src.reading.reads import AutoReads
@@ -341,8 +342,20 @@ def check_fingerprint(state: FeedState, current: dict[str, JsonValue], source: o
     Raises:
       StateMismatchError: the fingerprints differ.
     """
-    saved = dict(state.fingerprint)
-    mixture = saved.pop("mixture", None) if current.pop("mixture", None) else None
+    saved, here = dict(state.fingerprint), current.pop("mixture", None)
+    mixture = saved.pop("mixture", None) if here else None
+    if mixture and not same_components(mixture, here):
+        # What functions make of all components. ``check_saved`` compares those that have been read, and names them.
+        saved["source"], current["source"] = map(_without_content, (saved.get("source"), current["source"]))
     named = hooks.find(source, hooks.FileNames)
     compare_fingerprints(saved, current, None if named is None else named.file_names)
     return mixture
+
+
+def _without_content(identity: JsonValue) -> JsonValue:
+    """The identity of functions over a mixture without what depends on its components."""
+    fields = cast("dict[str, JsonValue]", identity if isinstance(identity, dict) else {})
+    if fields.get("kind") != "map":
+        return cast("JsonValue", identity)
+    kept = {name: value for name, value in fields.items() if name not in ("content", "records")}
+    return {**kept, "source": _without_content(fields.get("source"))}
