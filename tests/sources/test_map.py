@@ -653,6 +653,30 @@ def test_lists_that_are_no_arrays(function: Any, batched: bool) -> None:
         source.read_batch([0, 1])
 
 
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize(
+    "over",
+    [
+        lambda source: source,
+        lambda source: Map(source, lambda record: record),
+        lambda source: ShuffleBuffer(source, 2) if hasattr(source, "open") else Subset(source, slice(None)),
+        lambda source: Mixture({"a": source}, {"a": 1}, 8),
+    ],
+)
+def test_empty_lists_of_numbers_below_packed_and_padded(over: Any, stream: bool) -> None:
+    records: Any = Memory({"n": np.arange(8)})
+    if stream:
+        records = Stream(lambda lane_index, num_lanes: ({"n": np.int64(n)} for n in range(8)))
+    source = over(Map(records, lambda record: {"tokens": [7] * (int(record["n"]) % 3)}))
+    with feed_of(Padded(source, 2), num_lanes=1 if stream else None) as feed:
+        tokens = np.asarray(next(feed)["tokens"])
+    assert sorted(tokens.tolist()) == [[0, 0]] * 3 + [[7, 0]] * 3 + [[7, 7]] * 2
+    assert tokens.dtype == np.int32
+    if not stream:
+        packed: Any = Packed(source, 8)
+        assert packed.read_batch([0])["tokens"].tolist() == [[7] * 7 + [0]]
+
+
 def test_ids_that_a_mixture_does_not_have_are_not_reported_as_unreadable(caplog: pytest.LogCaptureFixture) -> None:
     few, many = Memory({"x": np.arange(2)}), Memory({"x": np.arange(9)})
     fingerprint = Map(Mixture({"a": few, "b": many}, {"a": 1, "b": 1}, 8), lambda r: {"x": r["x"] + 1}).fingerprint()

@@ -95,6 +95,7 @@ class _Mapped(SameHooks):
     """What both kinds of mapped source share. Hooks that a function does not change are those of the source."""
 
     kind = "map"
+    _keeps_empty = False  # lists, which have no dtype
 
     def __init__(self, source: Any, function: Callable[..., Any], batched: bool) -> None:
         self._source, self._function, self._batched = source, function, batched
@@ -104,6 +105,12 @@ class _Mapped(SameHooks):
 
     def __repr__(self) -> str:
         return f"Map({self._source!r}, {getattr(self._function, '__qualname__', type(self._function).__name__)})"
+
+    def unconverted(self) -> Self:
+        """The same records for what is built over them: of an empty list, Packed and Padded need not know the dtype."""
+        other = copy.copy(self)
+        other._keeps_empty = True
+        return other
 
     def _apply(self, records: Sequence[Record], rngs: Rngs | None, lane_index: int | None = None) -> PyTree:
         """The function's result for a list of records, stacked, in memory that only the caller can write."""
@@ -229,7 +236,7 @@ class MappedRecords(_Mapped, BuiltRecords):
                 "from streams only, since the number of random-access records is fixed. Return a record.",
                 record_id=record_id,
             )
-        return _with_arrays(mapped)
+        return _with_arrays(mapped, keeps_empty=self._keeps_empty)
 
     def _records(self, ids: RecordIds, rngs: Rngs | None) -> Sequence[Record]:
         source = self._source
@@ -362,7 +369,8 @@ class MappedLane:
             except StopIteration as error:
                 raise self._stopped("the function of Map", self._read - 1) from error
             if mapped is not None:
-                return _with_arrays(mapped) if self._mapped._converts else mapped
+                keeps_empty = self._mapped._keeps_empty
+                return _with_arrays(mapped, keeps_empty=keeps_empty) if self._mapped._converts else mapped
             staged = hooks.find(self._mapped._source, hooks.StagedStream)
             if staged is not None and staged.has_stages:
                 raise SourceError(
@@ -458,19 +466,20 @@ class StackedMappedLane(MappedLane):
             raise SourceError(f"{which}: {error.reason}", lane_index=lane_index) from error.reason
 
 
-def _with_arrays(returned: PyTree, num_rows: int | None = None) -> PyTree:
+def _with_arrays(returned: PyTree, num_rows: int | None = None, *, keeps_empty: bool = False) -> PyTree:
     """Returns the result of a function with arrays in place of lists of numbers, which JAX takes for nodes of a pytree.
 
     Args:
       returned: the result. Tuples, and lists of anything else, stay nodes.
       num_rows: for a batch, its records: a list of so many arrays is stacked too.
+      keeps_empty: whether an empty list becomes an array of numpy's dtype.
 
     Raises:
-      SourceError: a list of numbers is ragged, or empty.
+      SourceError: a list of numbers is ragged, or empty without ``keeps_empty``.
     """
     if isinstance(returned, dict):
         return {
-            name: _with_arrays(value, num_rows) if isinstance(value, dict | list) else value
+            name: _with_arrays(value, num_rows, keeps_empty=keeps_empty) if isinstance(value, dict | list) else value
             for name, value in returned.items()
         }
     if not isinstance(returned, list) or not _is_array(returned, num_rows):
@@ -479,7 +488,7 @@ def _with_arrays(returned: PyTree, num_rows: int | None = None) -> PyTree:
         array = np.array(returned)
     except (ValueError, OverflowError) as error:  # lists of different lengths; integers beyond 64 bits
         raise _not_rectangular(returned, str(error)) from error
-    if not array.size:
+    if not array.size and (array.ndim > 1 or not keeps_empty):
         raise _not_rectangular(returned, "it is empty, so its dtype is unknown")
     return array
 
