@@ -114,6 +114,10 @@ def test_iter_resets_a_loader_that_starts_again(mesh: Mesh) -> None:
     loader = MultiHostDataLoadIterator(Restartable(4), mesh)
     assert numbers([next(loader), next(loader)]) == [0, 1]
     assert numbers(loader) == [0, 1, 2, 3]
+    with pytest.raises(StopIteration) as end:
+        next(loader)
+    (note,) = end.value.__notes__
+    assert note.startswith(f"{loader.name} ended at step 4; iter() starts a loader again")
     assert numbers(loader) == [0, 1, 2, 3]
     loader.reset()
     assert numbers([next(loader)]) == [0]

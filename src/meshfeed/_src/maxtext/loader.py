@@ -178,7 +178,12 @@ class MultiHostDataLoadIterator(Checkpointable, NotCopied):
             if isinstance(error, SourceError) and str(error) != EMPTY_BATCHES:
                 raise
             if not self.generate_padding_batch:
-                raise StopIteration from None
+                end = StopIteration()
+                end.add_note(
+                    f"{self.name} ended at step {self.step}; iter() starts a loader again that can be read more than once, "
+                    "and `for batch in loader` leaves the loop at its end"
+                )
+                raise end from None
             self._ended = True
 
     def _set_delivered(self, batch: PyTree, delivered: bool) -> None:
