@@ -133,7 +133,7 @@ class RowLayout:
             positions[row, count:] = 0
         found = {}
         for name, values in leaves.items():
-            out, values = self._empty(name, number, values)
+            out, values = self._empty(name, pieces, values)
             # Full rows are the values as they are, in one copy.
             if not short:
                 out.reshape(-1, *values.shape[1:])[:] = values
@@ -152,7 +152,7 @@ class RowLayout:
         is_token = within >= before
         found = {}
         for name, values in leaves.items():
-            out, values = self._empty(name, number, values)
+            out, values = self._empty(name, pieces, values)
             out[...] = self.pad_id if name == self.key else 0
             flat = out.reshape(-1, *values.shape[1:])
             flat[at[is_token]] = values
@@ -205,11 +205,11 @@ class RowLayout:
         chunks = np.add.reduceat(np.diff(tokens * (tokens + 1) // 2, axis=1), pieces.splits[:-1], axis=0)
         return chunks[:, :shards] + chunks[:, : shards - 1 : -1]
 
-    def _empty(self, name: str, number: int, values: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    def _empty(self, name: str, pieces: Pieces, values: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Rows of a leaf, not yet filled, and its values as they are to be."""
         dtype = np.dtype(np.int32) if name == self.key else values.dtype
-        out = memory.empty((number, self.length, *values.shape[1:]), dtype)
-        return out, _as_tokens(values) if name == self.key else values
+        out = memory.empty((len(pieces.splits) - 1, self.length, *values.shape[1:]), dtype)
+        return out, _as_tokens(values, pieces) if name == self.key else values
 
 
 def _added(name: str) -> tuple[str, str]:
@@ -223,12 +223,14 @@ def _reordered(leaf: np.ndarray, order: RecordIds) -> np.ndarray:
     return out
 
 
-def _as_tokens(values: np.ndarray) -> np.ndarray:
+def _as_tokens(values: np.ndarray, pieces: Pieces) -> np.ndarray:
     limits = np.iinfo(np.int32)
     if not np.can_cast(values.dtype, np.int32) and values.size:
-        worst = values[np.argmax(values)] if int(values.max()) > limits.max else values[np.argmin(values)]
-        if not limits.min <= int(worst) <= limits.max:
-            raise SourceError(f"a document holds the token {worst}, which does not fit into int32.")
+        worst = int(np.argmax(values) if int(values.max()) > limits.max else np.argmin(values))
+        if not limits.min <= int(values[worst]) <= limits.max:
+            document = int(pieces.documents[np.searchsorted(np.cumsum(pieces.lengths), worst, side="right")])
+            message = f"document {document} holds the token {values[worst]}, which does not fit into int32."
+            raise SourceError(message, record_id=document)
     return values
 
 
