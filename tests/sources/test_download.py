@@ -7,6 +7,7 @@ import os
 import pathlib
 import threading
 import time
+from typing import Any
 
 import http_store
 import pytest
@@ -202,6 +203,32 @@ def test_all_connections_serve_the_file_that_is_needed_next(tmp_path: pathlib.Pa
         assert downloads._take(near)[:2] == (near, 0)  # of unknown server: no second block before the first
         near.close()
         far.close()
+
+
+def test_a_block_whose_reader_is_interrupted_is_fetched_by_another(
+    tmp_path: pathlib.Path, memory: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    content = os.urandom(3 * PART)
+    memory.pipe_file("/x", content)
+    downloads = Downloads(QUICK, 1.0)
+    monkeypatch.setattr(downloads, "_block_bytes", PART)
+    downloads._with_ranges.add("memory://x")
+
+    def interrupted(*_: object) -> bool:
+        raise KeyboardInterrupt
+
+    with (tmp_path / "part").open("wb") as file:
+        download = Download(RemoteBytes("memory://x", len(content), "", "Test"), file.fileno(), lambda: 1.0)
+        downloads._active = [download]
+        block = downloads._take(download)  # as the reader of a file that is needed later
+        assert block is not None
+        with monkeypatch.context() as patch:
+            patch.setattr(downloads, "_copy", interrupted)
+            with pytest.raises(KeyboardInterrupt):
+                downloads._fetch(*block)
+        downloads._active = []
+        downloads.run(download)
+    assert (tmp_path / "part").read_bytes() == content
 
 
 def test_readers_of_many_files_share_the_blocks(store: Store, tmp_path: pathlib.Path) -> None:
