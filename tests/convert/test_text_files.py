@@ -216,6 +216,23 @@ def test_damage_in_any_member_of_a_compressed_file(ending: str, library: Any, tm
             converted(content)
 
 
+def test_a_block_of_snappy_names_its_size(tmp_path: pathlib.Path) -> None:
+    path = tmp_path / "a.txt.snappy"
+
+    def converted(content: bytes) -> int:
+        path.write_bytes(content)
+        to = str(tmp_path / f"out{len(list(tmp_path.iterdir()))}")
+        return convert([str(path)], to, Settings(encoding="bytes"), run_here).num_records
+
+    for lines in (1, 40, 100_000):
+        assert converted(pa.Codec("snappy").compress(b"line\n" * lines).to_pybytes()) == lines
+    for content in (b"", b"\xff" * 9, b"\x05"):
+        with pytest.raises(meshfeed.CorruptDataError, match=r"a\.txt\.snappy cannot be decompressed"):
+            converted(content)
+    with pytest.raises(meshfeed.SourceError, match="framing format of snappy"):
+        converted(b"\xff\x06\0\0sNaPpY")
+
+
 def test_types_that_differ_between_blocks_name_the_line(tmp_path: pathlib.Path) -> None:
     lines = [json.dumps({"n": i, "pad": "p" * 1000}) for i in range(3000)]
     for row in range(2500, 3000):

@@ -171,19 +171,19 @@ def uncompressed_name(name: str) -> str:
 def decompress(compression: str, source: str, target: str, num_bytes: int | None, *, what: str) -> None:
     """Decompresses a file into another, which exists; its former content is dropped. ``what`` is the file in errors.
 
-    ``num_bytes``, the size of the content, is required for "snappy", and checked for all if given.
+    ``num_bytes``, the size of the content, is checked if given.
 
     Raises:
       CorruptDataError: if the compressed bytes are damaged, or the content has a different size.
-      SourceError: if the library for this compression is not installed.
+      SourceError: if the library for this compression is not installed, or snappy's framing format was used.
       OSError: if the disk is full, or a file cannot be read.
     """
     try:
         with open(source, "rb") as stored, open(target, "r+b") as out:
             out.truncate(0)
             if compression == "snappy":
-                pyarrow = _library("pyarrow", what)
-                out.write(pyarrow.Codec("snappy").decompress(stored.read(), num_bytes).to_pybytes())
+                packed, codec = stored.read(), _library("pyarrow", what).Codec("snappy")
+                out.write(codec.decompress(packed, num_bytes or _snappy_size(packed, what)).to_pybytes())
             elif compression in _DECODERS:
                 name, make_decoder = _DECODERS[compression]
                 _write_members(functools.partial(make_decoder, _library(name, what)), stored, out)
@@ -201,6 +201,21 @@ def decompress(compression: str, source: str, target: str, num_bytes: int | None
     found = os.path.getsize(target)
     if num_bytes is not None and found != num_bytes:
         raise _damaged(what, compression, f"{found:,} bytes instead of {num_bytes:,}")
+
+
+def _snappy_size(packed: bytes, what: str) -> int:
+    """Returns the size of the content, a varint with which a block of snappy begins."""
+    if packed.startswith(b"\xff\x06\0\0sNaPpY"):
+        raise SourceError(
+            f"{what} is in the framing format of snappy, of which only single blocks are read. Compress the content with "
+            "zstd or gzip instead, or decompress it."
+        )
+    size = 0
+    for number, byte in enumerate(packed[:5]):
+        size |= (byte & 127) << 7 * number
+        if byte < 128:
+            return size
+    raise EOFError("it does not begin with a size")
 
 
 def _write_members(make_decoder: Callable[[], Any], stored: BinaryIO, out: BinaryIO) -> None:
