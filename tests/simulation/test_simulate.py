@@ -252,3 +252,18 @@ def test_a_link_that_is_far_too_slow_takes_no_longer_to_simulate(tmp_path: pathl
     found = simulate(manifest(tmp_path), global_batch_size=16, shuffle="shards", **{**SETTINGS, "bandwidth": 1})
     assert found.orders[0].stall_seconds[0] > 1e6
     assert time.monotonic() - began < 30
+
+
+@pytest.mark.parametrize("shuffle", [False, "shards"])
+def test_an_epoch_of_one_batch_more_than_the_first_is_simulated_whole(shuffle):
+    bytes_of = {}
+    for records in (10_000, 10_008):  # of 100 files: 15,625 batches in each epoch, and 15,637 or 15,638
+        sizes = np.full(100, 10**8, np.int64)
+        files = FileRecords([str(n) for n in range(100)], sizes, np.full(100, records, np.int64))
+        setup = Setup(
+            rows=[[(0, 64)]], batch_size=64, cache=Cache(2 * 10**9, 10**9), store=Store(1e9), step_seconds=0.1
+        )
+        bytes_of[records] = simulate_order(
+            SimulatedData.of_files([files], None, "files"), shuffle, setup
+        ).bytes_per_epoch
+    assert bytes_of[10_008] == pytest.approx(bytes_of[10_000], rel=0.1)

@@ -493,7 +493,8 @@ def _parts(ends: Sequence[int], groups: _Groups) -> tuple[list[_Part], RecordIds
     sizes: list[int] = []
     for start, stop in itertools.pairwise(ends):
         first = len(starts)
-        last = min(stop, start + groups.limit)
+        # Epochs may differ by a batch; the limit is the length of the first one if all of it is simulated.
+        last = stop if groups.limit >= ends[1] else min(stop, start + groups.limit)
         while start < last:
             # The first batches wait for an empty cache: one by one, and then more and more of them.
             size = min(groups.size, last - start, max(1, start // 4))
