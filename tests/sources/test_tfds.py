@@ -200,6 +200,26 @@ def test_both_formats_give_the_same_records(tfrecord, array_record):
         assert record["x"].dtype == by_id[int(record["id"])]["x"].dtype
 
 
+@pytest.mark.parametrize("split", ["train", "train[10:33]", "train[40%:]+test"])
+def test_a_split_is_ordered_by_its_files(array_record, split):
+    source = TFDS(array_record, split)
+    expected = [int(record["id"]) for record in source]
+    lengths = source.shard_lengths()
+    assert lengths.sum() == len(source)
+    ends = np.cumsum(lengths)
+    assert len({source.file_of(i) for i in range(len(source))}) == len(lengths)
+    assert all(source.file_of(int(e) - 1) == source.file_of(int(e - n)) for e, n in zip(ends, lengths, strict=True))
+    mesh = jax.make_mesh((2,), ("data",), devices=jax.devices()[:2])
+    settings = {"global_batch_size": 2, "end": "pad", "mask_key": "real", "num_epochs": 1}
+    with meshfeed.Feed(source, mesh, shuffle="shards", num_lanes=2, **settings) as feed:
+        batches = [{name: np.asarray(leaf) for name, leaf in batch.items()} for batch in feed]
+    found = [int(i) for batch in batches for i in batch["id"][batch["real"]]]
+    assert sorted(found) == sorted(expected)
+    assert found != expected
+    parts = meshfeed.sources.random_split(source, {"a": 0.5, "b": 0.5}, by="shard")
+    assert sorted(int(r["id"]) for part in parts.values() for r in part) == sorted(expected)
+
+
 def test_a_dataset_in_both_formats_is_read_at_random(tfrecord, array_record, tmp_path):
     """As ``tfds convert_format`` leaves one in the folder of the other."""
     folders = []

@@ -20,6 +20,7 @@ import meshfeed
 from meshfeed import SettingsError, SourceError
 from meshfeed._src.base import hooks
 from meshfeed._src.reading.records import SourceReader
+from meshfeed._src.sources.selection import Ranges
 from meshfeed.sources import (
     ArrayRecord,
     Buckets,
@@ -431,6 +432,30 @@ def test_documents_are_packed_and_padded_through_views() -> None:
     assert len(Buckets(view, (3, 6))) == len(expected)
     assert Sample(source, 65).lengths().tolist()[:60] == source.lengths().tolist() * 2
     assert Zip({"a": source, "b": Subset(source, slice(None))}).lengths().tolist() == source.lengths().tolist()
+
+
+def test_lengths_of_other_integer_types_are_joined() -> None:
+    """NumPy makes float64 of uint64 beside int64."""
+    source, other = documents(), documents(10, 50)
+    other.lengths = lambda: np.array([len(document) for document in other.made], np.uint64)
+    view = Concat([source, other])
+    assert view.lengths().tolist() == [len(document) for document in [*source.made, *other.made]]
+    assert len(Packed(view, 8)) > 0
+
+
+@given(parts=st.lists(st.tuples(*[st.integers(0, 6)] * 3), min_size=1, max_size=6))
+@settings(deadline=None)
+def test_ranges_select_what_their_definition_says(parts: list[tuple[int, int, int]]) -> None:
+    """Of files with some records before, in, and after a range."""
+    lengths = np.array([sum(part) for part in parts])
+    firsts = np.cumsum(lengths) - lengths
+    starts = firsts + [before for before, _, _ in parts]
+    stops = starts + [within for _, within, _ in parts]
+    ranges = Ranges(starts, stops)
+    expected = [number for start, stop in zip(starts, stops, strict=True) for number in range(start, stop)]
+    assert len(ranges) == len(expected)
+    assert ranges.ids(np.arange(len(expected))).tolist() == expected
+    assert ranges.counts(firsts + lengths).tolist() == [within for _, within, _ in parts]
 
 
 def test_random_functions_below_a_view_get_the_numbers_of_their_record() -> None:

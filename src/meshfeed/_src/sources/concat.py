@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import operator
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, SupportsIndex, TypeVar
+from typing import Any, SupportsIndex, TypeVar, cast
 
 import numpy as np
 
@@ -109,7 +109,7 @@ class ConcatenatedRecords(SeveralSources, AllRecords):
     def lengths(self) -> Callable[[], np.ndarray]:
         """The lengths of all records; only if all sources know their own."""
         known = self._all(hooks.KnowsLengths)
-        return lambda: np.concatenate([source.lengths() for source in known])
+        return lambda: cast("np.ndarray", _joined(source.lengths() for source in known))
 
     @property
     def stored_lengths(self) -> Callable[[str], np.ndarray | None]:
@@ -180,5 +180,6 @@ def _joined(parts: Iterable[np.ndarray | None]) -> np.ndarray | None:
     for part in parts:
         if part is None:
             return None
-        found.append(part)
+        values = np.asarray(part)
+        found.append(values.astype(np.int64) if values.dtype == np.uint64 else values)  # float64 beside signed integers
     return np.concatenate(found)

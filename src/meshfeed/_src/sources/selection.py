@@ -82,6 +82,32 @@ class Strided:
         return np.diff(np.clip(before, 0, self._length), prepend=0)
 
 
+class Ranges:
+    """Ranges of records, one after the other; ``starts`` and ``stops`` are int64 ``[n]`` and ascend together."""
+
+    def __init__(self, starts: RecordIds, stops: RecordIds) -> None:
+        self._starts = starts
+        self._firsts = np.cumsum(
+            np.append(0, stops - starts), dtype=np.int64
+        )  # id in the view of each range's first record
+
+    def __len__(self) -> int:
+        return int(self._firsts[-1])
+
+    def ids(self, record_ids: Ids) -> RecordIds:
+        """See :class:`Selection`."""
+        own = np.asarray(record_ids, np.int64)
+        shifts = self._starts - self._firsts[:-1]
+        return own + shifts[np.searchsorted(self._firsts, own, side="right") - 1]
+
+    def counts(self, ends: RecordIds) -> RecordIds | None:
+        """See :class:`Selection`."""
+        last = np.searchsorted(self._starts, ends) - 1  # the last range that begins below each end
+        below = np.minimum(self._firsts[last] + ends - self._starts[last], self._firsts[last + 1])
+        below[last < 0] = 0
+        return np.diff(below, prepend=0)
+
+
 class Listed:
     """Records by a list of their ids, in any order, with repeats."""
 

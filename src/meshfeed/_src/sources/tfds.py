@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import copy
 import functools
-import operator
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, SupportsIndex, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
 
@@ -23,10 +22,11 @@ from meshfeed._src.base.hooks import accepts_keyword
 from meshfeed._src.base.rng import philox
 from meshfeed._src.base.types import JsonValue, Record, public
 from meshfeed._src.sources.array_record.source import ArrayRecord
-from meshfeed._src.sources.checks import check_ids, stopped
+from meshfeed._src.sources.checks import stopped
 from meshfeed._src.sources.files import paths as file_paths
 from meshfeed._src.sources.files.formats import reader_hint
 from meshfeed._src.sources.files.stream import CUT_BY_FILES, CUT_EVENLY, FileCut, Piece, cut_files
+from meshfeed._src.sources.selection import Ranges, View
 from meshfeed._src.sources.tf_internals import import_tensorflow
 
 if TYPE_CHECKING:
@@ -53,7 +53,7 @@ class _Split:
     """A split of a prepared dataset; ``instructions`` are its files, with the rows of each."""
 
     def __init__(self, builder: Builder, split: str, instructions: Sequence[FileInstruction], decode: Decode) -> None:
-        self._identity = {"kind": "tfds", "dataset": builder.info.full_name, "split": split}
+        self.identity = {"kind": "tfds", "dataset": builder.info.full_name, "split": split}
         self.decoder = record_decoder(builder, decode)
         self.paths = [str(instruction.filename) for instruction in instructions]
         self.rows = np.asarray([instruction.examples_in_shard for instruction in instructions])  # of each whole file
@@ -64,65 +64,32 @@ class _Split:
             raise SourceError(
                 f"the split {split!r} of {builder.info.full_name} ends before it begins. Give the lower bound first."
             )
-        self.stops = self.starts + takes
+        self.stops = self.starts + np.asarray(takes, np.int64)
         self.first_ids = np.cumsum([0, *takes])  # id in the split of each file's first record
 
     def __repr__(self) -> str:
-        return f"TFDS({self._identity['dataset']!r}, {self._identity['split']!r}, {int(self.first_ids[-1]):,} records)"
+        return f"TFDS({self.identity['dataset']!r}, {self.identity['split']!r}, {int(self.first_ids[-1]):,} records)"
 
 
-class TFDSRecords(_Split):
-    """A split of a dataset prepared as ArrayRecord: record i is example i of the split; see :class:`_Split`."""
+class TFDSRecords(View):
+    """A split of a dataset prepared as ArrayRecord: record i is example i of the split, a view of its files' records."""
 
-    def __init__(self, builder: Builder, split: str, instructions: Sequence[FileInstruction], decode: Decode) -> None:
-        super().__init__(builder, split, instructions, decode)
-        self.decode = self.decoder
-        self._records = ArrayRecord(self.paths)
-        found = self._records.shard_lengths()
-        if (wrong := np.flatnonzero(found != self.rows)).size:
+    def __init__(self, split: _Split) -> None:
+        records = ArrayRecord(split.paths, decode=split.decoder)
+        found = records.shard_lengths()
+        if (wrong := np.flatnonzero(found != split.rows)).size:
             file = wrong[0]
-            raise _damaged(self.paths[file], f"has {found[file]:,} records, and tfds counts {self.rows[file]:,}")
-        # Per file: id in the concatenated files minus id in the split.
-        self._shift = np.cumsum(self.rows) - self.rows + self.starts - self.first_ids[:-1]
+            raise _damaged(split.paths[file], f"has {found[file]:,} records, and tfds counts {split.rows[file]:,}")
+        first = np.cumsum(split.rows) - split.rows  # of each file, in the concatenated files
+        super().__init__(records, Ranges(first + split.starts, first + split.stops), "split", split.identity)
+        self._split, self._records = split, records
 
-    def __len__(self) -> int:
-        return int(self.first_ids[-1])
-
-    def __getitem__(self, record_id: SupportsIndex) -> Record:
-        """Record ``record_id``, decoded."""
-        return self.__getitems__([operator.index(record_id)])[0]
-
-    def __getitems__(self, record_ids: Sequence[int]) -> list[Record]:
-        """Several records, decoded, in the order of ``record_ids``."""
-        return [self.decode(record) for record in self.read_raw(np.asarray(record_ids, np.int64))]
-
-    def read_raw(self, record_ids: np.ndarray | Sequence[int]) -> list[bytes]:
-        """Serialized examples, in the order of ``record_ids``.
-
-        Args:
-          record_ids: int64[n], in any order, repeats allowed.
-
-        Raises:
-          IndexError: an id is not in [0, len).
-          CorruptDataError: stored bytes are damaged; names the file and the record.
-        """
-        return self._records.read_raw(self._in_files(np.asarray(record_ids, np.int64)))
-
-    def file_of(self, record_id: int) -> str:
-        """Path of the file that holds a record."""
-        return self._records.file_of(int(self._in_files(np.asarray([record_id]))[0]))
+    def __repr__(self) -> str:
+        return repr(self._split)
 
     def fingerprint(self) -> JsonValue:
         """Identity: dataset, version, split, files, number of records, and a digest of some records."""
-        return {**self._records.fingerprint(), **self._identity, "records": len(self)}
-
-    def close(self) -> None:
-        """Closes the files."""
-        self._records.close()
-
-    def _in_files(self, ids: np.ndarray) -> np.ndarray:
-        check_ids(ids, len(self), "split")
-        return ids + self._shift[np.searchsorted(self.first_ids, ids, side="right") - 1]
+        return {**self._records.fingerprint(), **self._split.identity, "records": len(self)}
 
 
 def _damaged(path: str, what: str, lane_index: int | None = None) -> CorruptDataError:
@@ -168,7 +135,7 @@ class TFDSShards(_Split):
     def fingerprint(self) -> JsonValue:
         """Identity: dataset, version, split, files and number of records."""
         files = file_paths.identify_files(self.paths, file_paths.file_sizes(self.paths, source="TFDS"))
-        return {**self._identity, "files": files, "rows": int(self.first_ids[-1])}
+        return {**self.identity, "files": files, "rows": int(self.first_ids[-1])}
 
 
 class TFDSLane:
@@ -318,7 +285,7 @@ def TFDS(  # named like a class, but returns one of two
         raise SourceError(f"the split {split!r} of {info.full_name} has 0 records. Expected at least one.")
     file_format = getattr(builder.info.file_format, "name", None)
     if file_format == "ARRAY_RECORD":
-        return TFDSRecords(builder, split, instructions, decode)
+        return TFDSRecords(_Split(builder, split, instructions, decode))
     if file_format == "TFRECORD":
         return TFDSShards(builder, split, instructions, decode)
     raise SourceError(

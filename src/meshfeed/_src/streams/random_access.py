@@ -86,9 +86,9 @@ class RandomAccessStream(FeedStream[RandomAccessCursor]):
         sharded = find(self.source, hooks.Sharded)
         if sharded is None:
             raise SettingsError(
-                "shuffle='shards' needs a source whose files are downloaded whole (ArrayRecord, MDS, Parquet, Tokens, "
-                "WebDataset, and Map, Padded, Packed, Buckets, Mixture and views over them, in the order of the files); this "
-                f"one is of kind {kind_of(self.source)!r}. Pass shuffle=True, or a number of records per block.",
+                "shuffle='shards' needs a source whose files are downloaded whole (ArrayRecord, MDS, Parquet, TFDS, "
+                "Tokens, WebDataset, and Map, Padded, Packed, Buckets, Mixture and views over them, in the order of the "
+                f"files); this one is of kind {kind_of(self.source)!r}. Pass shuffle=True, or a number of records per block.",
                 setting="shuffle",
             )
         return sharded.shard_lengths()
