@@ -102,7 +102,7 @@ def test_every_record_of_every_component_once_per_epoch(
     change=st.integers(1, 30),
     size=st.integers(1, 3),
 )
-@settings(deadline=None)
+@settings(deadline=None, max_examples=40)
 def test_shares_are_exact_in_every_block_of_each_lane(components, num_lanes, weights, later, change, size):
     weights, later = weights[: len(components)], later[: len(components)]
     if not any(later):
@@ -127,7 +127,7 @@ def test_shares_are_exact_in_every_block_of_each_lane(components, num_lanes, wei
     later_size=st.integers(1, 4),
     change=st.integers(0, 9),
 )
-@settings(deadline=None)
+@settings(deadline=None, max_examples=40)
 def test_a_lane_delivers_the_same_records_with_any_batch_size(components, num_lanes, size, later_size, change):
     changing = order_of(components, num_lanes, None, (0, size), (change + 1, later_size), num_epochs=None)
     smallest = order_of(components, num_lanes, num_epochs=None)
