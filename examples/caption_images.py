@@ -1,7 +1,7 @@
 """Trains a small vision-language model on chats about images, packed into rows of one length.
 
-Needs ``pip install '.[chat,hf,images]' flax optax`` in a checkout. Draws its data first: a folder of images, and a JSONL file
-of chats that name them. The model sees an image as one token; replace it with your own.
+Needs ``pip install '.[chat,hf,images]' flax optax`` in a checkout. Draws its data first: a folder of images, and a
+JSONL file of chats that name them. The model sees an image as one token; replace it with your own.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
 """Trains a classifier of handwritten digits in plain JAX, on real images, and tests it on images that it has not seen.
 
-Needs ``pip install . scikit-learn optax`` in a checkout; the 1,797 images of 8 × 8 pixels are part of scikit-learn. Interrupt
-it and run it again: it resumes from the newest checkpoint. On several hosts, run it on each, with its own number::
+Needs ``pip install . scikit-learn optax`` in a checkout; the 1,797 images of 8 × 8 pixels are part of scikit-learn.
+Interrupt it and run it again: it resumes from the newest checkpoint. On several hosts, run it on each, with its own
+number::
 
     python examples/digits.py --coordinator host0:8476 --num-hosts 2 --host 0
 """

@@ -1,4 +1,4 @@
-"""Trains a small byte-level language model on any number of hosts, and resumes from its checkpoints on any other number.
+"""Trains a small byte-level language model on any number of hosts, and resumes on any other number.
 
 On one host, with all its devices::
 
@@ -8,8 +8,9 @@ On several hosts, run the same command on each, with its own number::
 
     python examples/train_lm.py --data ... --checkpoints ... --coordinator host0:8476 --num-hosts 4 --host 0
 
-Records are pieces of text of equal length. Every global batch is the same on any number of hosts, so a job that was killed
-can restart on as many hosts as are available: nothing is lost and nothing repeated. ``meshfeed demo`` runs this file.
+Records are pieces of text of equal length. Every global batch is the same on any number of hosts, so a job that was
+killed can restart on as many hosts as are available: nothing is lost and nothing repeated. ``meshfeed demo`` runs this
+file.
 """
 
 from __future__ import annotations
@@ -56,7 +57,7 @@ def init_params(key: jax.Array, context: int) -> dict[str, Any]:
 
 
 def layout(mesh: Mesh, path: Any, leaf: Any) -> NamedSharding:
-    """Divides heads and hidden units over the model axis; everything else is replicated. Adam's state has the same names."""
+    """Divides heads and hidden units over the model axis, replicates the rest. Adam's state has the same names."""
     specs = {
         "qkv": P(None, None, "model"),
         "out": P("model"),
@@ -72,7 +73,7 @@ def normalize(x: jax.Array, scale: jax.Array) -> jax.Array:
 
 
 def loss_of(params: dict[str, Any], text: jax.Array) -> jax.Array:
-    """Mean cross entropy of ``text`` (uint8 ``[rows, context + 1]``), in nats per byte, each given the bytes before it."""
+    """Mean cross entropy of ``text`` (uint8 ``[rows, context + 1]``), in nats per byte, given the bytes before each."""
     inputs, targets = text[:, :-1], text[:, 1:].astype(jnp.int32)
     x = params["bytes"][inputs] + params["places"]
     for layer in params["layers"]:
