@@ -82,3 +82,25 @@ def test_the_saves_of_all_checkpointers_are_waited_for(monkeypatch):
         saves.saving = 1
     at_exit.finish_open_saves()
     assert (waited, left) == (["a", "b"], ["a", "b"])
+
+
+def test_a_save_waits_for_those_that_this_process_does_in_the_folder(monkeypatch):
+    """A forked child has no threads of its parent's saves, and would wait for ever."""
+    monkeypatch.setattr(at_exit, "_open", {})
+    waited = []
+
+    def saves_of(name, folder, saving, here=True):
+        saves = at_exit.OpenSaves(lambda: waited.append(name), lambda: None, epath.Path(folder))
+        saves.register()
+        saves.saving = saving
+        if not here:
+            saves.owner.pid = -1
+        return saves
+
+    mine = saves_of("mine", "a", 1)
+    saves_of("beside", "a", 1)
+    saves_of("nothing to save", "a", None)
+    saves_of("of the parent", "a", 1, here=False)
+    saves_of("elsewhere", "b", 1)
+    mine.wait_for_others()
+    assert waited == ["beside"]
