@@ -71,6 +71,8 @@ _VERSION_FIELDS = (
     "Last-Modified",
     "created",
     "blob_id",  # of Hugging Face
+    "modificationTime",  # of WebHDFS
+    "modify",  # of FTP
 )
 
 
