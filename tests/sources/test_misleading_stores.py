@@ -91,6 +91,21 @@ def test_hidden_files_match_only_a_pattern_with_a_dot(store: Store, tmp_path: pa
     memory.rm("/hidden", recursive=True)
 
 
+def test_a_pattern_matches_files_and_no_folders(store: Store, tmp_path: pathlib.Path) -> None:
+    store.put("d", listing("/d/a.bin", "/d/deep/"))
+    store.put("d/deep", listing("/d/deep/b.bin"))
+    memory = fsspec.filesystem("memory")
+    for name in ("a.bin", "deep/b.bin"):
+        memory.pipe(f"/folders/{name}", b"1")
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).touch()
+    for root in (str(tmp_path), "memory:///folders", store.url("d")):
+        for pattern, wanted in (("*", ["a.bin"]), ("**", ["a.bin", "deep/b.bin"]), ("**/*", ["a.bin", "deep/b.bin"])):
+            found = paths.expand_paths(f"{root}/{pattern}", source="Tokens")
+            assert found == [f"{root}/{name}" for name in wanted], pattern
+    memory.rm("/folders", recursive=True)
+
+
 def test_a_copy_that_was_fetched_without_a_checksum_is_compared_with_it(store: Store, tmp_path: pathlib.Path) -> None:
     url = store.put("d/part-0.bin", FIRST)
     make_manifest([url], str(tmp_path / "m.json"), dtype=np.uint16)

@@ -303,7 +303,7 @@ def _call(file_system: Any, method: str, arguments: tuple[Any, ...], keywords: d
     return sync(file_system.loop, call, *arguments, timeout=max(1.0, seconds), **keywords)
 
 
-def call_while_alive(file_system: Any, method: str, path: str, deadline: float) -> Any:
+def call_while_alive(file_system: Any, method: str, path: str, deadline: float, **options: object) -> Any:
     """Calls a method of a file system, from ``deadline`` on only for as long as the store answers other requests.
 
     A listing may take minutes, but clients repeat requests to a store that is down for minutes too. If the file system has no
@@ -314,8 +314,8 @@ def call_while_alive(file_system: Any, method: str, path: str, deadline: float) 
       Exception: that of the call.
     """
     if not (getattr(file_system, "async_impl", False) and hasattr(file_system, f"_{method}")):
-        return getattr(file_system, method)(path)
-    call = asyncio.run_coroutine_threadsafe(getattr(file_system, f"_{method}")(path), file_system.loop)
+        return getattr(file_system, method)(path, **options)
+    call = asyncio.run_coroutine_threadsafe(getattr(file_system, f"_{method}")(path, **options), file_system.loop)
     try:
         while not concurrent.futures.wait([call], max(0.0, deadline - time.monotonic())).done:
             if not _is_alive(file_system, path):

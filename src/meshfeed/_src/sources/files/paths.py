@@ -320,7 +320,8 @@ def _expand_url(name: str, source: str) -> list[str]:
     def matching(pattern: str) -> list[str]:
         if is_http(name):
             return sorted(_matching_http(pattern, name, source))
-        return sorted(map(str, _ask(name, source, "glob", path=pattern, doing="listing")))
+        found = _ask(name, source, "glob", path=pattern, doing="listing", detail=True)
+        return sorted(str(file) for file, info in found.items() if info.get("type") != "directory")
 
     # As in local paths: the brackets of a folder may stand for themselves.
     files = matching(path) or ("[" in path and matching(path.replace("[", "[[]"))) or []
@@ -357,7 +358,7 @@ def _matching_http(pattern: str, name: str, source: str) -> Iterator[str]:
         may_contain = re.compile(glob_translate("/".join(parts[:level]))).match
         for listed in in_threads(lambda folder: _list_http(folder, root, name, source), folders):
             for found, is_directory in listed:
-                if is_match(found):
+                if is_match(found) and not is_directory:
                     yield found
                 if is_directory and ("**" in pattern or (level < len(parts) and may_contain(found))):
                     below.append(found)
@@ -402,6 +403,7 @@ def _ask(
     path: str | None = None,
     retry: Retry | None = None,
     fresh: bool = False,
+    **options: object,
 ) -> Any:
     """Calls a method of the file system of a URL that is safe to repeat, with retries.
 
@@ -422,7 +424,7 @@ def _ask(
                 if fresh:
                     file_system.invalidate_cache(inner)
                 deadline = time.monotonic() + _ANSWER_SECONDS if until is None else until
-                return call_while_alive(file_system, method, inner if path is None else path, deadline)
+                return call_while_alive(file_system, method, inner if path is None else path, deadline, **options)
         except OSError as problem:
             problems.append(problem)
             raise
