@@ -244,6 +244,26 @@ def test_what_is_being_opened_is_not_evicted(store: Store, tmp_path) -> None:
     assert read(cache, c) == bytes(100)
 
 
+def test_a_manifest_says_nothing_of_a_source_that_was_made_without_it(store: Store, tmp_path) -> None:
+    """Its file is still the one that was looked up, which the version says, if the store reports any."""
+    tokens = tmp_path / "tokens.npy"
+
+    def put(first: int) -> str:
+        np.save(tokens, np.arange(first, first + 64, dtype=np.int32))
+        return store.put("tokens.npy", tokens.read_bytes())
+
+    cache, listed = ShardCache(tmp_path / "cache", retry=QUICK), str(tmp_path / "listed.json")
+    before = meshfeed.sources.Tokens(put(0), 8, next_token=False, cache=cache)
+    make_manifest([store.url("tokens.npy")], listed)
+    assert meshfeed.sources.Tokens(listed, 8, next_token=False, cache=cache)[0]["tokens"][0] == 0
+    assert before[0]["tokens"][0] == 0
+    make_manifest([put(1000)], listed)
+    before.close()
+    assert meshfeed.sources.Tokens(listed, 8, next_token=False, cache=cache)[0]["tokens"][0] == 1000
+    with pytest.raises(SourceError, match=r"tokens\.npy has changed since"):
+        before[0]
+
+
 def test_room_is_waited_for_as_long_as_other_fetches_receive_bytes(store: Store, tmp_path) -> None:
     cache = ShardCache(tmp_path, max_bytes=150, stall_seconds=0.5, retry=QUICK)
     part, handle = cache._new_part(cache._entry(store.put("a", bytes(100))), 100)

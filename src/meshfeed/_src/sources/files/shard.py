@@ -125,7 +125,9 @@ def local_copy(shard: Shard, cache: ShardCache | None) -> Iterator[tuple[str, os
             return
         with cache.open(shard.path, compression=shard.compression, num_bytes=shard.num_bytes) as copy:
             status = os.stat(copy)
-            if cache.listed.get(shard.path, shard.digest) != shard.digest:  # by the manifest of a newer source
+            # The manifest of a newer source says nothing of a file that was looked up without one, if its version does.
+            has_version = shard.digest is None and shard.version and cache.version_of(shard.path)
+            if cache.listed.get(shard.path, shard.digest) != shard.digest and not has_version:
                 raise changed(shard, str(copy))
             _check_unchanged(shard, str(copy), status, cache.identify(shard.path)[1])
             yield str(copy), status
