@@ -75,6 +75,13 @@ def test_a_folder_of_an_http_server_that_cannot_be_listed_is_an_error(store: Sto
         paths.expand_paths(store.url("d/*/*.bin"), source="Tokens")
 
 
+def test_a_page_that_lists_itself_in_other_orders_is_no_file(store: Store) -> None:
+    store.put("d", listing("?C=N;O=D", "/d/?C=M&O=A", "/d/a.bin", "b.bin?sig=1"))
+    for pattern in ("d/*", "d/**"):
+        found = paths.expand_paths(store.url(pattern), source="Tokens")
+        assert found == [store.url("d/a.bin"), store.url("d/b.bin?sig=1")]
+
+
 def test_hidden_files_match_only_a_pattern_with_a_dot(store: Store, tmp_path: pathlib.Path) -> None:
     store.put("d", listing("/d/._a.bin", "/d/a.bin", "/d/.b.bin"))
     for pattern, wanted in (("d/*.bin", ["d/a.bin"]), ("d/.*.bin", ["d/._a.bin", "d/.b.bin"])):

@@ -378,7 +378,8 @@ def _list_http(folder: str, root: str, name: str, source: str) -> list[tuple[str
             f"{source}: {name!r} cannot be expanded: the server lists the folder {folder}, but has no such folder."
         ) from error
     found = [(str(item["name"]).rstrip("/"), item["type"] == "directory") for item in listed]
-    return [(path, is_directory) for path, is_directory in found if path.startswith(f"{folder}/")]
+    # Some pages list themselves, in other orders: "?C=M;O=D".
+    return [one for one in found if one[0].startswith(f"{folder}/") and not one[0].startswith(f"{folder}/?")]
 
 
 def exists(url: str, *, source: str) -> bool:
