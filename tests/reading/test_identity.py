@@ -187,6 +187,20 @@ def test_a_source_without_a_readable_record_has_no_identity(num_records: int, ca
     assert not caplog.messages
 
 
+def test_a_store_that_is_busy_with_one_record_is_an_error() -> None:
+    """Or the states of a job that starts meanwhile could not be restored once the store answers."""
+    busy = OSError("503, message='Service Unavailable'")
+    busy.status = 503  # type: ignore[attr-defined]
+
+    def digest(ids: np.ndarray) -> str:
+        if 19 in ids.tolist():
+            raise OSError("the file of record 19 cannot be read") from busy
+        return "read"
+
+    with pytest.raises(OSError, match="the file of record 19"):
+        probe_digest(20, digest, NOW)
+
+
 def test_a_probe_that_fails_in_passing_is_tried_again(caplog: pytest.LogCaptureFixture) -> None:
     failures = [OSError("a blip")]
 

@@ -17,6 +17,7 @@ from meshfeed._src.base.errors import MeshfeedError, SourceError, StalledError, 
 from meshfeed._src.base.hooks import find
 from meshfeed._src.base.retry import call_with_retry, count_attempts
 from meshfeed._src.base.settings import Retry
+from meshfeed._src.base.stores import is_unreachable
 from meshfeed._src.base.threads import SingleCall, note_thread
 from meshfeed._src.base.trees import flatten_with_paths
 from meshfeed._src.base.types import JsonValue, PyTree, RandomAccessSource, StreamSource
@@ -54,8 +55,9 @@ def probe_digest(
     the source numbers its records itself (``numbers``), an id that it does not have is marked as well, silently.
 
     Raises:
-      Exception: that of the first record, if none can be read. A digest of errors alone would be the same for any source that
-        is out of reach, and a state saved before would be refused as one of different content.
+      Exception: that of the first record, if none can be read, or of one in a store that is out of reach or busy. A digest of
+        errors alone would be the same for any source that is out of reach, and a state saved before would be refused as one
+        of different content; so would a state saved now, once the store answers again.
     """
     ids = probe_ids(num_records)
     try:
@@ -78,6 +80,8 @@ def _digest_one_by_one(
         try:
             digests.append(digest(ids[i : i + 1]))
         except Exception as error:
+            if is_unreachable(error):  # in passing, and a state that marks the record would be refused afterwards
+                raise
             digests.append("bad")
             if _exists(ids[i : i + 1], numbers):
                 unreadable.append((int(ids[i]), error))
