@@ -87,6 +87,18 @@ def test_a_manifest_in_a_store() -> None:
     assert b'["a", 1, 2, null, 0]' in fsspec.open("memory://manifest-test/manifest.json").open().read()
 
 
+def test_several_manifests_by_one_pattern(tmp_path: pathlib.Path) -> None:
+    memory = fsspec.filesystem("memory")
+    for number, name in enumerate("ab"):
+        (tmp_path / name).mkdir()
+        pq.write_table(pa.table({"x": [number] * 2}), tmp_path / name / "0.parquet")
+        make_manifest(f"{tmp_path}/{name}/0.parquet", f"{tmp_path}/{name}/manifest.json")
+        memory.put(f"{tmp_path}/{name}", "/several-manifests/", recursive=True)
+    for folder in (str(tmp_path), "memory://several-manifests"):
+        for pattern in ("*/manifest.json", "{a,b}/manifest.json"):
+            assert Parquet(f"{folder}/{pattern}").read_batch([0, 1, 2, 3])["x"].tolist() == [0, 0, 1, 1]
+
+
 @pytest.mark.parametrize(
     ("content", "error", "message"),
     [

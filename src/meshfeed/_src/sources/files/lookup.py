@@ -171,14 +171,15 @@ def _expand(paths: file_paths.Paths, form: FileFormat[S]) -> tuple[list[str], li
         if not _names_manifest(item):
             names += form.select(file_paths.expand_paths(item, source=form.source))
             continue
-        (path,) = file_paths.expand_paths(item, source=form.source) if not is_url(os.fspath(item)) else [str(item)]
-        one = manifests.read_manifest(path)
-        if one.source != form.source:
-            raise SourceError(
-                f"{form.source} got the manifest {path} of files for {one.source}. Pass it to meshfeed.sources.{one.source}."
-            )
-        given.append(one)
-        names += [entry.path for entry in one.files]
+        for path in file_paths.expand_paths(item, source=form.source):
+            one = manifests.read_manifest(path)
+            if one.source != form.source:
+                raise SourceError(
+                    f"{form.source} got the manifest {path} of files for {one.source}. Pass it to "
+                    f"meshfeed.sources.{one.source}."
+                )
+            given.append(one)
+            names += [entry.path for entry in one.files]
     if not names:
         raise SourceError(f"the manifest {given[0].path} lists no files. Write it again with `meshfeed manifest`.")
     return names, given
