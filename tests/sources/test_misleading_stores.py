@@ -113,6 +113,25 @@ def test_a_pattern_matches_files_and_no_folders(store: Store, tmp_path: pathlib.
     memory.rm("/folders", recursive=True)
 
 
+def test_an_index_that_cannot_be_looked_up_is_not_missing(
+    tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    memory, times = fsspec.filesystem("memory"), iter(range(10))
+    write_megatron(tmp_path / "m", [[np.arange(1, 30, dtype=np.uint16)]])
+    for end in ("bin", "idx"):
+        memory.pipe(f"/looked/m.{end}", (tmp_path / f"m.{end}").read_bytes())
+    plain = type(memory).info
+
+    def info(self: Any, path: str, **settings: Any) -> Any:
+        if path.endswith(".idx") and next(times) < 2:
+            raise OSError("429 Too Many Requests")
+        return plain(self, path, **settings)
+
+    monkeypatch.setattr(type(memory), "info", info)
+    assert first_tokens(Tokens("memory://looked/m.bin", 9)) == [1, 2, 3]
+    memory.rm("/looked", recursive=True)
+
+
 def test_a_copy_that_was_fetched_without_a_checksum_is_compared_with_it(store: Store, tmp_path: pathlib.Path) -> None:
     url = store.put("d/part-0.bin", FIRST)
     make_manifest([url], str(tmp_path / "m.json"), dtype=np.uint16)

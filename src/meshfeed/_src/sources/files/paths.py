@@ -384,9 +384,9 @@ def _list_http(folder: str, root: str, name: str, source: str) -> list[tuple[str
 
 def exists(url: str, *, source: str) -> bool:
     """Whether there is an object or a folder at a URL."""
-    if not is_http(url):
+    if not is_http(url) and open_file_system(url, source)[0].async_impl:
         return _ask(url, source, "exists", doing="looking up")
-    try:  # "exists" of the HTTP client takes any error for a missing file
+    try:  # "exists" of the clients of HTTP, Hugging Face, FTP and SFTP takes any error for a missing file
         _ask(url, source, "info", doing="looking up")
     except SourceError as error:
         if isinstance(error.__cause__, FileNotFoundError):  # or refused, as some stores answer for a missing object
