@@ -7,6 +7,7 @@ import gzip
 import io
 import os
 import pathlib
+import signal
 import subprocess
 import sys
 import tarfile
@@ -80,6 +81,19 @@ def test_what_is_least_recently_used_goes_first() -> None:
     assert (kept.find("f"), kept.find("e"), "f" in kept) == ("F", None, True)
     kept.drop(["f", "gone"])
     assert (len(kept), kept.weight) == (0, 0)
+
+
+@pytest.mark.filterwarnings("ignore:os.fork", "ignore:This process .* is multi-threaded")
+def test_a_forked_child_does_not_wait_for_a_thread_of_its_parent() -> None:
+    """Which held the lock at the fork, in a read; the child has no such thread."""
+    lru: Lru[str, str] = Lru(lambda: 2, 2)
+    lru.get("a", lambda: ("x", 1))
+    with lru._lock:
+        child = os.fork()
+        if not child:
+            signal.alarm(5)
+            os._exit(lru.find("a") != "x")
+    assert os.waitpid(child, 0)[1] == 0
 
 
 def test_evicted_copies_of_compressed_files_are_closed(tmp_path: pathlib.Path) -> None:

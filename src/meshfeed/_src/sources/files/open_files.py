@@ -149,6 +149,11 @@ class Lru(Generic[K, V]):
         self._values: collections.OrderedDict[K, tuple[V, int]] = collections.OrderedDict()
         self.weight = 0
         self._lock = threading.Lock()
+        _LRUS.add(self)
+
+    def renew_lock(self) -> None:
+        """Makes the lock anew in a forked child, which has no thread that could release it."""
+        self._lock = threading.Lock()
 
     def __len__(self) -> int:
         return len(self._values)
@@ -201,6 +206,9 @@ class Lru(Generic[K, V]):
             for key in keys:
                 self.weight -= self._values.pop(key, (None, 0))[1]
 
+
+_LRUS: weakref.WeakSet[Lru] = weakref.WeakSet()
+os.register_at_fork(after_in_child=lambda: [lru.renew_lock() for lru in list(_LRUS)])
 
 OpenCopy = Callable[[Shard, str, os.stat_result], tuple[T, int]]
 """Opens a local copy; returns what was opened and the number of 8-byte entries that it holds in memory."""
