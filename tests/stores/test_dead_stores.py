@@ -208,6 +208,10 @@ def test_what_counts_as_out_of_reach() -> None:
         500,
         503,
     ]
+    for status in (404, 503):  # as the client of Hugging Face raises them
+        error = OSError("of an answer")
+        error.response = Answer(status)  # type: ignore[attr-defined]
+        assert stores.is_unreachable(of(error)) == (status == 503)
     assert stores.is_unreachable(of(ConnectionResetError()))
     assert stores.is_unreachable(TimeoutError())
     assert not stores.is_unreachable(of(ValueError()))

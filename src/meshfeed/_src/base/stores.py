@@ -108,6 +108,7 @@ _UNREACHABLE = (  # names of clients' exceptions for stores that refuse connecti
     "ServiceRequestError",
     "ServiceResponseError",
     "TimeoutError",
+    "TransportError",
 )
 _PERMANENT = (FileExistsError, IsADirectoryError, NotADirectoryError, NotImplementedError, TypeError, ValueError)
 _MISSING_CREDENTIALS = ("Must provide either a connection_string",)  # what adlfs raises as a ValueError
@@ -379,7 +380,7 @@ def is_unreachable(problem: BaseException) -> bool:
     """Whether the exception of a client, or one that caused it, is that of a store that is down, busy or out of reach."""
     found: BaseException | None = problem
     while found is not None:
-        status = _status_of(found)
+        status = _status_of(found) or _status_of(getattr(found, "response", None))  # that of Hugging Face's client
         if status is not None:
             return status >= 500 or status in (408, 429)
         if not {kind.__name__ for kind in type(found).__mro__}.isdisjoint(_UNREACHABLE):
@@ -388,7 +389,7 @@ def is_unreachable(problem: BaseException) -> bool:
     return False
 
 
-def _status_of(problem: BaseException) -> int | None:
+def _status_of(problem: object) -> int | None:
     """Returns the HTTP status of the answer that an exception of a client describes."""
     response: object = getattr(problem, "response", None)
     metadata = response.get("ResponseMetadata", {}) if isinstance(response, Mapping) else {}  # of botocore
