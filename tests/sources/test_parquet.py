@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import base64
+import contextlib
 import gzip
 import os
 import pathlib
@@ -338,3 +339,14 @@ def test_an_encrypted_file_is_not_called_damaged(tmp_path: pathlib.Path) -> None
         Parquet(path).read_batch([0])
     assert not isinstance(raised.value, CorruptDataError)
     assert Parquet(path, columns=["f"]).read_batch([3])["f"].tolist() == [3.0]
+
+
+@pytest.mark.filterwarnings("ignore:os.fork", "ignore:This process .* is multi-threaded")
+def test_a_forked_child_does_not_wait_for_a_group_that_its_parent_decodes() -> None:
+    with contextlib.ExitStack() as stack:
+        for lock in parquet._decoded._locks:
+            stack.enter_context(lock)
+        child = os.fork()
+        if not child:
+            os._exit(any(lock.locked() for lock in parquet._decoded._locks))
+    assert os.waitpid(child, 0)[1] == 0

@@ -8,6 +8,7 @@ import dataclasses
 import functools
 import io
 import operator
+import os
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, SupportsIndex
@@ -112,6 +113,10 @@ class _DecodedGroups:
 
     def __init__(self, max_bytes: int) -> None:
         self._groups: Lru[tuple[str, int, tuple[str, ...]], _Group] = Lru(lambda: _MAX_GROUPS, max_bytes)
+        self._renew_locks()
+        os.register_at_fork(after_in_child=self._renew_locks)  # no thread there would release them
+
+    def _renew_locks(self) -> None:
         # One lock would let threads decode different groups only one after the other.
         self._locks = [threading.Lock() for _ in range(64)]
 
