@@ -14,7 +14,7 @@ datasets = pytest.importorskip("datasets")
 from datasets import iterable_dataset  # noqa: E402  # after the check that datasets is installed
 
 from meshfeed._src.base.errors import SourceError  # noqa: E402
-from meshfeed._src.sources.huggingface import internals  # noqa: E402
+from meshfeed._src.sources.huggingface import cut, internals  # noqa: E402
 from meshfeed.sources import HuggingFace  # noqa: E402
 
 MISSING = r"datasets \d.* (lacks a function|has no) .*'datasets~=5\.0\.0'.*Stream\("
@@ -134,3 +134,9 @@ def test_without_row_numbers_datasets_finds_the_rows(monkeypatch):
     assert batch.dtype == expected.dtype == np.int64
     assert batch.tolist() == expected.tolist() == [shuffled()[i]["id"] for i in ids]
     assert source[5] == HuggingFace(shuffled())[5]
+
+
+@pytest.mark.parametrize("error", [ConnectionError("Server Disconnected"), TimeoutError()])
+def test_a_lost_connection_is_no_damage_of_the_file(error: OSError) -> None:
+    with pytest.raises(type(error)), cut._damage_named("https://host/a.json", "file for datasets' json reader"):
+        raise error

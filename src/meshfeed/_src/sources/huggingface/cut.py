@@ -684,7 +684,7 @@ def _damage_named(path: str, what: str) -> Iterator[None]:
     """Turns what the readers of datasets and pyarrow raise for a damaged file into an error that names the file."""
     try:
         yield
-    except (MemoryError, NotImplementedError, pa.ArrowCancelled):
+    except (MemoryError, NotImplementedError, ConnectionError, TimeoutError, pa.ArrowCancelled):
         raise  # says nothing about the file
     except (ValueError, EOFError, OSError, pa.ArrowException, zlib.error, lzma.LZMAError) as error:
         if isinstance(error, OSError) and error.errno is not None:  # that of damage has none
