@@ -1041,3 +1041,17 @@ def test_a_cache_is_renewed_and_pickled_while_another_feed_looks_up_files(
     finally:
         ended.set()
         thread.join()
+
+
+@pytest.mark.filterwarnings("ignore:os.fork", "ignore:This process .* is multi-threaded")
+def test_a_forked_child_does_not_wait_for_a_thread_of_its_parent(store: Store, tmp_path) -> None:
+    cache = ShardCache(tmp_path, retry=QUICK)
+    url = store.put("a", bytes(100))
+    read(cache, url)
+    with cache._room_lock, cache._stats_lock:
+        child = os.fork()
+        if not child:
+            signal.alarm(5)
+            os._exit(read(cache, url) != bytes(100) or cache.num_bytes() != 100)
+    assert os.waitpid(child, 0)[1] == 0
+    assert cache.stats().hits == 0

@@ -254,6 +254,11 @@ class RemoteFile:
         return True
 
 
+_ALIVE: weakref.WeakSet[ShardCache] = weakref.WeakSet()
+# The child has no thread that would release a lock, or end a download.
+os.register_at_fork(after_in_child=lambda: [cache._forget_process() for cache in list(_ALIVE)])
+
+
 @public("meshfeed")
 class ShardCache:
     """A folder on a local disk that caches remote files.
@@ -354,6 +359,7 @@ class ShardCache:
 
     def _forget_process(self) -> None:
         """Resets what belongs to this process."""
+        _ALIVE.add(self)
         self._plans: list[weakref.WeakMethod[Callable[[Any], float]]] = []
         self._files = {  # by the name of the copy
             entry.path.name: RemoteFile(self, url, compression, 0)
