@@ -306,6 +306,26 @@ class RefillsItems:
         return [{"x": row} for row in self.array[: len(record_ids)]]
 
 
+class Tensor:
+    """The part of a tensor of PyTorch that numpy and meshfeed use."""
+
+    def __init__(self, array: np.ndarray) -> None:
+        self.array, self.shape, self.dtype = array, array.shape, array.dtype
+
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
+        return self.array
+
+    def clone(self) -> Tensor:
+        return Tensor(self.array.copy())
+
+
+class RefillsTensor(Refills):
+    """The same, in a tensor that shares the array."""
+
+    def __call__(self, record: Any) -> dict[str, Any]:
+        return {name: Tensor(array) for name, array in super().__call__(record).items()}
+
+
 def refilled_files(folder: pathlib.Path) -> Any:
     writer = ArrayRecordWriter(str(folder / "a.array_record"), "group_size:1")
     for number in range(NUM):
@@ -336,11 +356,25 @@ def refilled_archive(folder: pathlib.Path) -> Any:
 )
 @pytest.mark.parametrize(
     "make",
-    [lambda _: Map(memory(), Refills()), lambda _: RefillsItems(), refilled_files, refilled_archive],
-    ids=["map", "items", "files", "archive"],
+    [
+        *(lambda _: Map(memory(), Refills()), lambda _: Map(memory(), RefillsTensor()), lambda _: RefillsItems()),
+        *(refilled_files, refilled_archive),
+    ],
+    ids=["map", "tensor", "items", "files", "archive"],
 )
 def test_records_below_may_be_in_arrays_that_are_refilled(tmp_path: pathlib.Path, make: Any, around: Any) -> None:
     assert values(feed_of(around(make(tmp_path)))) == [*range(NUM)]
+
+
+def test_a_lane_may_refill_a_bytearray() -> None:
+    def lane(lane_index: int, num_lanes: int) -> Iterator[bytearray]:
+        content = bytearray(8)
+        for number in range(NUM):
+            content[:] = np.int64(number).tobytes()
+            yield content
+
+    source = Map(ShuffleBuffer(Stream(lane), NUM), lambda content: {"x": np.frombuffer(content, np.int64)})
+    assert sorted(values(feed_of(source, num_lanes=1))) == [*range(NUM)]
 
 
 def numbers() -> np.ndarray:

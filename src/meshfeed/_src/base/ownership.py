@@ -33,7 +33,10 @@ def own_leaves(batch: PyTree) -> PyTree:
 
 
 def own_record(record: PyTree) -> PyTree:
-    """Returns a record with its arrays copied, and its containers too, in their order; other leaves are the same objects."""
+    """Returns a record with its arrays copied, and its containers too, in their order; other leaves are the same objects.
+
+    Arrays are those of numpy, tensors of PyTorch, and bytearrays.
+    """
     if isinstance(record, np.ndarray):
         return record.copy()
     # Faster than flattening, which also sorts the keys.
@@ -44,7 +47,13 @@ def own_record(record: PyTree) -> PyTree:
     if type(record) in (list, tuple) and _has_dicts(record):
         return type(record)(map(own_record, record))
     leaves, treedef = flatten(record)
-    return treedef.unflatten([leaf.copy() if isinstance(leaf, np.ndarray) else leaf for leaf in leaves])
+    return treedef.unflatten(map(_copied, leaves))
+
+
+def _copied(leaf: Any) -> Any:
+    if isinstance(leaf, np.ndarray | bytearray):
+        return leaf.copy()
+    return leaf.clone() if hasattr(leaf, "clone") and hasattr(leaf, "__array__") else leaf
 
 
 def _has_dicts(items: Any) -> bool:
