@@ -82,6 +82,17 @@ def test_feeds_of_one_name_at_the_same_time_are_two_runs(tmp_path: pathlib.Path)
     assert [log.samples[-1].stats.batches for log in read_logs([tmp_path])] == [3, 6]
 
 
+def test_lines_that_two_exporters_wrote_in_another_order_are_put_in_order(tmp_path: pathlib.Path) -> None:
+    with make_feed("train") as feed:
+        for _ in range(2):
+            with meshfeed.monitoring.log(feed, tmp_path, seconds=1000):
+                take(feed, 6)
+    (path,) = tmp_path.iterdir()
+    path.write_text("\n".join(reversed(path.read_text().splitlines())) + "\n")
+    (log,) = read_logs([path])
+    assert [sample.stats.batches for sample in log.samples] == [0, 6, 6, 12]
+
+
 def test_half_a_line_of_a_killed_process_is_left_out_and_other_damage_is_named(tmp_path: pathlib.Path) -> None:
     with make_feed("train") as feed, meshfeed.monitoring.log(feed, tmp_path, seconds=1000):
         take(feed, 3)

@@ -35,6 +35,7 @@ from meshfeed._src.pictures.report import HostLog
 _log = logging.getLogger("meshfeed.monitoring")
 _CLOSE_SECONDS = 10.0
 _RUN = re.compile(r'"run": "(\w*)"')  # groups lines by run without parsing them: most are not chosen
+_BATCHES = re.compile(r'"batches": (\d+)')
 _STATS = tuple(field.name for field in dataclasses.fields(FeedStats) if field.name not in ("tuned", "feed_id"))
 _STALLS = '"stalls": ['
 _CUT = re.compile(r'"cache": \{[^{}]*\}$')  # the last value of a line, without the brace that closes the line
@@ -279,6 +280,8 @@ def _logs_of(path: str, content: bytes) -> list[HostLog]:
             runs.setdefault(tuple(_RUN.findall(line)), []).append((number, line))
     logs: list[HostLog] = []
     for run in runs.values():
+        # Two exporters of one feed may write in another order than that of their samples.
+        run.sort(key=lambda line: [*map(int, _BATCHES.findall(line[1]))])
         # About 1,000 of them, with the first and the last: totals stay exact, and a day's log is read in a moment.
         every = -(-len(run) // 1000)
         chosen = [line for at, line in enumerate(run[:-1]) if at % every == 0 or _STALLS in line[1]] + run[-1:]
