@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import jax
 import numpy as np
 import pytest
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
@@ -369,6 +370,17 @@ def test_after_it_state_and_reset_work_as_before() -> None:
                 assert len([rows_of(batch) for batch in feed]) == len(early + rest) == len(expected)
 
         job.run(host_job)
+
+
+@pytest.mark.parametrize("load", ["sharded", "once"])
+def test_dtypes_stay_those_with_which_the_feed_was_made(load: str) -> None:
+    mesh = jax.make_mesh((1,), ("data",), axis_types=(AxisType.Auto,))
+    with jax.enable_x64(True):
+        feed = meshfeed.Feed({"x": np.arange(32) + 2**40}, mesh, global_batch_size=8, load=load)
+    with feed:
+        next(feed)
+        feed.reshard(mesh)
+        assert np.array_equal(np.asarray(next(feed)["x"]), np.arange(8, 16) + 2**40)
 
 
 def test_lost_lanes_are_read_forward_from_a_recent_window_only(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -15,6 +15,7 @@ from meshfeed._src.agreement.handover import HandedOver, Past
 from meshfeed._src.agreement.handshake import differing_fields
 from meshfeed._src.agreement.meeting import result_of
 from meshfeed._src.agreement.windows import full_window
+from meshfeed._src.arrays.dtypes import x64_types
 from meshfeed._src.arrays.placer import Placer, make_placer
 from meshfeed._src.base import coordination
 from meshfeed._src.base.coordination import format_differences, format_hosts
@@ -39,7 +40,8 @@ def make_place(sharding: PyTree, settings: FeedSettings, stream: AnyStream, befo
       SettingsError: the sharding is invalid, or this kind of stream cannot continue on it.
       PlanError: a batch size is not divisible over the mesh.
     """
-    placer = make_placer(sharding, dataclasses.replace(settings, load=hosts_left(settings.load, sharding)))
+    with x64_types(before.placer.x64):  # the feed may have been made in jax.enable_x64(), which this call is outside of
+        placer = make_placer(sharding, dataclasses.replace(settings, load=hosts_left(settings.load, sharding)))
     if stream.hosts_make_batches:
         _check_same_rows(stream, before, placer)
     return take_place(placer, stream)
