@@ -202,6 +202,15 @@ def test_settings_of_the_thread_do_not_reach_the_hosts(settings: Any) -> None:
     assert found[0]["x"].sharding == wanted[0]["x"].sharding
 
 
+def test_dtypes_stay_those_with_which_the_feed_was_made(mesh: Mesh) -> None:
+    with jax.enable_x64(True):
+        feed = RemoteFeed(lambda: {"x": np.arange(48) + 2**40}, NamedSharding(mesh, P("data")), global_batch_size=8)
+    with feed:
+        next(feed)
+        feed.reshard(NamedSharding(mesh, P("data")))
+        assert np.array_equal(np.asarray(next(feed)["x"]), np.arange(8, 16) + 2**40)
+
+
 def test_stats_and_report_go_on_after_reshard(mesh: Mesh, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     shown: list[Any] = []
     monkeypatch.setattr("meshfeed._src.remote.feed.report_page", lambda figures: shown.append(figures) or "")

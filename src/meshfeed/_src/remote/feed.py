@@ -24,6 +24,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from numpy.typing import ArrayLike
 
+from meshfeed._src.arrays.dtypes import x64_types
 from meshfeed._src.base import coordination
 from meshfeed._src.base.errors import (
     Failure,
@@ -195,6 +196,7 @@ class RemoteFeed(Checkpointable, NotCopied):
         arguments = locals()  # must be first: only the arguments are defined
         self._closed = self._ended = False
         self._make_source = make_source
+        self._x64 = bool(jax.config.jax_enable_x64)  # pyright: ignore[reportAttributeAccessIssue] # JAX 0.10 does not declare it
         self._settings = {name: arguments[name] for name in SETTINGS}
         try:
             FeedSettings.of(arguments)  # fails here rather than on the hosts
@@ -323,7 +325,8 @@ class RemoteFeed(Checkpointable, NotCopied):
         """
         self._check_open()
         state, counted = self.get_state(), self._client.call("counted")[0]
-        client, memory_kind = self._make_client(sharding, resharded=True)
+        with x64_types(self._x64):  # as in Feed.reshard
+            client, memory_kind = self._make_client(sharding, resharded=True)
         try:
             client.call("set_state", state)
             client.know_spec()
