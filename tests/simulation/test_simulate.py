@@ -267,3 +267,15 @@ def test_an_epoch_of_one_batch_more_than_the_first_is_simulated_whole(shuffle):
             SimulatedData.of_files([files], None, "files"), shuffle, setup
         ).bytes_per_epoch
     assert bytes_of[10_008] == pytest.approx(bytes_of[10_000], rel=0.1)
+
+
+@pytest.mark.parametrize("store", [Store(1e9, shared_bandwidth=1e9), Store(1e9, 1e12, 0.05, 20)])
+def test_hosts_without_rows_take_no_share_of_the_link_nor_of_the_requests(store: Store) -> None:
+    files = FileRecords([str(n) for n in range(64)], np.full(64, 10**8), np.full(64, 1000))
+    rows = [[(host * 16, host * 16 + 16)] for host in range(4)]
+    setup = Setup(rows=rows, batch_size=64, cache=Cache(3 * 10**9, 10**9), store=store, step_seconds=0.05)
+    alone, beside = (
+        simulate_order(SimulatedData.of_files([files], None, "files"), "shards", dataclasses.replace(setup, rows=each))
+        for each in (rows, [*rows, *[[]] * 60])
+    )
+    assert alone == beside

@@ -461,7 +461,7 @@ def simulate_order(dataset: SimulatedData, shuffle: Shuffle, setup: Setup) -> Si
     _check_cache(file_bytes, setup.cache)
     numbers = [_together(of_host, sizes) for of_host in of_batches]
     files = [SimulatedFile(number, num_bytes, setup.cache) for number, num_bytes in enumerate(file_bytes)]
-    num_hosts = len(setup.rows)
+    num_hosts = len(reading)  # the participants of a feed: hosts without rows neither download nor agree on windows
     run = run_hosts_together(
         [[[files[number] for number in group] for group in of_host] for of_host in numbers],
         setup.cache,
