@@ -94,6 +94,7 @@ def test_files_are_weighed_by_their_size(tmp_path: pathlib.Path, monkeypatch: py
     assert files.text == "2 files, 4 KB, 75% in the page cache; more than the memory can hold"
     assert (none.status, none.text) == ("error", "no such file")
     assert (folder.status, folder.text) == ("error", "is a folder")
+    assert list(doctor._page_cache([f"file://{tmp_path}/*"])) == [memory, files]
     monkeypatch.setattr(doctor, "_memory", dict)
     (tmp_path / "empty").touch()
     assert [

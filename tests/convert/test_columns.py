@@ -32,13 +32,15 @@ def test_a_nested_column_of_a_type_that_fits_nowhere_is_named() -> None:
 
 
 def test_a_folder_may_have_any_name() -> None:
-    for text in ("/tmp/a::b", "file:///tmp/a::b"):
+    for text in ("/tmp/a::b", "file:///tmp/a::b", "file:/tmp/a::b"):
         found = destination_of(text)
         assert isinstance(found, Disk), text
         assert found.name == "/tmp/a::b"
     assert isinstance(destination_of("memory://bucket/out"), Bucket)
     with pytest.raises(SettingsError):
         destination_of("simplecache::memory://bucket/out")
+    with pytest.raises(SettingsError, match="is a URL"):
+        destination_of("s3:/bucket/out")  # as pathlib writes it: would be a folder named s3:
 
 
 @pytest.mark.parametrize(

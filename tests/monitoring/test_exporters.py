@@ -106,6 +106,7 @@ def test_half_a_line_of_a_killed_process_is_left_out_and_other_damage_is_named(t
     with make_feed("train") as feed, meshfeed.monitoring.log(feed, tmp_path, seconds=1000):  # after a restart
         take(feed, 2)
     assert [log.samples[-1].stats.batches for log in read_logs([path])] == [3, 2]
+    assert read_logs([f"file://{tmp_path}"]) == read_logs([path])  # as log() takes it
     path.write_text(whole + '{"loss": 3}\n' + whole)
     with pytest.raises(meshfeed.SourceError, match=r"line 3 of .*train-host-00000.jsonl is not a line of"):
         read_logs([path])

@@ -223,7 +223,7 @@ def _page_cache(patterns: Sequence[str]) -> Iterator[Diagnosis]:
     if memory:
         total, free, cached = (f"{memory[name] / 1e9:.1f} GB" for name in ("MemTotal", "MemAvailable", "Cached"))
         yield Diagnosis("memory", "ok", f"{total}, {free} available, {cached} of it in use as page cache")
-    for pattern in patterns:
+    for pattern in (pattern.removeprefix("file://") for pattern in patterns):
         files = [path for path in sorted(glob.glob(pattern, recursive=True)) if os.path.isfile(path)]
         if not files:
             if os.path.isdir(pattern):

@@ -30,6 +30,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, TypeAlias
 
 from meshfeed._src.base.errors import MeshfeedError, SettingsError
+from meshfeed._src.base.settings import local_path
 from meshfeed._src.base.stores import abort_uploads, ask, find_objects, is_url, open_store
 from meshfeed._src.base.writer import new_note, who
 from meshfeed._src.sources.files.manifest import NAME, digest_of
@@ -57,7 +58,7 @@ def destination_of(directory: str | os.PathLike[str]) -> Destination:
     scheme, is_any_url, _ = text.partition("://")
     if is_url(text) or (is_any_url and "::" in scheme):  # chained file systems of fsspec
         return Bucket(text)
-    return Disk(text.removeprefix("file://"))
+    return Disk(str(local_path("to", text.removeprefix("file://"))))  # refuses what pathlib leaves of a URL
 
 
 # ------------------------------------------------------------------------ a folder on a disk

@@ -126,7 +126,7 @@ def convert(
       MeshfeedError: the store of a URL does not answer, or refuses the credentials.
     """
     destination = destination_of(directory)
-    directory = directory.removeprefix("file://")
+    directory = destination.name if directory.startswith("file:/") else directory
     tokenizer = _check(settings)
     kind, paths = recognize(data, named_format)
     description = _describe(kind, paths, settings, tokenizer)

@@ -13,7 +13,6 @@ import logging
 import math
 import operator
 import os
-import pathlib
 import re
 import threading
 import weakref
@@ -332,7 +331,7 @@ def _files(paths: Sequence[str | os.PathLike[str]]) -> list[tuple[str, bytes]]:
         if is_url(name):
             files += read_folder(name)
             continue
-        path = pathlib.Path(name)
+        path = local_path("logs", name)
         if not path.exists():
             raise _not_a_log(f"{path} does not exist")
         files += [(str(one), one.read_bytes()) for one in (sorted(path.glob("*.jsonl")) if path.is_dir() else [path])]
