@@ -446,6 +446,10 @@ def test_a_hugging_face_dataset_of_splits_names_one_of_them(tmp_path: pathlib.Pa
     message = rf"splits \['test', 'train'\]. Convert one at a time, such as {tmp_path}/data/test\.$"
     with pytest.raises(meshfeed.SourceError, match=message):
         run(tmp_path / "data", tmp_path / "out")
+    with pytest.raises(
+        meshfeed.SettingsError, match=f"^--to .* is in the data set {tmp_path}/data/test. Name a folder out"
+    ):
+        run(tmp_path / "data" / "test", tmp_path / "data" / "test" / "out")
 
 
 @pytest.mark.parametrize(

@@ -129,6 +129,11 @@ def convert(
     directory = destination.name if directory.startswith("file:/") else directory
     tokenizer = _check(settings)
     kind, paths = recognize(data, named_format)
+    around = [path for path in paths if kind == "huggingface" and destination.name.startswith(f"{path}/")]
+    if around:  # all files in such a folder are part of the input
+        raise SettingsError(
+            f"--to {directory} is in the data set {around[0]}. Name a folder outside of it.", setting="to"
+        )
     description = _describe(kind, paths, settings, tokenizer)
     finished = _finished(destination, directory, description)
     if finished is not None:
