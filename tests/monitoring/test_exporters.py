@@ -107,6 +107,7 @@ def test_half_a_line_of_a_killed_process_is_left_out_and_other_damage_is_named(t
         take(feed, 2)
     assert [log.samples[-1].stats.batches for log in read_logs([path])] == [3, 2]
     assert read_logs([f"file://{tmp_path}"]) == read_logs([path])  # as log() takes it
+    assert read_logs([tmp_path, tmp_path / "." / ".." / tmp_path.name, path]) == read_logs([path])
     path.write_text(whole + '{"loss": 3}\n' + whole)
     with pytest.raises(meshfeed.SourceError, match=r"line 3 of .*train-host-00000.jsonl is not a line of"):
         read_logs([path])

@@ -324,7 +324,7 @@ def _not_a_log(problem: str) -> SourceError:
 
 
 def _files(paths: Sequence[str | os.PathLike[str]]) -> list[tuple[str, bytes]]:
-    """Returns name and content of each file."""
+    """Returns name and content of each file, once if it is given twice."""
     files: list[tuple[str, bytes]] = []
     for given in paths:
         name = os.fspath(given)
@@ -335,7 +335,7 @@ def _files(paths: Sequence[str | os.PathLike[str]]) -> list[tuple[str, bytes]]:
         if not path.exists():
             raise _not_a_log(f"{path} does not exist")
         files += [(str(one), one.read_bytes()) for one in (sorted(path.glob("*.jsonl")) if path.is_dir() else [path])]
-    return files
+    return list({name if is_url(name) else os.path.realpath(name): (name, content) for name, content in files}.values())
 
 
 if TYPE_CHECKING:
