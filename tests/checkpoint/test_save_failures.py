@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import io
 import os
 import pathlib
@@ -125,6 +126,31 @@ def test_a_step_that_is_saved_is_no_error_though_an_older_one_is_not_removed(tmp
         assert ckpt.save(3, state)
         ckpt.wait()
         assert ckpt.steps() == [3]
+
+
+@pytest.mark.parametrize("committed", [False, True])
+def test_the_interval_goes_on_after_an_error_in_the_background(tmp_path, monkeypatch, committed):
+    """Only one host may see it: it would take the folder for empty, and save a step that the others skip."""
+    rmtree, state = shutil.rmtree, {"w": np.arange(8)}
+
+    def fail(path, *args, **kwargs):
+        if not committed or pathlib.Path(path) == tmp_path / "c/10":
+            raise OSError(39, "Directory not empty", str(path))
+        rmtree(path, *args, **kwargs)
+
+    with Checkpointer(tmp_path / "c", save_interval_steps=10, max_to_keep=1) as ckpt:
+        ckpt.save(10, state)
+        ckpt.wait()
+        with monkeypatch.context() as patch:
+            patch.setattr(*((shutil, "rmtree") if committed else (handlers, "join_parts")), fail)
+            ckpt.save(20, state)
+            with contextlib.nullcontext() if committed else pytest.raises(CheckpointError, match="step 20 failed"):
+                ckpt.wait()
+        assert ckpt.steps() == ([10, 20] if committed else [10])
+        assert not ckpt.save(21, state)
+        assert ckpt.save(30, state)
+        ckpt.wait()
+        assert ckpt.steps() == [30]
 
 
 @pytest.mark.parametrize("late", [False, True])

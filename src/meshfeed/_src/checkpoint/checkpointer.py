@@ -536,6 +536,8 @@ class Checkpointer(NotCopied):
             if self._saving is not None:
                 self._settle(self._saving)
                 self._saving.end()
+            with contextlib.suppress(Exception):
+                self._manager.reload()  # Orbax has forgotten this step, and the older ones that it was to remove
             first = error  # Orbax raises errors of its barriers while it handles another
             while first.__cause__ is None and isinstance(first.__context__, Exception):
                 first = first.__context__
