@@ -230,6 +230,20 @@ def test_an_iterator_that_changes_its_own_state(tmp_path, caplog):
     assert iterator.state == {"next": 1}
 
 
+def test_a_failed_restore_sets_back_an_iterator_that_changes_its_own_state(tmp_path):
+    class Iterator(OtherIterator):
+        def set_state(self, state):
+            self.state.update(state)
+
+    iterator = Iterator({"next": 1})
+    with Checkpointer(tmp_path, save_interval_steps=10) as ckpt:
+        ckpt.save(1, {"w": np.zeros(3)}, iterator)
+        iterator.set_state({"next": 2})
+        with pytest.raises(CheckpointError, match="stored shape"):
+            ckpt.restore({"w": np.zeros(4)}, iterator)
+    assert iterator.state == {"next": 2}
+
+
 @pytest.mark.parametrize("url", [None, "memory://bucket/beside"])
 def test_it_waits_for_the_save_of_another_checkpointer(tmp_path, monkeypatch, memory, url):
     """Whose unfinished step it would remove, if it had not saved yet."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import copy
 import errno
 import functools
 import logging
@@ -755,7 +756,7 @@ def _continue(
     feed: Resumable, state: dict[str, JsonValue], agreement: Agreement, folder: epath.Path
 ) -> Callable[[], None]:
     """Sets the feed's state on all hosts or on none; returns a function that sets it back."""
-    before = feed.get_state()
+    before = copy.deepcopy(feed.get_state())  # an iterator may give its own, which set_state changes
     try:
         feed.set_state(state)
     except Exception as error:
