@@ -5,12 +5,15 @@ from __future__ import annotations
 import pathlib
 from typing import Any
 
+import jax.numpy as jnp
 import numpy as np
 import pytest
 import tensorstore as ts
 
+from meshfeed._src.base.errors import CheckpointError
 from meshfeed._src.base.store_path import StorePath
 from meshfeed._src.checkpoint.chunks import ChunkReader
+from meshfeed.checkpoint import Checkpointer, restore_once
 
 
 @pytest.mark.parametrize("separator", [None, ".", "/"])
@@ -39,3 +42,13 @@ def test_a_box_is_read_with_either_separator_of_chunk_names(
     found = reader.read(spec, store, "a.b", box, room)()
     assert found is room
     np.testing.assert_array_equal(room, values[tuple(slice(*bounds) for bounds in box)])
+
+
+def test_a_database_in_a_store_that_tensorstore_does_not_read(tmp_path: pathlib.Path, memory: Any) -> None:
+    with Checkpointer(tmp_path / "c") as ckpt:
+        ckpt.save(1, {"w": jnp.arange(3)})
+    memory.put(str(tmp_path / "c/1"), "/database/1", recursive=True)
+    with pytest.raises(
+        CheckpointError, match=r"memory://database/1/arrays: is an OCDBT database.*Copy the step into a folder"
+    ):
+        restore_once("memory://database/1/arrays", None)

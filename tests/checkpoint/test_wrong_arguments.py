@@ -17,6 +17,8 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from meshfeed._src.base.errors import CheckpointError, SettingsError
 from meshfeed._src.checkpoint import step as checkpoint_step
+from meshfeed._src.checkpoint.match import match_array
+from meshfeed._src.checkpoint.stored import StoredArrays
 from meshfeed.checkpoint import Checkpointer, IteratorHandler, IteratorRestore, IteratorSave, restore_once
 
 
@@ -112,6 +114,11 @@ def test_leaves_that_are_not_what_is_stored(saved, state, mesh, name, wanted, me
     with Checkpointer(saved, memory_limit_bytes=limit) as ckpt, pytest.raises(CheckpointError, match=message):
         ckpt.restore({**abstract(state), name: wanted}, feed)
     assert feed.position == 0
+
+
+def test_text_that_a_handler_of_orbax_requests_as_an_array(saved):
+    with pytest.raises(CheckpointError, match="'text' is stored as str, but an array was requested. Request text"):
+        match_array(StoredArrays(saved / "1/arrays"), "text", (), np.float32, None)
 
 
 def test_casts_that_lose_at_most_precision(saved, state, mesh):
