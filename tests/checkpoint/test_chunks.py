@@ -49,6 +49,6 @@ def test_a_database_in_a_store_that_tensorstore_does_not_read(tmp_path: pathlib.
         ckpt.save(1, {"w": jnp.arange(3)})
     memory.put(str(tmp_path / "c/1"), "/database/1", recursive=True)
     with pytest.raises(
-        CheckpointError, match=r"memory://database/1/arrays: is an OCDBT database.*Copy the step into a folder"
+        CheckpointError, match=r"memory://database/1/arrays: is an OCDBT database.*Copy the step"
     ):
         restore_once("memory://database/1/arrays", None)

@@ -117,7 +117,7 @@ def test_leaves_that_are_not_what_is_stored(saved, state, mesh, name, wanted, me
 
 
 def test_text_that_a_handler_of_orbax_requests_as_an_array(saved):
-    with pytest.raises(CheckpointError, match="'text' is stored as str, but an array was requested. Request text"):
+    with pytest.raises(CheckpointError, match=r"'text' is stored as str, but an array was requested\. Request text"):
         match_array(StoredArrays(saved / "1/arrays"), "text", (), np.float32, None)
 
 
