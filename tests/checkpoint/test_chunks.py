@@ -48,7 +48,5 @@ def test_a_database_in_a_store_that_tensorstore_does_not_read(tmp_path: pathlib.
     with Checkpointer(tmp_path / "c") as ckpt:
         ckpt.save(1, {"w": jnp.arange(3)})
     memory.put(str(tmp_path / "c/1"), "/database/1", recursive=True)
-    with pytest.raises(
-        CheckpointError, match=r"memory://database/1/arrays: is an OCDBT database.*Copy the step"
-    ):
+    with pytest.raises(CheckpointError, match=r"memory://database/1/arrays: is an OCDBT database.*Copy the step"):
         restore_once("memory://database/1/arrays", None)

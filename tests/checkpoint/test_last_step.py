@@ -263,3 +263,24 @@ def test_it_waits_for_the_save_of_another_checkpointer(tmp_path, monkeypatch, me
     last.close()
     first.close()
     assert first.steps() == [1, 5]
+
+
+def test_checkpointers_that_have_different_names_of_a_folder(tmp_path, monkeypatch):
+    """Such as a link to the newest run: the second removed what the first was saving, and then took it for another job."""
+    finalize, may_end = handlers.ArraysHandler.finalize, threading.Event()
+
+    def finalize_later(handler, directory):
+        assert may_end.wait(60)
+        finalize(handler, directory)
+
+    (tmp_path / "c").mkdir()
+    (tmp_path / "latest").symlink_to(tmp_path / "c")
+    monkeypatch.setattr(handlers.ArraysHandler, "finalize", finalize_later)
+    first, last = (Checkpointer(tmp_path / name, save_interval_steps=1) for name in ("c", "latest"))
+    first.save(1, state_at(1))
+    threading.Timer(0.3, may_end.set).start()
+    last.save(2, state_at(2))
+    last.close()
+    assert first.save(3, state_at(3))
+    first.close()
+    assert first.steps() == [1, 2, 3]

@@ -21,6 +21,7 @@ from collections.abc import Callable
 from etils import epath
 
 from meshfeed._src.base.fork import Owner
+from meshfeed._src.checkpoint.directory import one_name
 
 _log = logging.getLogger("meshfeed.checkpoint")
 
@@ -47,11 +48,15 @@ class OpenSaves:
         """Undoes :meth:`register`, once nothing is open."""
         _open.pop(id(self), None)
 
+    @functools.cached_property
+    def _folder(self) -> str:
+        return one_name(self.directory)
+
     def begin(self, step: int) -> None:
         """Records that a save begins."""
         self.saving = step
-        _begun[self.directory] += 1
-        self.seen = _begun[self.directory]
+        _begun[self._folder] += 1
+        self.seen = _begun[self._folder]
 
     def result(self) -> None:
         """Waits for the save in the background, and raises its error."""
@@ -68,12 +73,12 @@ class OpenSaves:
         """
         saving = (one for one in list(_open.values()) if one.saving is not None and one.owner.is_here)
         for one in saving:
-            if one is not self and one.directory == self.directory:
+            if one is not self and one._folder == self._folder:
                 try:
                     one.wait()
                 except Exception as error:  # which is raised only once
                     one.error = error
-        before, self.seen = self.seen, _begun[self.directory]
+        before, self.seen = self.seen, _begun[self._folder]
         return before != self.seen
 
     def finish(self) -> None:
@@ -102,7 +107,7 @@ _SKIPPED = (
 )
 _open: dict[int, OpenSaves] = {}
 # Folder → number of saves that this process has begun there.
-_begun: collections.Counter[epath.Path] = collections.Counter()
+_begun: collections.Counter[str] = collections.Counter()
 
 
 def finish_open_saves() -> None:

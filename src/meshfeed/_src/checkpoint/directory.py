@@ -68,6 +68,12 @@ def as_directory(directory: epath.PathLike) -> epath.Path:
     return path
 
 
+def one_name(directory: epath.Path) -> str:
+    """Returns the same name for all paths of a folder, since links may lead to it."""
+    name = os.fspath(directory)
+    return name if "://" in name else os.path.realpath(name)
+
+
 def check_no_step(directory: epath.Path) -> None:
     """Rejects one of a Checkpointer's steps, which has no steps itself: training would start afresh inside it."""
     if directory.name.isdecimal() and (directory / ARRAYS).exists() and not find_steps(directory):

@@ -12,7 +12,7 @@ from etils import epath
 
 from meshfeed._src.base.errors import CheckpointError
 from meshfeed._src.base.writer import new_note, who
-from meshfeed._src.checkpoint.directory import SHARED
+from meshfeed._src.checkpoint.directory import SHARED, one_name
 from meshfeed._src.checkpoint.step import find_steps
 
 _NAME = ".writer.json"  # while a job saves here; hidden, and not a number, so no step
@@ -75,7 +75,7 @@ class FolderWriter:
         return set()
 
     def _known_steps(self) -> set[int]:
-        return _known.setdefault(str(self._directory), set())
+        return _known.setdefault(one_name(self._directory), set())
 
     def end(self) -> None:
         """Removes the note, if it is this job's."""
