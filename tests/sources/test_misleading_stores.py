@@ -24,11 +24,13 @@ from meshfeed import ShardCache
 from meshfeed._src.base.settings import Retry
 from meshfeed._src.sources import parquet
 from meshfeed._src.sources.files import paths
+from meshfeed._src.sources.files.direct import RemoteBytes
 from meshfeed._src.sources.manifest import make_manifest
 from meshfeed.sources import Parquet, Tokens, WebDataset
 
 fsspec = pytest.importorskip("fsspec")
 aiohttp = pytest.importorskip("aiohttp")
+from fsspec.implementations.memory import MemoryFileSystem  # noqa: E402
 
 SIGNED = "X-Amz-Expires=60&X-Amz-Signature=SECRET"
 FIRST, SECOND = (np.arange(low, low + 1000, dtype=np.uint16).tobytes() for low in (0, 1000))
@@ -80,6 +82,67 @@ def test_a_page_that_lists_itself_in_other_orders_is_no_file(store: Store) -> No
     for pattern in ("d/*", "d/**"):
         found = paths.expand_paths(store.url(pattern), source="Tokens")
         assert found == [store.url("d/a.bin"), store.url("d/b.bin?sig=1")]
+
+
+class Listed(MemoryFileSystem):
+    """Reports what FTP or WebHDFS do of a file, and keeps listings as the client of Azure does."""
+
+    protocol = "listed"
+    store: dict[str, Any] = {}  # noqa: RUF012
+    pseudo_dirs = [""]  # noqa: RUF012
+    field = "modify"
+
+    @classmethod
+    def _strip_protocol(cls, path: str) -> str:
+        return super()._strip_protocol(path.removeprefix("listed://"))
+
+    def ls(self, path: str, detail: bool = True, **settings: Any) -> Any:
+        found = self.dircache.get(self._strip_protocol(path)) or [
+            {"name": one["name"], "size": one["size"], "type": one["type"], self.field: str(one.get("created"))}
+            for one in super().ls(path, **settings)
+        ]
+        self.dircache[self._strip_protocol(path)] = found
+        return found if detail else [one["name"] for one in found]
+
+    def info(self, path: str, **_unused: Any) -> Any:
+        path = self._strip_protocol(path)
+        if found := [one for one in self.ls(self._parent(path)) if one["name"] == path]:
+            return found[0]
+        raise FileNotFoundError(path)
+
+    def invalidate_cache(self, path: str | None = None) -> None:
+        self.dircache.clear() if path is None else self.dircache.pop(path, None)
+
+
+@pytest.fixture
+def listed(monkeypatch: pytest.MonkeyPatch) -> Any:
+    monkeypatch.setattr(Listed, "store", {})
+    Listed.clear_instance_cache()
+    fsspec.register_implementation("listed", Listed, clobber=True)
+    return fsspec.filesystem("listed")
+
+
+@pytest.mark.parametrize("field", ["modify", "modificationTime"])
+@pytest.mark.parametrize("cached", [False, True])
+def test_a_file_that_was_uploaded_again_is_another_by_its_time(
+    listed: Any, field: str, cached: bool, monkeypatch: pytest.MonkeyPatch, tmp_path: pathlib.Path
+) -> None:
+    monkeypatch.setattr(Listed, "field", field)
+    sources = []
+    for first in (0, 1000):
+        listed.pipe("/d/a.bin", np.arange(first, first + 64, dtype=np.uint16).tobytes())
+        cache = meshfeed.ShardCache(tmp_path) if cached else None
+        sources.append(tokens("listed://d/a.bin", cache=cache))
+        assert first_tokens(sources[-1]) == [first, first + 1, first + 2]
+
+
+def test_a_look_whether_a_file_has_changed_is_not_answered_from_a_listing(listed: Any) -> None:
+    listed.pipe("/d/a.bin", bytes(64))
+    file = paths.look_up("listed://d/a.bin", "Tokens")
+    remote = RemoteBytes("listed://d/a.bin", file.num_bytes, file.version, "Tokens")
+    listed.pipe("/d/a.bin", bytes([1]) * 64)
+    with pytest.raises(meshfeed.SourceError, match="has changed since the source was made"):
+        remote.look_up()
 
 
 def test_hidden_files_match_only_a_pattern_with_a_dot(store: Store, tmp_path: pathlib.Path) -> None:

@@ -97,38 +97,6 @@ def test_another_version_under_the_same_name_is_another_file(store: Store, tmp_p
     assert store.fetches == ["x", "x", "other/x"]
 
 
-@pytest.mark.parametrize("field", ["modificationTime", "modify", "mtime", "LastModified"])
-def test_any_store_that_dates_its_files_tells_versions_apart(tmp_path, field: str) -> None:
-    from fsspec.implementations.memory import MemoryFileSystem
-
-    class Dated(MemoryFileSystem):
-        protocol = "dated"
-        store = {}  # noqa: RUF012
-        pseudo_dirs = [""]  # noqa: RUF012
-        written = itertools.count(1)
-
-        dates = {}  # noqa: RUF012
-
-        @classmethod
-        def _strip_protocol(cls, path):
-            return super()._strip_protocol(path.removeprefix("dated://"))
-
-        def info(self, path, **options):
-            found = super().info(path, **options)
-            known = {name: found[name] for name in ("name", "size", "type")}
-            return known | {field: self.dates.get(found["name"], 0)}
-
-        def pipe_file(self, path, value, **options):
-            super().pipe_file(path, value, **options)
-            self.dates[path] = next(self.written)
-
-    Dated.clear_instance_cache()
-    fsspec.register_implementation("dated", Dated, clobber=True)
-    for content in (b"one", b"two"):
-        fsspec.filesystem("dated").pipe_file("/x", content)
-        assert read(ShardCache(tmp_path), "dated:///x") == content
-
-
 def test_a_source_that_is_created_again_has_the_files_as_they_are_then(store: Store, tmp_path) -> None:
     """The cache has looked them up before, and has the checksums of an earlier manifest."""
 

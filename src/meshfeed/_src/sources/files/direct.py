@@ -106,7 +106,7 @@ class RemoteBytes:
         if (num_bytes, version) != (self.num_bytes, self.version):
             change = file_paths.describe_change((self.num_bytes, self.version), (num_bytes, version))
             files, inner = file_paths.open_file_system(self.url, self.source)
-            files.invalidate_cache(inner)  # or a new source would take the listing from before the change
+            file_paths.forget(files, inner)  # or a new source would take the listing from before the change
             raise file_paths.changed(f"{self.source}: {self.url}", change, self._manifest)
 
 

@@ -71,8 +71,8 @@ _VERSION_FIELDS = (
     "Last-Modified",
     "created",
     "blob_id",  # of Hugging Face
-    "modificationTime",  # of WebHDFS
     "modify",  # of FTP
+    "modificationTime",  # of WebHDFS
 )
 
 
@@ -423,7 +423,7 @@ def _ask(
         try:
             with remote_errors(url, source):
                 if fresh:
-                    file_system.invalidate_cache(inner)
+                    forget(file_system, inner)
                 deadline = time.monotonic() + _ANSWER_SECONDS if until is None else until
                 return call_while_alive(file_system, method, inner if path is None else path, deadline, **options)
         except OSError as problem:
@@ -436,6 +436,12 @@ def _ask(
         if not is_unreachable(problem):
             raise
         raise _out_of_reach(problems, time.monotonic() - begun) from problem
+
+
+def forget(file_system: Any, path: str) -> None:
+    """Has a client forget what it has listed of a file, also in the listing of its folder, which that of Azure would keep."""
+    file_system.invalidate_cache(path)
+    file_system.invalidate_cache(file_system._parent(path))
 
 
 def _out_of_reach(problems: Sequence[OSError], seconds: float) -> OSError:
