@@ -265,6 +265,23 @@ def test_it_waits_for_the_save_of_another_checkpointer(tmp_path, monkeypatch, me
     assert first.steps() == [1, 5]
 
 
+def test_a_restore_waits_for_the_save_of_another_checkpointer(tmp_path, monkeypatch):
+    """As when a notebook's cell is run again: training would start at the step before, or at 0."""
+    finalize, may_end = handlers.ArraysHandler.finalize, threading.Event()
+
+    def finalize_later(handler, directory):
+        assert may_end.wait(60)
+        finalize(handler, directory)
+
+    monkeypatch.setattr(handlers.ArraysHandler, "finalize", finalize_later)
+    first, second = (Checkpointer(tmp_path / "c", save_interval_steps=1) for _ in range(2))
+    first.save(1, state_at(1))
+    threading.Timer(0.3, may_end.set).start()
+    assert second.restore(state_at(0))[0] == 1
+    second.close()
+    first.close()
+
+
 def test_checkpointers_that_have_different_names_of_a_folder(tmp_path, monkeypatch):
     """Such as a link to the newest run: the second removed what the first was saving, and then took it for another job."""
     finalize, may_end = handlers.ArraysHandler.finalize, threading.Event()

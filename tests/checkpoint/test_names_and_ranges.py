@@ -169,7 +169,10 @@ def test_which_casts_are_checked() -> None:
 
 @pytest.mark.parametrize(
     ("option", "value"),
-    [("max_to_keep", 0), ("save_interval_steps", 0), ("keep_period", 0), ("best_fn", len), ("read_only", True)],
+    [
+        *(("max_to_keep", 0), ("save_interval_steps", 0), ("keep_period", 0), ("best_fn", len), ("read_only", True)),
+        ("single_host_load_and_broadcast", True),
+    ],
 )
 @pytest.mark.parametrize("directory", ["c", "memory://options/c"])
 def test_options_that_would_fail_or_keep_nothing_are_refused(

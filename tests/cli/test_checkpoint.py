@@ -7,6 +7,7 @@ import pathlib
 import shutil
 from typing import Any
 
+import fsspec
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -167,6 +168,18 @@ def test_import_position_prints_what_reads_its_output(position: list[Any], tmp_p
     written = " ".join(run("import-position", "--help").output.split())
     assert 'feed.set_state(json.load(open("OUTPUT/state.json"))["state"])' in written
     assert "IteratorRestore(feed)" in written
+
+
+@pytest.mark.parametrize("scheme", ["file://", "memory://"])
+def test_import_position_takes_urls(position: list[Any], tmp_path: pathlib.Path, scheme: str, monkeypatch: Any) -> None:
+    monkeypatch.chdir(tmp_path)
+    source, template, output, *settings = position
+    result = run("import-position", f"file://{source}", template, f"{scheme}{output}", *settings, "--step", 3)
+    assert result.exit_code == 0, result.output
+    with make_feed() as feed:
+        exec(result.output.splitlines()[-1].strip(), {"feed": feed, "json": json, "fsspec": fsspec})
+        assert feed.step == 3
+    assert {path.name for path in tmp_path.iterdir()} <= {"iter", "template.json", "out"}
 
 
 def test_import_position_asks_for_what_the_files_do_not_say(position: list[Any], tmp_path: pathlib.Path) -> None:

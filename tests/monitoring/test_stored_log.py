@@ -108,3 +108,14 @@ def test_a_store_that_fails(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogC
         read_logs(["memory://bucket/none"])
     with pytest.raises(meshfeed.SettingsError, match="nothing://x/y: Protocol not known: nothing"):
         write_output("output", "nothing://x/y", "text")
+
+
+def test_a_second_log_of_a_feed_keeps_the_objects_of_the_first(memory: Any) -> None:
+    """As when a notebook's cell is run again."""
+    with make_feed("train") as feed:
+        for count in (5, 3):
+            with meshfeed.monitoring.log(feed, URL, seconds=1000):
+                for _ in range(count):
+                    next(feed)
+    (found,) = read_logs([URL])
+    assert [sample.stats.batches for sample in found.samples] == [0, 5, 5, 8]

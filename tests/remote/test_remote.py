@@ -35,6 +35,7 @@ from meshfeed._src.remote.client import (
     encode_error,
     rows_of,
     to_rows,
+    zeros,
 )
 from meshfeed._src.remote.feed import make_feed_payload
 from meshfeed.remote import RemoteFeed
@@ -209,6 +210,12 @@ def test_dtypes_stay_those_with_which_the_feed_was_made(mesh: Mesh) -> None:
         next(feed)
         feed.reshard(NamedSharding(mesh, P("data")))
         assert np.array_equal(np.asarray(next(feed)["x"]), np.arange(8, 16) + 2**40)
+
+
+def test_padding_has_the_dtype_with_which_the_feed_was_made(mesh: Mesh) -> None:
+    with jax.enable_x64(True):
+        spec = jax.ShapeDtypeStruct((8,), np.int64, sharding=NamedSharding(mesh, P("data")))
+    assert zeros(spec, 16).dtype == np.int64
 
 
 def test_stats_and_report_go_on_after_reshard(mesh: Mesh, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -137,6 +137,9 @@ def test_of_many_batches_a_part_is_extrapolated_and_of_similar_ones_groups_are_s
     along = simulate_order(dataset, "shards", setup)
     assert not along.extrapolated
     assert number <= along.bytes_per_epoch[0] / 10**6 <= number + 4
+    for order in (uniform, along):  # the chart of the page ends where the table says, also for the part of an order
+        bytes_of_hosts = 4 * order.over_time["host_bytes"][-1]
+        assert bytes_of_hosts == pytest.approx(sum(order.bytes_per_epoch), rel=0.01)
     assert along.hosts[0].uses[0] > steps
     assert along.total_stall_fraction < 0.01
     assert all(math.isfinite(value) for line in along.over_time.values() for value in line)

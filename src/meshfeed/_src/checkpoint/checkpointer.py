@@ -418,6 +418,8 @@ class Checkpointer(NotCopied):
         check_train_state(abstract_or_concrete_state, RESTORE_ORDER)
         self._check_open()
         self.wait()
+        if self._open.wait_for_others():  # whose step is the newest
+            self._manager.reload()
         doing = f"restoring from {self._directory}"
         which = "the newest step" if step is None else f"step {step}"
         with Agreement(doing, self._timeout_seconds, kind=f"restoring {which}{_beside(feed)}") as agreement:

@@ -26,6 +26,7 @@ from etils import epath
 
 from meshfeed._src.base.errors import CheckpointError, StateMismatchError
 from meshfeed._src.base.exact_json import decode_value, encode_value
+from meshfeed._src.base.store_path import make_path
 from meshfeed._src.base.types import JsonValue, public
 from meshfeed._src.state import files as state_files
 from meshfeed._src.state.grain_files import with_tuples
@@ -42,7 +43,7 @@ _WORKERS = "iterators_in_use_states"
 
 def read_foreign_files(directory: epath.PathLike) -> tuple[dict[int, JsonValue], int | None]:
     """Reads the states that the hosts wrote, by host, and the number of hosts (None for an elastic state)."""
-    directory = epath.Path(directory)
+    directory = make_path(directory)
     states: dict[int, JsonValue] = {}
     counts: set[int | None] = set()
     for path in sorted(directory.iterdir(), key=lambda path: path.name) if directory.exists() else []:
@@ -361,7 +362,7 @@ def import_position(
             "order, before its first batch. Write one with json.dump(feed.get_state(), file)."
         ) from None
     imported = _converted(directory, state, global_batch_size, step, unshuffled)
-    folder = epath.Path(output)
+    folder = make_path(output)
     folder.mkdir(parents=True, exist_ok=True)
     document = state_files.make_document(imported, None, 0)  # holds all hosts' state, also for streams
     state_files.write_json(folder / state_files.STATE_FILE, document)

@@ -19,6 +19,10 @@ _IN_A_STORE = ("max_to_keep", "keep_period", "save_interval_steps", "save_on_ste
 _USELESS = {
     "best_fn": ": best_fn chooses steps by metrics, which Checkpointer.save does not take. Use preservation_policy.",
     "read_only": ": read_only=True has no use here: a Checkpointer that does not save writes nothing. Leave it out.",
+    "single_host_load_and_broadcast": (
+        ": with single_host_load_and_broadcast=True, a host that lists the steps again, as after a failed save that only it "
+        "has seen, waits for the others. Leave it out."
+    ),
 }
 _REPLACED = ("keep_period", "keep_time_interval")
 

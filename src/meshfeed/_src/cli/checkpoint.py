@@ -8,6 +8,7 @@ from typing import Any
 
 import click
 
+from meshfeed._src.base.stores import is_url
 from meshfeed._src.base.types import JsonValue
 from meshfeed._src.cli.text import at_least, example, json_option, shortened, show, size_text
 
@@ -150,11 +151,12 @@ def import_position(
 
     state = foreign.import_position(directory, template, output, global_batch_size=global_batch_size, **settings)
     steps = state["position"] // global_batch_size
-    path, position, kind = f"{output}/state.json", state["position"], state["kind"]
+    path, position, kind = f"{output.removeprefix('file://')}/state.json", state["position"], state["kind"]
+    opened = f"fsspec.open({path!r}).open()" if is_url(path) else f"open({path!r})"
     lines = (
         f"{output}: after step {steps:,}, position {position:,} ({kind})",
         "It is exact if the old run read the records in the order of the template. In the new run:",
-        f"  feed.set_state(json.load(open({path!r}))['state'])",
+        f"  feed.set_state(json.load({opened})['state'])",
     )
     show({"path": path, "step": steps, "position": position, "kind": kind}, lines, as_json=as_json)
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import itertools
 import json
 import logging
 import math
@@ -37,6 +38,8 @@ _RUN = re.compile(r'"run": "(\w*)"')  # groups lines by run without parsing them
 _BATCHES = re.compile(r'"batches": (\d+)')
 _STATS = tuple(field.name for field in dataclasses.fields(FeedStats) if field.name not in ("tuned", "feed_id"))
 _STALLS = '"stalls": ['
+# Of each feed, whose logs at URLs must not write one another's objects.
+_numbers: weakref.WeakKeyDictionary[Feed, Iterator[int]] = weakref.WeakKeyDictionary()
 _CUT = re.compile(r'"cache": \{[^{}]*\}$')  # the last value of a line, without the brace that closes the line
 _COUNTERS = {
     "batches": "Global batches delivered.",
@@ -225,7 +228,8 @@ def _writable(directory: str | os.PathLike[str]) -> Iterator[None]:
 
 def _log_to_store(feed: Feed, host: int, url: str, seconds: float) -> Exporter:
     name = feed.name
-    stored = StoredLog(url, f"{name}-host-{host:05d}-{take_sample(feed).stats.feed_id}")
+    numbers = _numbers.setdefault(feed, itertools.count())
+    stored = StoredLog(url, f"{name}-host-{host:05d}-{take_sample(feed).stats.feed_id}", numbers)
 
     def write(before: Sample | None, sample: Sample) -> None:
         line = _to_json(before, sample, name, host)

@@ -27,12 +27,14 @@ class StoredLog:
     Args:
       url: the folder.
       name: first part of the objects' names, different for each feed, host and run.
+      numbers: numbers of the objects, which all logs of a feed share; by default from 0.
     """
 
-    def __init__(self, url: str, name: str) -> None:
+    def __init__(self, url: str, name: str, numbers: Iterator[int] | None = None) -> None:
         self._prefix = f"{url.rstrip('/')}/{name}"
         self._lines: list[str] = []
-        self._number, self._written = 0, 0
+        self._numbers = itertools.count() if numbers is None else numbers
+        self._number, self._written = next(self._numbers), 0
         self._last = -_UPLOAD_SECONDS
 
     def add(self, line: str, *, now: bool) -> None:
@@ -66,7 +68,7 @@ class StoredLog:
         self._last, self._written = time.monotonic(), len(self._lines)
         if len(content) >= _OBJECT_BYTES:
             self._lines, self._written = [], 0
-            self._number += 1
+            self._number = next(self._numbers)
 
     def end(self) -> None:
         """Uploads the last lines; logs an error."""

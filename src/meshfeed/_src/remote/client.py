@@ -16,6 +16,7 @@ each batch received. If it was not, the host takes it back, and its target is wh
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import itertools
@@ -33,6 +34,7 @@ import jax
 import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec, Sharding
 
+from meshfeed._src.arrays.dtypes import narrowed_dtype, x64_types
 from meshfeed._src.arrays.reshard import without_callers_settings
 from meshfeed._src.base import coordination
 from meshfeed._src.base.errors import Failure, MeshfeedError, PeerError, SettingsError
@@ -290,7 +292,10 @@ def zeros(spec: jax.ShapeDtypeStruct, size: int = 0) -> jax.Array:
     # A view of a single element, so that no host allocates the global batch.
     whole = np.broadcast_to(np.zeros((), spec.dtype), shape)
     assert spec.sharding is not None
-    return jax.make_array_from_callback(shape, spec.sharding, lambda index: np.ascontiguousarray(whole[index]))
+    # The feed may have been made in jax.enable_x64(), which this call is outside of.
+    wide = narrowed_dtype(spec.dtype, x64=False) != spec.dtype
+    with x64_types(True) if wide else contextlib.nullcontext():
+        return jax.make_array_from_callback(shape, spec.sharding, lambda index: np.ascontiguousarray(whole[index]))
 
 
 def colocated_mesh(mesh: Mesh) -> Mesh:

@@ -481,7 +481,7 @@ def simulate_order(dataset: SimulatedData, shuffle: Shuffle, setup: Setup) -> Si
         quality=shuffle_quality(dataset, order, ends[1] * setup.batch_size, setup.batch_size),
         extrapolated=extrapolated,
         hosts=dict(zip(chosen, _hosts_of(run, num_uses, parts), strict=True)),
-        over_time=_over_time(run, sizes, setup.step_seconds),
+        over_time=_over_time(run, parts, sizes, setup.step_seconds),
         **_figures_of(run, parts, np.diff(ends) * setup.step_seconds, len(reading), setup),
     )
 
@@ -592,13 +592,17 @@ def _hosts_of(run: Run, num_uses: Sequence[np.ndarray], parts: Sequence[_Part]) 
         yield HostDownloads(*([round(part.sum(figure)) for part in parts] for figure in figures))
 
 
-def _over_time(run: Run, sizes: RecordIds, step_seconds: float) -> dict[str, list[float]]:
+def _over_time(run: Run, parts: Sequence[_Part], sizes: RecordIds, step_seconds: float) -> dict[str, list[float]]:
     waits = run.waits.copy()
     waits[0] = 0.0
     ends = np.cumsum(sizes)  # batches up to the end of each group
     edges = np.unique(np.searchsorted(ends, np.linspace(0, ends[-1], _POINTS + 1)[:-1], side="right"))
     stalled = np.add.reduceat(waits, edges)
     worked = np.add.reduceat(sizes * step_seconds, edges)
-    downloaded = np.cumsum(sum(host.bytes_of_batch for host in run.hosts) / len(run.hosts))
+    arrived = np.sum([host.bytes_of_batch for host in run.hosts], axis=0) / len(run.hosts)
+    for part in parts:  # the simulated part of an epoch stands for the whole
+        mine = arrived[part.first : part.first + part.num_groups]
+        mine *= part.sum(arrived) / max(mine.sum(), 1.0)
+    downloaded = np.cumsum(arrived)
     last = np.append(edges[1:], waits.size) - 1
     return {"stall_fraction": (stalled / (stalled + worked)).tolist(), "host_bytes": downloaded[last].tolist()}

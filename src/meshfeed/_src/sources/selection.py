@@ -87,9 +87,8 @@ class Ranges:
 
     def __init__(self, starts: RecordIds, stops: RecordIds) -> None:
         self._starts = starts
-        self._firsts = np.cumsum(
-            np.append(0, stops - starts), dtype=np.int64
-        )  # id in the view of each range's first record
+        # The id in the view of each range's first record, and the length.
+        self._firsts = np.cumsum(np.append(0, stops - starts), dtype=np.int64)
 
     def __len__(self) -> int:
         return int(self._firsts[-1])

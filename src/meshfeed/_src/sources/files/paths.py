@@ -441,7 +441,7 @@ def _ask(
 def forget(file_system: Any, path: str) -> None:
     """Has a client forget what it has listed of a file, also in the listing of its folder, which that of Azure would keep."""
     file_system.invalidate_cache(path)
-    file_system.invalidate_cache(file_system._parent(path))
+    file_system.invalidate_cache(path.rstrip("/").rpartition("/")[0])
 
 
 def _out_of_reach(problems: Sequence[OSError], seconds: float) -> OSError:
